@@ -2,13 +2,14 @@
 
     .ci/cluster [PROGRAM] [--faults N] [--rollouts N] [--strict]
 
-Four campaigns. Each prints its figures; wrong rows end the program with 1, and with --strict a figure above its limit too.
+Five campaigns. Each prints its figures; wrong rows end the program with 1, and with --strict a figure above its limit too.
 
 - faults: N times each, at random moments of a collection whose rollouts the workers pull: a worker is killed and started again, a worker is
   stopped and goes on, the cable of a worker is cut and plugged in, the head is killed and started again;
 - beheaded: the head is killed and started again while a collector calls replicas by name;
 - frozen: one of two replicas is stopped while a collector calls them by name;
-- lossy: all workers are behind links with delay and loss.
+- lossy: all workers are behind links with delay and loss;
+- nat: the only worker is behind a router that translates addresses, and takes its rollouts over connections that it opens.
 
 The rows must be those of an undisturbed collection in one process: none lost, none twice, the same rewards, no reward on a failed attempt.
 """
@@ -39,8 +40,10 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 CONFIG = ROOT / "examples/configs/quickstart.yaml"
 HEAD = "10.77.0.1"
 HEAD_URL = f"http://{HEAD}:11000"
+PRIVATE = "192.168.77.2"
 HEARTBEAT, TIMEOUT = 1, 3
 TASKS = 100
+CAMPAIGNS = ["faults", "beheaded", "frozen", "lossy", "nat"]
 CLONE_NEWNET = 0x40000000
 # The names of this run: an earlier one may have been killed.
 ID = f"gym{os.getpid()}"
@@ -221,6 +224,28 @@ class Cluster:
         ip("-n", f"{ID}-h", "link", "set", cable, "master", "lan", "up")
         ip("-n", f"{ID}-{host}", "addr", "add", f"10.77.0.{number}/24", "dev", "eth0")
         ip("-n", f"{ID}-{host}", "link", "set", "eth0", "up")
+
+    def add_host_behind_router(self, host, router, number):
+        """Adds a host with a private address. It reaches the others through a router, under the address of the router; they do not reach it."""
+        self.add_host(router, number)
+        ip("netns", "add", f"{ID}-{host}")
+        self.hosts.append(host)
+        ip("-n", f"{ID}-{host}", "link", "set", "lo", "up")
+        ip("-n", f"{ID}-{router}", "link", "add", "inside", "type", "veth", "peer", "name", "eth0", "netns", f"{ID}-{host}")
+        ip("-n", f"{ID}-{router}", "addr", "add", "192.168.77.1/24", "dev", "inside")
+        ip("-n", f"{ID}-{router}", "link", "set", "inside", "up")
+        ip("-n", f"{ID}-{host}", "addr", "add", f"{PRIVATE}/24", "dev", "eth0")
+        ip("-n", f"{ID}-{host}", "link", "set", "eth0", "up")
+        ip("-n", f"{ID}-{host}", "route", "add", "default", "via", "192.168.77.1")
+        rules = """
+            table ip nat {
+                chain out { type nat hook postrouting priority 100; oifname "eth0" masquerade; }
+                chain in { type filter hook forward priority 0; iifname "eth0" ct state new drop; }
+            }"""
+        for command, text in [(["tee", "/proc/sys/net/ipv4/ip_forward"], "1"), (["nft", "-f", "-"], rules)]:
+            subprocess.run(["ip", "netns", "exec", f"{ID}-{router}", *command], input=text, text=True, check=True, stdout=subprocess.DEVNULL)
+        # The head sends packets for the private network to the router, as to a gateway; the collector has no route to it.
+        ip("-n", f"{ID}-h", "route", "add", "192.168.77.0/24", "via", f"10.77.0.{number}")
 
     def start(self, name, host, arguments):
         environment = {key: value for key, value in os.environ.items() if not key.startswith(("HEAD_SERVER", "NUM_EXPECTED", "WORKER_"))}
@@ -638,6 +663,29 @@ def lossy(cluster, roster, workers, rollouts):
     return figures
 
 
+def nat(cluster, worker, rollouts):
+    """A worker that nobody reaches takes all rollouts."""
+    connection = http.client.HTTPConnection(HEAD, 11000, timeout=30)
+    connection.request("GET", "/cluster/members")
+    members = json.loads(connection.getresponse().read())
+    servers = next(member["servers"] for member in members if member["name"] == worker and member["state"] == "serving")
+    addresses = {re.fullmatch(r"http://(.*):(\d+)", endpoint).groups() for server in servers for endpoint in server["endpoints"] if endpoint.startswith("http:")}
+    if {host for host, _ in addresses} != {PRIVATE}:
+        raise Failed(f"the worker behind the router is at {addresses}")
+    host, port = min(addresses)
+    try:
+        socket.create_connection((host, int(port)), timeout=0.5).close()
+    except OSError:
+        pass
+    else:
+        raise Failed(f"the worker behind the router can be reached at {host}:{port}")
+    name = "nat"
+    cluster.collect(name, rollouts)
+    classes = cluster.ended(name, rollouts, 300)
+    if classes:
+        raise Failed(f"{name}: attempts failed: {dict(classes)}")
+
+
 def drain(cluster, worker):
     """A worker that is asked to drain ends by itself."""
     subprocess.run(["ip", "netns", "exec", f"{ID}-h", cluster.program, "drain", worker, "--head-url", HEAD_URL],
@@ -656,11 +704,11 @@ def main():
     parser.add_argument("--faults", type=int, default=10, help="how often each kind of fault strikes")
     parser.add_argument("--rollouts", type=int, default=2_000, help="rollouts of the campaign of faults")
     parser.add_argument("--seed", type=int, default=int(time.time()))
-    parser.add_argument("--only", choices=["faults", "beheaded", "frozen", "lossy"], action="append")
+    parser.add_argument("--only", choices=CAMPAIGNS, action="append")
     parser.add_argument("--strict", action="store_true", help="fail if a figure is above its limit")
     parser.add_argument("--keep", action="store_true", help="keep the folder with the rows and the logs")
     options = parser.parse_args()
-    wanted = options.only or ["faults", "beheaded", "frozen", "lossy"]
+    wanted = options.only or CAMPAIGNS
     rng, over = random.Random(options.seed), 0
     print(f"cluster: seed {options.seed}", flush=True)
     cluster = Cluster(options.program)
@@ -708,6 +756,13 @@ def main():
                 cluster.add_host(worker, number, delay=0.02, loss=0.01)
             start(["w21", "w22"], (50, 150), "--pull-capacity", 100)
             over += lossy(cluster, roster, ["w21", "w22"], rollouts).print("")
+        if "nat" in wanted:
+            cluster.end_workers()
+            cluster.add_host_behind_router("w31", "router", 30)
+            start(["w31"], (0, 2), "--pull-capacity", 100)
+            began = time.time()
+            nat(cluster, "w31", max(TASKS, rollouts // 4))
+            print(f"  one worker behind a router took all of them in {time.time() - began:.1f} s", flush=True)
         roster.ended = True
         status = 0
         if over:

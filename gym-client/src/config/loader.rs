@@ -1,5 +1,9 @@
 //! Loads files, `env.yaml` and overrides into one [`GymConfig`], in NeMo Gym's order.
 
+mod instances;
+mod network;
+mod tree;
+
 use std::fmt;
 use std::path::{Path, PathBuf};
 
@@ -9,20 +13,18 @@ use crate::config::check;
 use crate::config::compose::files::{ConfigFiles, SearchRoots};
 use crate::config::compose::merge;
 use crate::config::compose::{self, agents};
+use crate::config::loader::instances::{dangling, failure_problem, instance};
+use crate::config::loader::network::{NetworkSettings, shared_ports};
+use crate::config::loader::tree::{at, place, set, set_default};
 use crate::config::problem::{ConfigError, Mistake, Origin, Problem};
 use crate::config::resolve::interpolation::{InterpolationFailure, Resolver};
 use crate::config::resolve::overrides::Overrides;
 use crate::config::schema::transport;
-use crate::config::schema::{
-    GeneratedRelay, GymConfig, HeadConfig, InstanceConfig, MissingServer, PortRange, PortRequest, ServerReference,
-};
+use crate::config::schema::{GeneratedRelay, GymConfig, MissingServer, PortRequest};
 use crate::config::yaml::node::{Key, Map, Node, Tree};
 use crate::config::yaml::parser;
 use crate::transport::BUILT_IN;
-use gym_core::server::ServerKind;
 use gym_core::transport::Transport;
-
-const HEAD_PORT: u16 = 11_000;
 
 type OwnedLookup = Box<dyn Fn(&str) -> Option<String> + Send>;
 type PickPort = Box<dyn FnMut(&PortRequest<'_>) -> Option<u16> + Send>;
@@ -100,7 +102,7 @@ impl ConfigLoader {
         self
     }
 
-    /// Chooses a port for each instance without one. By default, [`InstanceConfig::port`] of such an instance is
+    /// Chooses a port for each instance without one. By default, [`InstanceConfig::port`](crate::config::InstanceConfig::port) of such an instance is
     /// `None`, and the global YAML contains -1, as in `gym env resolve`.
     #[must_use]
     pub fn pick_port(mut self, pick: impl FnMut(&PortRequest<'_>) -> Option<u16> + Send + 'static) -> Self {
@@ -270,111 +272,6 @@ impl ConfigLoader {
         })
     }
 
-    fn network(
-        &mut self,
-        root: &mut Node,
-        resolved: &Node,
-        servers: &[check::FoundServer],
-    ) -> Result<NetworkSettings, ConfigError> {
-        let absolute = matches!(resolved.step("use_absolute_ip").map(|n| &n.value), Some(Tree::Bool(true)));
-        let default_host = if absolute {
-            self.absolute_ip.clone().or_else(own_ip).ok_or_else(|| {
-                place(resolved, "use_absolute_ip", "this machine's host name has no IPv4 address")
-                    .fix("set default_host to the machine's address, and use_absolute_ip to false")
-            })?
-        } else {
-            truthy(resolved, &["default_host"]).unwrap_or_else(|| "127.0.0.1".to_owned())
-        };
-        set_default(root, "use_absolute_ip", Tree::Bool(false));
-        let head_host = text_or(resolved, &["head_server", "host"], &default_host)?;
-        let head_port = port_at(resolved, &["head_server", "port"])?;
-        let low = port_at(resolved, &["port_range_low"])?.unwrap_or(10_001);
-        let high = port_at(resolved, &["port_range_high"])?.unwrap_or(20_000);
-        if low > high {
-            return Err(place(resolved, "port_range_low", format!("{low} is greater than port_range_high, {high}"))
-                .fix("swap the two values")
-                .into());
-        }
-        set_default(root, "port_range_low", Tree::Int(i128::from(low)));
-        set_default(root, "port_range_high", Tree::Int(i128::from(high)));
-
-        let ports = PortRange { low, high };
-        let none_free = |instance: &str| {
-            Problem::new(Mistake::Port, &Origin::default(), "", format!("no free port from {low} to {high}"))
-                .instance(instance)
-                .fix("widen the range with port_range_low and port_range_high, or set the instance's port")
-        };
-        let mut fixed = Vec::new();
-        for server in servers {
-            fixed.extend(port_at(resolved, &server.path("port"))?.filter(|port| *port != 0));
-        }
-        let head_port = match (head_port, &mut self.pick_port) {
-            (None, Some(pick)) if self.own_head => {
-                let request = PortRequest { instance: "head_server", kind: None, range: ports, disallowed: &fixed };
-                pick(&request).ok_or_else(|| none_free("head_server"))?
-            }
-            (port, _) => port.unwrap_or(HEAD_PORT),
-        };
-        let head = HeadConfig { host: head_host, port: head_port };
-        fixed.insert(0, head.port);
-        let mut disallowed = vec![head.port];
-        // Unchanged: a port given as a string remains a string in the mapping that Python reads.
-        let mut listed = vec![Node::new(Tree::Int(i128::from(head.port)), Origin::default())];
-        for server in servers {
-            let port = port_at(resolved, &server.path("port"))?.filter(|port| *port != 0);
-            let host = truthy(resolved, &server.path("host"));
-            let chosen = match (port, &mut self.pick_port) {
-                (Some(port), _) => Some(port),
-                (None, None) => None,
-                (None, Some(pick)) => {
-                    let request = PortRequest {
-                        instance: &server.name,
-                        kind: Some(server.kind),
-                        range: ports,
-                        disallowed: &fixed,
-                    };
-                    let port = pick(&request).ok_or_else(|| none_free(&server.name))?;
-                    fixed.push(port);
-                    Some(port)
-                }
-            };
-            disallowed.extend(chosen);
-            listed.extend(chosen.map(|port| match at(resolved, &server.path("port")) {
-                Some(node) if !matches!(node.value, Tree::Null | Tree::Int(0)) => node.clone(),
-                _ => Node::new(Tree::Int(i128::from(port)), Origin::default()),
-            }));
-            let skip: Vec<(&str, Node)> = ["skip_verification", "skip_verification_reward"]
-                .into_iter()
-                .filter(|_| server.kind == ServerKind::Agent)
-                .filter_map(|key| Some((key, resolved.step(key)?.clone())))
-                .filter(|(_, node)| !matches!(node.value, Tree::Null))
-                .collect();
-            let Some(settings) = settings_mut(root, server) else { continue };
-            if host.is_none() {
-                settings.set(Key::from("host"), Node::text(default_host.clone(), &Origin::default()));
-            }
-            if port.is_none() {
-                let port = chosen.map_or(-1, i128::from);
-                settings.set(Key::from("port"), Node::new(Tree::Int(port), Origin::default()));
-            }
-            for (key, node) in skip {
-                if !settings.contains(key) {
-                    settings.set(Key::from(key), node);
-                }
-            }
-        }
-        set(root, "disallowed_ports", Node::new(Tree::List(listed), Origin::default()));
-        let mut block = root
-            .step("head_server")
-            .filter(|node| node.as_map().is_some())
-            .cloned()
-            .unwrap_or_else(|| Node::map(Vec::new(), &Origin::default()));
-        set_default(&mut block, "host", Tree::Text(default_host.clone()));
-        set_default(&mut block, "port", Tree::Int(i128::from(head.port)));
-        set(root, "head_server", block);
-        Ok(NetworkSettings { default_host, head, ports, disallowed })
-    }
-
     /// Sets the other keys that NeMo Gym's servers require.
     fn defaults(&self, root: &mut Node, resolved: &Node) -> Result<(), ConfigError> {
         for (key, value) in &self.defaults {
@@ -481,91 +378,12 @@ impl ConfigLoader {
     }
 }
 
-struct NetworkSettings {
-    default_host: String,
-    head: HeadConfig,
-    ports: PortRange,
-    disallowed: Vec<u16>,
-}
-
 struct LoadedFiles {
     relays: Vec<(String, String)>,
     warnings: Vec<Problem>,
     files: Vec<PathBuf>,
     elsewhere: Vec<MissingServer>,
     given: Node,
-}
-
-impl check::FoundServer {
-    fn path<'a>(&'a self, key: &'a str) -> [&'a str; 4] {
-        [&self.name, self.kind.as_str(), &self.implementation, key]
-    }
-
-    fn holds(&self, path: &[String]) -> bool {
-        path.len() >= 3 && path[0] == self.name && path[1] == self.kind.as_str() && path[2] == self.implementation
-    }
-}
-
-fn at<'a>(root: &'a Node, path: &[&str]) -> Option<&'a Node> {
-    path.iter().try_fold(root, |node, step| node.step(step))
-}
-
-fn set(root: &mut Node, key: &str, node: Node) {
-    root.as_map_mut().expect("the root is a mapping").set(Key::from(key), node);
-}
-
-/// Sets a key that is absent; an explicit null is kept, as with Python's `setdefault`.
-fn set_default(root: &mut Node, key: &str, value: Tree) {
-    if root.step(key).is_none() {
-        set(root, key, Node::new(value, Origin::default()));
-    }
-}
-
-fn settings_mut<'a>(root: &'a mut Node, server: &check::FoundServer) -> Option<&'a mut Map> {
-    let kinds = root.as_map_mut()?.get_mut(&server.name)?.as_map_mut()?;
-    let implementations = kinds.get_mut(server.kind.as_str())?.as_map_mut()?;
-    implementations.0.iter_mut().find(|(key, _)| key.to_string() == server.implementation)?.1.as_map_mut()
-}
-
-fn place(root: &Node, key: &str, what: impl Into<Box<str>>) -> Problem {
-    let mut path = key.split('.').collect::<Vec<_>>();
-    let mut origin = Origin::default();
-    while !path.is_empty() {
-        if let Some(node) = at(root, &path) {
-            origin = node.origin.clone();
-            break;
-        }
-        path.pop();
-    }
-    Problem::new(Mistake::Value, &origin, key, what)
-}
-
-fn truthy(root: &Node, path: &[&str]) -> Option<String> {
-    at(root, path)?.as_text().filter(|text| !text.is_empty()).map(str::to_owned)
-}
-
-fn text_or(root: &Node, path: &[&str], default: &str) -> Result<String, Problem> {
-    match at(root, path) {
-        None | Some(Node { value: Tree::Null, .. }) => Ok(default.to_owned()),
-        Some(node) => node.as_text().map(str::to_owned).ok_or_else(|| {
-            place(root, &path.join("."), format!("expected a string, found {}", node.kind())).fix("put it in quotes")
-        }),
-    }
-}
-
-fn port_at(root: &Node, path: &[&str]) -> Result<Option<u16>, Problem> {
-    let Some(node) = at(root, path) else { return Ok(None) };
-    let port = match &node.value {
-        Tree::Null => return Ok(None),
-        Tree::Int(int) => u16::try_from(*int).ok(),
-        Tree::Float(float) if float.fract() == 0.0 => u16::try_from(*float as i128).ok(),
-        Tree::Text(text) => text.trim().parse().ok(),
-        _ => None,
-    };
-    port.map(Some).ok_or_else(|| {
-        place(root, &path.join("."), format!("'{}' is not a port", node.python_str()))
-            .fix("use a number from 1 to 65535")
-    })
 }
 
 /// Returns an absolute path without `.`, `..` and, where the path exists, symbolic links.
@@ -584,14 +402,6 @@ fn settled(path: &Path) -> PathBuf {
         }
     }
     out
-}
-
-/// Returns the address to which the host name of this machine resolves.
-fn own_ip() -> Option<String> {
-    use std::net::ToSocketAddrs;
-    let name = std::fs::read_to_string("/proc/sys/kernel/hostname").ok()?;
-    let mut addresses = (name.trim(), 0).to_socket_addrs().ok()?;
-    addresses.find(std::net::SocketAddr::is_ipv4).map(|address| address.ip().to_string())
 }
 
 /// Removes overrides of agents that composition will create from the command line and returns them.
@@ -619,131 +429,4 @@ fn raise_missing(root: &Node) -> Result<(), ConfigError> {
         })
         .collect();
     if problems.is_empty() { Ok(()) } else { Err(ConfigError::Invalid(problems)) }
-}
-
-/// Reports references to servers that do not exist: on the first level an error as in NeMo Gym, on deeper levels a
-/// warning. A reference to a server with a reported mistake is right. Returns the references on the first level to servers
-/// that other files may define.
-fn dangling(
-    resolved: &Node,
-    servers: &[check::FoundServer],
-    problems: &mut Vec<Problem>,
-    warnings: &mut Vec<Problem>,
-) -> Vec<MissingServer> {
-    let mut missing = Vec::new();
-    for server in servers {
-        let Some(settings) = at(resolved, &server.path("")[..3]) else { continue };
-        let mut references = Vec::new();
-        check::references(settings, "", &mut references);
-        for (field, kind, name, origin) in references {
-            let mistaken = problems.iter().any(|problem| {
-                problem.mistake != Mistake::Reference && problem.instance.as_deref() == Some(name.as_str())
-            });
-            if field.is_empty() || mistaken || servers.iter().any(|other| other.kind == kind && other.name == name) {
-                continue;
-            }
-            let same: Vec<&str> = servers.iter().filter(|s| s.kind == kind).map(|s| s.name.as_str()).collect();
-            let other = servers.iter().find(|other| other.name == name);
-            let fix = match other {
-                Some(other) => format!("'{name}' belongs to {}; write type: {}", other.kind, other.kind),
-                None if resolved.step(&name).is_some() => {
-                    let others = match same.as_slice() {
-                        [] => String::new(),
-                        same => format!(", or name one of: {}", same.join(", ")),
-                    };
-                    format!("'{name}' has no entrypoint, so it is not a server; add 'entrypoint: app.py' to it{others}")
-                }
-                None => String::new(),
-            };
-            let key = server.path(&field).join(".");
-            let what = format!("the reference names '{name}' of {kind}, which no file defines");
-            let problem = Problem::new(Mistake::Reference, &origin, key, what).instance(&server.name);
-            let deep = field.contains(['.', '[']);
-            if fix.is_empty() {
-                let known = same.into_iter().map(str::to_owned).collect();
-                let server = MissingServer { kind, name, known, problem };
-                if deep { warnings.push(server.problem(&[])) } else { missing.push(server) }
-            } else if deep {
-                warnings.push(problem.fix(fix));
-            } else {
-                problems.push(problem.fix(fix));
-            }
-        }
-    }
-    missing
-}
-
-fn failure_problem(failure: &InterpolationFailure, servers: &[check::FoundServer]) -> Problem {
-    let problem =
-        Problem::new(Mistake::Interpolation, &failure.origin, failure.path.join("."), failure.why.what.as_str())
-            .fix(&failure.why.fix);
-    match servers.iter().find(|server| server.holds(&failure.path)) {
-        Some(server) => problem.instance(&server.name),
-        None => problem,
-    }
-}
-
-fn instance(
-    server: &check::FoundServer,
-    resolved: &Node,
-    unresolved: Vec<Problem>,
-) -> Result<InstanceConfig, ConfigError> {
-    let path = server.path("");
-    let node = at(resolved, &path[..3]).cloned().unwrap_or_else(|| Node::map(Vec::new(), &Origin::default()));
-    let mut found = Vec::new();
-    check::references(&node, "", &mut found);
-    let references = found.into_iter().map(|(field, kind, name, _)| ServerReference { field, kind, name }).collect();
-    let text = |key: &str| node.step(key).and_then(Node::as_text).map(str::to_owned);
-    let settings = match node.to_settings() {
-        Value::Object(map) => map,
-        _ => serde_json::Map::new(),
-    };
-    let num_workers = settings.get("num_workers").and_then(|value| match value {
-        Value::String(text) => text.trim().parse().ok(),
-        value => value.as_u64().or_else(|| value.as_f64().map(|float| float as u64)),
-    });
-    let mut config = InstanceConfig {
-        name: server.name.clone(),
-        kind: server.kind,
-        implementation: server.implementation.clone(),
-        host: text("host").unwrap_or_default(),
-        port: match node.step("port").map(|node| &node.value) {
-            Some(Tree::Int(-1)) => None,
-            _ => port_at(resolved, &server.path("port"))?,
-        },
-        port_chosen: false,
-        num_workers,
-        entrypoint: text("entrypoint"),
-        domain: text("domain"),
-        references,
-        datasets: Vec::new(),
-        settings,
-        origin: node.origin.clone(),
-        unresolved,
-        node,
-    };
-    config.datasets = match config.settings.get("datasets") {
-        Some(Value::Array(items)) if !items.is_empty() => config.read("datasets")?,
-        _ => Vec::new(),
-    };
-    Ok(config)
-}
-
-/// Warns about servers with the same port on the same host, because only one of them can start.
-fn shared_ports(instances: &[InstanceConfig], head: &HeadConfig, warnings: &mut Vec<Problem>) {
-    for (index, instance) in instances.iter().enumerate() {
-        let Some(port) = instance.port else { continue };
-        let earlier = instances[..index].iter().find(|other| other.port == Some(port) && other.host == instance.host);
-        let other = match earlier {
-            Some(other) => format!("'{}'", other.name),
-            None if head.port == port && head.host == instance.host => "the head server".to_owned(),
-            None => continue,
-        };
-        let origin = instance.node.step("port").map_or(&instance.origin, |node| &node.origin);
-        warnings.push(
-            Problem::new(Mistake::Port, origin, "port", format!("port {port} is also the port of {other}"))
-                .instance(&instance.name)
-                .fix("give one of them another port, or remove the key so that a port is chosen"),
-        );
-    }
 }

@@ -1,11 +1,13 @@
 //! The registries that a client looks names up in, and the tasks that keep a server or a member registered.
 
+mod address;
 mod fixed;
 mod lease;
 mod member;
 mod remote;
 mod roster;
 
+pub use address::{MemberAddress, address_towards, is_loopback};
 pub use fixed::StaticRegistry;
 pub use lease::LeaseKeeper;
 pub use member::{HealthCheck, MemberKeeper, MemberOptions};

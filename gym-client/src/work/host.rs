@@ -1,7 +1,6 @@
 //! Serves a pool to the workers of a registry: listens, and registers with the label that workers look for.
 
 use std::collections::BTreeMap;
-use std::net::{IpAddr, SocketAddr, ToSocketAddrs as _, UdpSocket};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -9,7 +8,7 @@ use futures_util::future::BoxFuture;
 use gym_core::registry::Registration;
 use gym_core::server::ServerKind;
 use gym_core::transport::{ListenOptions, serve};
-use gym_core::{CallContext, CancelToken, Endpoint, Error, Handler, Incarnation, Result, World};
+use gym_core::{CallContext, CancelToken, Endpoint, Handler, Incarnation, Result, World};
 use tokio::task::JoinSet;
 
 use crate::client::ServerClient;
@@ -83,44 +82,5 @@ impl PoolHost {
                 tracing::debug!("workers were still connected at the end of the grace");
             }
         })
-    }
-}
-
-/// Returns the address of this machine on its route to `peer`, an address such as `10.0.0.7:11000`: the one at which the peer, and
-/// machines of its network, reach this one. Sends nothing.
-///
-/// # Errors
-/// `InvalidArgument` if the address cannot be resolved or there is no route to it.
-pub fn address_towards(peer: &str) -> Result<IpAddr> {
-    let failed = |error: std::io::Error| {
-        Error::invalid(format!("this machine has no address on a route to {peer}: {error}; name its address"))
-    };
-    let target = peer.to_socket_addrs().map_err(failed)?.next();
-    let target = target.ok_or_else(|| Error::invalid(format!("{peer} has no address")))?;
-    local_address_towards(target).map_err(failed)
-}
-
-/// Returns the address of this machine on its route to a resolved address. Sends nothing.
-///
-/// # Errors
-/// The error of the kernel if there is no route.
-pub fn local_address_towards(target: SocketAddr) -> std::io::Result<IpAddr> {
-    let any: IpAddr = match target {
-        SocketAddr::V4(_) => std::net::Ipv4Addr::UNSPECIFIED.into(),
-        SocketAddr::V6(_) => std::net::Ipv6Addr::UNSPECIFIED.into(),
-    };
-    let socket = UdpSocket::bind((any, 0))?;
-    socket.connect(target)?;
-    socket.local_addr().map(|address| address.ip())
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_address_towards_this_machine_is_the_loopback_address() {
-        assert!(address_towards("127.0.0.1:9").unwrap().is_loopback());
-        assert!(address_towards("no such host:9").unwrap_err().to_string().contains("no such host"));
     }
 }

@@ -22,7 +22,7 @@ mod puller;
 mod watch;
 
 pub use dispatch::Dispatch;
-pub use host::{COLLECTOR_POOL, PoolHost, address_towards, local_address_towards};
+pub use host::{COLLECTOR_POOL, PoolHost};
 pub use message::WORK_ROUTE;
 pub use pool::{WorkKind, WorkPool, WorkPoolOptions, WorkPoolSnapshot, WorkerSnapshot};
 pub(crate) use pulled::PulledServers;

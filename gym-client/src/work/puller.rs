@@ -10,6 +10,7 @@ use bytes::Bytes;
 use futures_util::FutureExt as _;
 use futures_util::future::BoxFuture;
 use futures_util::stream::{FuturesUnordered, StreamExt as _};
+use gym_core::base::host_name;
 use gym_core::message::TraceContext;
 use gym_core::transport::{ConnectOptions, RetryPolicy};
 use gym_core::{
@@ -69,9 +70,7 @@ impl WorkPullerOptions {
     /// Returns the defaults for this process: its name is that of the machine with the number of the process.
     #[must_use]
     pub fn of_this_process(world: &World) -> Self {
-        let machine = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
-        let machine = if machine.trim().is_empty() { "worker" } else { machine.trim() };
-        Self::new(format!("{machine}-{}", std::process::id()), world)
+        Self::new(format!("{}-{}", host_name(), std::process::id()), world)
     }
 }
 

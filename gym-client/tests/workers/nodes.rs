@@ -171,8 +171,7 @@ async fn join_by_hand(head: &MemoryRegistry, agents: &[NodeAgent]) -> Vec<gym_cl
     let mut keepers = Vec::new();
     for (number, agent) in (1..).zip(agents) {
         let mut spec = gym_core::registry::MemberSpec::new(format!("member-{number}"), gym_core::Incarnation(number));
-        spec.node =
-            Some(gym_core::registry::MemberNode { endpoints: agent.endpoints().to_vec(), build: String::new() });
+        spec.node = Some(agent.member_node());
         let (cx, world) = (CallContext::within(LONG), gym_core::World::real());
         let keeper = gym_client::registry::MemberKeeper::join(
             Arc::new(head.clone()),

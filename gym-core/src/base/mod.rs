@@ -1,20 +1,21 @@
 //! Errors, cancellation, progress, work in flight, stalls, time, files and randomness: the base of all other modules.
 
 pub(crate) mod cancel;
-pub(crate) mod descriptors;
 pub(crate) mod error;
 pub(crate) mod failure;
 pub(crate) mod hex;
 pub(crate) mod in_flight;
+pub(crate) mod machine;
 pub(crate) mod progress;
 pub mod stall;
 pub(crate) mod world;
 
 pub use cancel::{CancelOnDrop, CancelToken, Cancelled};
-#[doc(hidden)]
-pub use descriptors::raise_descriptors;
 pub use error::{Code, Error, ErrorLink, Execution, Result};
 pub use failure::FailureClass;
 pub use in_flight::InFlight;
+pub use machine::host_name;
+#[doc(hidden)]
+pub use machine::raise_descriptors;
 pub use progress::CallProgress;
 pub use world::{FileLock, Files, RealFiles, World};

@@ -13,17 +13,17 @@
 //!                                    └────────────────────────────────────────────────► gone: it was lost
 //! ```
 //!
-//! `MemberTable` has the rules, without clock and sockets.
+//! `MemberTable` (`table.rs`) has the rules, without clock and sockets.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::BTreeMap;
 use std::fmt;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
-use tokio::time::Instant;
 
 use super::lease::{Instance, millis};
-use crate::base::error::{Code, Error, Result};
+use crate::base::World;
+use crate::base::error::{Error, Result};
 use crate::message::Incarnation;
 use crate::server::ServerKind;
 use crate::transport::Endpoint;
@@ -38,13 +38,7 @@ pub const DEFAULT_MEMBER_TIMEOUT: Duration = Duration::from_secs(300);
 pub const DEFAULT_RECONNECT: Duration = Duration::from_millis(100);
 
 /// Missed heartbeats that make a member suspect.
-const MISSED_MAX: u32 = 2;
-
-/// Members that left or were lost, which a roster still lists.
-const GONE_MAX: usize = 256;
-
-/// Changes of servers that a watcher can read one by one; an older watcher reads all servers.
-const CHANGES_MAX: usize = 4_096;
+pub(super) const MISSED_MAX: u32 = 2;
 
 /// The limits of a head server's memory. A request beyond a limit is an error with the limit.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -163,7 +157,7 @@ pub struct MemberSpec {
     /// The member's clock, in milliseconds since 1970: the head warns of a clock that differs.
     #[serde(default)]
     pub clock_ms: u64,
-    /// Additional labels, such as `pid`, `cpus` and `gpus`.
+    /// Additional labels, such as `pid` and `cpus`.
     #[serde(default)]
     pub labels: BTreeMap<String, String>,
     /// The intervals of its heartbeats.
@@ -184,6 +178,9 @@ pub struct MemberNode {
     pub endpoints: Vec<Endpoint>,
     /// The build of the program: an agent starts worker types of its own program only.
     pub build: String,
+    /// The number of GPUs that it offers.
+    #[serde(default)]
+    pub gpus: u32,
 }
 
 impl MemberSpec {
@@ -203,8 +200,28 @@ impl MemberSpec {
         }
     }
 
+    /// Creates a member for this process, with its clock and the labels `pid` and `cpus`. Other machines reach it at `host`.
+    #[must_use]
+    pub fn of_this_process(
+        name: impl Into<String>,
+        incarnation: Incarnation,
+        host: impl Into<String>,
+        timing: MemberTiming,
+        world: &World,
+    ) -> Self {
+        let cpus = std::thread::available_parallelism().map_or(1, usize::from);
+        let labels = [("pid", std::process::id().to_string()), ("cpus", cpus.to_string())];
+        Self {
+            host: host.into(),
+            clock_ms: u64::try_from(world.now().as_millis()).unwrap_or(u64::MAX),
+            labels: labels.into_iter().map(|(key, value)| (key.to_owned(), value)).collect(),
+            timing,
+            ..Self::new(name, incarnation)
+        }
+    }
+
     /// Returns the bytes of the texts that a head server stores.
-    fn bytes(&self) -> usize {
+    pub(super) fn bytes(&self) -> usize {
         let labels = |labels: &BTreeMap<String, String>| {
             labels.iter().map(|(key, value)| key.len() + value.len()).sum::<usize>()
         };
@@ -367,411 +384,4 @@ pub struct RosterUpdate {
     pub recovering: bool,
     /// The changes, in order.
     pub changes: Vec<ServerChange>,
-}
-
-/// A transition of a member's state, for logs and metrics.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct MemberEvent {
-    pub(crate) name: String,
-    pub(crate) from: Option<MemberState>,
-    pub(crate) to: MemberState,
-    pub(crate) reason: String,
-    /// The member did not leave by itself.
-    pub(crate) lost: bool,
-}
-
-/// The rules of membership: no clock, no tasks, no network.
-#[derive(Debug)]
-pub(crate) struct MemberTable {
-    term: u64,
-    limits: MemberLimits,
-    members: BTreeMap<String, Entry>,
-    /// Servers by name and replica.
-    servers: BTreeMap<(String, u32), Instance>,
-    gone: VecDeque<Member>,
-    changes: VecDeque<ServerChange>,
-    version: u64,
-    /// The end of the time in which members return after a start of the head.
-    recovers_until: Option<Instant>,
-}
-
-#[derive(Debug)]
-struct Entry {
-    spec: MemberSpec,
-    state: MemberState,
-    /// A request to drain outlives a suspicion.
-    drain: bool,
-    reason: String,
-    heard: Instant,
-    seq: u64,
-    /// The connection broke at this time, and no heartbeat has arrived since.
-    broken: Option<Instant>,
-    ranks: Vec<u32>,
-}
-
-impl Entry {
-    fn lease(&self, term: u64) -> MemberLease {
-        MemberLease { name: self.spec.name.clone(), incarnation: self.spec.incarnation, term }
-    }
-
-    /// The time at which the member becomes suspect without another heartbeat.
-    fn suspect_at(&self) -> Instant {
-        self.heard + self.spec.timing.heartbeat * MISSED_MAX
-    }
-
-    fn gone_at(&self) -> Instant {
-        let silent = self.heard + self.spec.timing.timeout;
-        self.broken.map_or(silent, |broken| silent.min(broken + self.spec.timing.reconnect))
-    }
-
-    fn next_change(&self) -> Instant {
-        if self.state == MemberState::Suspect { self.gone_at() } else { self.suspect_at().min(self.gone_at()) }
-    }
-}
-
-impl MemberTable {
-    pub(crate) fn new(term: u64, limits: MemberLimits) -> Self {
-        Self {
-            term,
-            limits,
-            members: BTreeMap::new(),
-            servers: BTreeMap::new(),
-            gone: VecDeque::new(),
-            changes: VecDeque::new(),
-            version: 0,
-            recovers_until: None,
-        }
-    }
-
-    pub(crate) fn recover_until(&mut self, until: Instant) {
-        self.recovers_until = Some(until);
-    }
-
-    /// Adds a member. A repeated request of the same process returns the same lease.
-    pub(crate) fn join(&mut self, now: Instant, spec: MemberSpec) -> Result<(JoinedMember, Vec<MemberEvent>)> {
-        let refused = |code, why: String| Err(Error::not_started(code, why).about(format!("join as {}", spec.name)));
-        if spec.name.is_empty() || spec.name.contains(|c: char| c.is_whitespace() || c.is_control()) {
-            return refused(
-                Code::InvalidArgument,
-                "the name is empty or contains whitespace or control characters; set another one with --name"
-                    .to_owned(),
-            );
-        }
-        spec.timing.check(self.limits.timeout_max)?;
-        if let Some(server) = spec.servers.iter().find(|server| server.endpoints.is_empty() || server.name.is_empty()) {
-            return refused(Code::InvalidArgument, format!("server `{}` has no name or no endpoint", server.name));
-        }
-        let bytes = spec.bytes();
-        if bytes > self.limits.member_bytes_max {
-            let max = self.limits.member_bytes_max;
-            return refused(
-                Code::InvalidArgument,
-                format!("its names, labels and endpoints have {bytes} bytes; the limit is {max}"),
-            );
-        }
-        let mut events = self.tick(now);
-        if let Some(known) = self.members.get_mut(&spec.name) {
-            if known.spec.incarnation == spec.incarnation && known.spec.host == spec.host {
-                // Sent again because the response was lost, or joined again because the member doubts its lease.
-                known.heard = now;
-                known.broken = None;
-                return Ok((
-                    JoinedMember { lease: known.lease(self.term), ranks: known.ranks.clone(), warnings: Vec::new() },
-                    events,
-                ));
-            }
-            let replaced = known.spec.incarnation < spec.incarnation && known.state == MemberState::Suspect;
-            if !replaced {
-                return refused(
-                    Code::AlreadyExists,
-                    format!(
-                        "a {} member has this name at host `{}` (incarnation {})\n  fix: stop it, or set another name with --name",
-                        known.state, known.spec.host, known.spec.incarnation
-                    ),
-                );
-            }
-            events.extend(self.remove(now, &spec.name, "a newer process with its name has joined", true));
-        }
-        if self.members.len() >= self.limits.members_max {
-            let max = self.limits.members_max;
-            return refused(Code::ResourceExhausted, format!("the cluster has its maximum of {max} members"));
-        }
-        if self.servers.len().saturating_add(spec.servers.len()) > self.limits.servers_max {
-            let max = self.limits.servers_max;
-            return refused(Code::ResourceExhausted, format!("the cluster has its maximum of {max} servers"));
-        }
-        let ranks: Vec<u32> = spec.servers.iter().map(|server| self.place(server, &spec)).collect();
-        let name = spec.name.clone();
-        let entry = Entry {
-            spec,
-            state: MemberState::Joining,
-            drain: false,
-            reason: String::new(),
-            heard: now,
-            seq: 0,
-            broken: None,
-            ranks: ranks.clone(),
-        };
-        let lease = entry.lease(self.term);
-        self.members.insert(name.clone(), entry);
-        events.push(MemberEvent { name, from: None, to: MemberState::Joining, reason: String::new(), lost: false });
-        Ok((JoinedMember { lease, ranks, warnings: Vec::new() }, events))
-    }
-
-    /// Lists a server under the lowest free rank of its name, not serving yet.
-    fn place(&mut self, server: &MemberServer, member: &MemberSpec) -> u32 {
-        let free = server.rank.filter(|rank| self.server(&server.name, *rank).is_none());
-        let rank = free.unwrap_or_else(|| self.lowest_free_rank(&server.name));
-        self.put(Instance {
-            name: server.name.clone(),
-            rank,
-            kind: server.kind,
-            implementation: server.implementation.clone(),
-            endpoints: server.endpoints.clone(),
-            incarnation: member.incarnation,
-            labels: server.labels.clone(),
-            member: Some(member.name.clone()),
-            paused: true,
-        });
-        rank
-    }
-
-    pub(super) fn lowest_free_rank(&self, name: &str) -> u32 {
-        (0..).find(|rank| self.server(name, *rank).is_none()).unwrap_or_default()
-    }
-
-    /// Lists a server, or replaces the one with its name and rank.
-    pub(super) fn put(&mut self, instance: Instance) {
-        self.servers.insert((instance.name.clone(), instance.rank), instance.clone());
-        self.record(ServerChange::Present(instance));
-    }
-
-    /// Removes a server, with the reason if it was lost.
-    pub(super) fn take(&mut self, key: &(String, u32), lost: Option<&str>) {
-        let Some(Instance { name, rank, incarnation, member, .. }) = self.servers.remove(key) else { return };
-        let lost = lost.map(str::to_owned);
-        self.record(ServerChange::Gone(GoneServer { name, rank, incarnation, member, lost }));
-    }
-
-    pub(super) fn server(&self, name: &str, rank: u32) -> Option<&Instance> {
-        self.servers.get(&(name.to_owned(), rank))
-    }
-
-    pub(super) fn server_count(&self) -> usize {
-        self.servers.len()
-    }
-
-    pub(super) fn limits(&self) -> &MemberLimits {
-        &self.limits
-    }
-
-    fn record(&mut self, change: ServerChange) {
-        self.version += 1;
-        if self.changes.len() == CHANGES_MAX {
-            self.changes.pop_front();
-        }
-        self.changes.push_back(change);
-    }
-
-    /// Records a heartbeat, and returns the member's state.
-    pub(crate) fn beat(&mut self, now: Instant, beat: &Heartbeat) -> Result<(MemberState, Vec<MemberEvent>)> {
-        let mut events = self.tick(now);
-        let Some(entry) = self.held(&beat.lease) else { return Err(unknown(&beat.lease)) };
-        if beat.seq < entry.seq {
-            return Ok((entry.state, events));
-        }
-        (entry.seq, entry.heard, entry.broken) = (beat.seq, now, None);
-        entry.drain |= beat.draining;
-        let to = match (entry.drain, entry.state) {
-            (true, _) => MemberState::Draining,
-            // Probed before it serves: what it missed may have been long.
-            (false, MemberState::Suspect) => MemberState::Joining,
-            (false, MemberState::Joining) if beat.healthy => MemberState::Serving,
-            (false, state) => state,
-        };
-        events.extend(self.enter(&beat.lease.name, to, ""));
-        Ok((to, events))
-    }
-
-    /// Records that the connection of a heartbeat broke.
-    pub(crate) fn connection_lost(&mut self, now: Instant, lease: &MemberLease, seq: u64) -> Vec<MemberEvent> {
-        let mut events = self.tick(now);
-        let Some(entry) = self.held(lease) else { return events };
-        // A newer heartbeat has arrived over another connection.
-        if entry.seq == seq {
-            entry.broken = Some(now);
-            events.extend(self.enter(&lease.name, MemberState::Suspect, "its connection broke"));
-        }
-        events
-    }
-
-    /// Ends a membership. Succeeds if it has ended.
-    pub(crate) fn leave(&mut self, now: Instant, lease: &MemberLease) -> Vec<MemberEvent> {
-        let mut events = self.tick(now);
-        if self.held(lease).is_some() {
-            events.extend(self.remove(now, &lease.name, "it left", false));
-        }
-        events
-    }
-
-    /// Requests that a member finish its work and leave.
-    pub(crate) fn drain(&mut self, now: Instant, name: &str) -> Result<Vec<MemberEvent>> {
-        let mut events = self.tick(now);
-        let Some(entry) = self.members.get_mut(name) else {
-            let names: Vec<&str> = self.members.keys().map(String::as_str).collect();
-            let known = if names.is_empty() {
-                "the cluster has no members".to_owned()
-            } else {
-                format!("the members are {}", names.join(", "))
-            };
-            return Err(Error::not_started(Code::NotFound, format!("no member has this name; {known}"))
-                .about(format!("drain {name}")));
-        };
-        entry.drain = true;
-        if entry.state != MemberState::Suspect {
-            events.extend(self.enter(name, MemberState::Draining, "it was asked to drain"));
-        }
-        Ok(events)
-    }
-
-    /// Applies all that is due.
-    pub(crate) fn tick(&mut self, now: Instant) -> Vec<MemberEvent> {
-        let due = |entry: &&Entry| entry.next_change() <= now;
-        let names: Vec<String> = self.members.values().filter(due).map(|entry| entry.spec.name.clone()).collect();
-        let mut events = Vec::new();
-        for name in names {
-            let entry = &self.members[&name];
-            let reason = match entry.broken {
-                Some(_) => "its connection broke".to_owned(),
-                None => format!("no heartbeat for {:.1} s", now.saturating_duration_since(entry.heard).as_secs_f64()),
-            };
-            if entry.gone_at() <= now {
-                events.extend(self.remove(now, &name, &reason, true));
-            } else {
-                events.extend(self.enter(&name, MemberState::Suspect, &reason));
-            }
-        }
-        if self.recovers_until.is_some_and(|until| until <= now) {
-            self.recovers_until = None;
-            // Watchers learn that servers which did not return are gone.
-            self.version += 1;
-            self.changes.clear();
-        }
-        events
-    }
-
-    /// Returns the time of the next change without further input.
-    pub(crate) fn next_change(&self) -> Option<Instant> {
-        self.members.values().map(Entry::next_change).chain(self.recovers_until).min()
-    }
-
-    fn enter(&mut self, name: &str, to: MemberState, reason: &str) -> Option<MemberEvent> {
-        let entry = self.members.get_mut(name)?;
-        let from = std::mem::replace(&mut entry.state, to);
-        if from == to {
-            return None;
-        }
-        reason.clone_into(&mut entry.reason);
-        let servers: Vec<(String, u32)> =
-            entry.spec.servers.iter().zip(&entry.ranks).map(|(server, rank)| (server.name.clone(), *rank)).collect();
-        let paused = to != MemberState::Serving;
-        for key in servers {
-            if let Some(instance) = self.servers.get(&key).filter(|instance| instance.paused != paused) {
-                self.put(Instance { paused, ..instance.clone() });
-            }
-        }
-        Some(MemberEvent { name: name.to_owned(), from: Some(from), to, reason: reason.to_owned(), lost: false })
-    }
-
-    fn remove(&mut self, now: Instant, name: &str, reason: &str, lost: bool) -> Option<MemberEvent> {
-        let entry = self.members.remove(name)?;
-        let why = lost.then(|| format!("{name} is gone: {reason}"));
-        for (server, rank) in entry.spec.servers.iter().zip(&entry.ranks) {
-            self.take(&(server.name.clone(), *rank), why.as_deref());
-        }
-        if self.gone.len() == GONE_MAX {
-            self.gone.pop_front();
-        }
-        let from = entry.state;
-        self.gone.push_back(Member {
-            silent_ms: silent_ms(now, entry.heard),
-            spec: entry.spec,
-            state: MemberState::Gone,
-            reason: reason.to_owned(),
-        });
-        Some(MemberEvent {
-            name: name.to_owned(),
-            from: Some(from),
-            to: MemberState::Gone,
-            reason: reason.to_owned(),
-            lost,
-        })
-    }
-
-    fn held(&mut self, lease: &MemberLease) -> Option<&mut Entry> {
-        let term = self.term;
-        self.members
-            .get_mut(&lease.name)
-            .filter(|entry| entry.spec.incarnation == lease.incarnation && lease.term == term)
-    }
-
-    pub(super) fn heartbeat_of(&self, lease: &MemberLease) -> Option<Duration> {
-        self.members.get(&lease.name).map(|entry| entry.spec.timing.heartbeat)
-    }
-
-    pub(super) fn state_of(&self, lease: &MemberLease) -> Option<MemberState> {
-        let entry = self.members.get(&lease.name);
-        entry
-            .filter(|entry| entry.spec.incarnation == lease.incarnation && lease.term == self.term)
-            .map(|entry| entry.state)
-    }
-
-    /// Returns the members, and those that left or were lost.
-    pub(crate) fn members(&self, now: Instant) -> Vec<Member> {
-        let live = self.members.values().map(|entry| Member {
-            spec: entry.spec.clone(),
-            state: entry.state,
-            reason: entry.reason.clone(),
-            silent_ms: silent_ms(now, entry.heard),
-        });
-        // A process that returned is no longer gone.
-        let gone = self.gone.iter().filter(|gone| !self.members.contains_key(&gone.spec.name)).cloned();
-        live.chain(gone).collect()
-    }
-
-    /// Returns the servers of the members with this name, by rank.
-    pub(crate) fn resolve<'a>(&'a self, name: &str) -> impl Iterator<Item = &'a Instance> + use<'a> {
-        self.servers.range((name.to_owned(), 0)..=(name.to_owned(), u32::MAX)).map(|(_, instance)| instance)
-    }
-
-    pub(crate) fn servers(&self) -> impl Iterator<Item = &Instance> {
-        self.servers.values()
-    }
-
-    pub(crate) fn version(&self) -> RosterVersion {
-        RosterVersion { term: self.term, version: self.version }
-    }
-
-    /// Returns the changes since a version; all servers if it is unknown or too old.
-    pub(crate) fn since(&self, seen: Option<RosterVersion>) -> RosterUpdate {
-        let recovering = self.recovers_until.is_some();
-        let missed = seen
-            .filter(|seen| seen.term == self.term)
-            .and_then(|seen| usize::try_from(self.version.checked_sub(seen.version)?).ok())
-            .filter(|missed| *missed <= self.changes.len());
-        let changes = match missed {
-            Some(missed) => self.changes.iter().skip(self.changes.len() - missed).cloned().collect(),
-            None => self.servers.values().cloned().map(ServerChange::Present).collect(),
-        };
-        RosterUpdate { now: self.version(), complete: missed.is_none(), recovering, changes }
-    }
-}
-
-fn silent_ms(now: Instant, heard: Instant) -> u64 {
-    u64::try_from(now.saturating_duration_since(heard).as_millis()).unwrap_or(u64::MAX)
-}
-
-pub(super) fn unknown(lease: &MemberLease) -> Error {
-    Error::not_started(Code::NotFound, "the head server does not have this member; join again")
-        .about(format!("heartbeat of {}", lease.name))
 }

@@ -10,11 +10,12 @@ use tokio::time::{Instant, sleep_until};
 
 use super::lease::{Instance, Lease, Registration, Registry};
 use super::member::{
-    Heartbeat, HeartbeatReply, JoinedMember, Member, MemberEvent, MemberLease, MemberLimits, MemberSpec, MemberState,
-    RosterUpdate, RosterVersion,
+    Heartbeat, HeartbeatReply, JoinedMember, Member, MemberLease, MemberLimits, MemberSpec, MemberState, RosterUpdate,
+    RosterVersion,
 };
 use super::membership::MemberRegistry;
 use super::state::RegistryState;
+use super::table::MemberEvent;
 use crate::base::error::Result;
 use crate::message::CallContext;
 
@@ -210,7 +211,7 @@ impl MemberRegistry for MemoryRegistry {
                 Some(Some(changed)) => state = changed,
                 Some(None) => {
                     answered.beat = None;
-                    return Err(super::member::unknown(lease));
+                    return Err(super::table::unknown(lease));
                 }
             }
         }

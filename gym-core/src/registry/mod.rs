@@ -13,6 +13,7 @@ mod membership;
 mod memory;
 mod pick;
 mod state;
+mod table;
 
 pub use lease::{DEFAULT_TTL, Instance, Lease, Registration, Registry};
 pub use member::{

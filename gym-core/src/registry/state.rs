@@ -6,7 +6,8 @@ use std::time::Duration;
 use tokio::time::Instant;
 
 use super::lease::{Instance, Lease, Registration};
-use super::member::{MemberLimits, MemberTable};
+use super::member::MemberLimits;
+use super::table::MemberTable;
 use crate::base::error::{Code, Error, Result};
 use crate::transport::Endpoint;
 

@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use gym_client::transport::http::HttpConfig;
 use gym_client::work::WorkPullerOptions;
+use gym_core::base::host_name;
 use gym_core::registry::{MemberTiming, Registry};
 use gym_core::server::ServerKind;
 use gym_core::{Endpoint, World};
@@ -193,7 +194,6 @@ pub(super) async fn run(
 }
 
 fn worker_options(args: &ClusterArgs) -> WorkerOptions {
-    let host_name = || rustix::system::uname().nodename().to_string_lossy().into_owned();
     WorkerOptions {
         host: args.host.clone(),
         advertise: args.advertise.clone(),

@@ -26,7 +26,7 @@ use crate::stack::instance::{RunningServer, references, registration, unknown_im
 use crate::stack::options::{HEAD_NAME, StackOptions};
 use crate::stack::python;
 use crate::stack::servers::{Build, Made, Servers};
-use crate::stack::worker::{self, WorkerAddress, WorkerRegistry};
+use crate::stack::worker::{self, WorkerRegistry};
 use gym_core::transport::serve;
 
 /// The running servers of a configuration. [`Stack::stop`] stops them in order; dropping the stack aborts them.
@@ -152,9 +152,9 @@ impl Stack {
         };
         let address = match (&options.worker, &remote) {
             (Some(worker), Some(remote)) => {
-                let address = WorkerAddress::find(worker, remote.head()).await?;
-                config.head = address.head(remote.head())?;
-                address.place(&mut wanted, servers);
+                let address = worker::find_address(worker, remote.head()).await?;
+                config.head = worker::head_config(remote.head())?;
+                worker::place(&address, &mut wanted, servers);
                 Some(address)
             }
             _ => None,

@@ -1,6 +1,5 @@
 //! A stack whose servers belong to a cluster: the process joins a head server as a member.
 
-use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -9,13 +8,14 @@ use futures_util::future::{BoxFuture, join_all};
 use futures_util::stream::BoxStream;
 use gym_client::ServerClient;
 use gym_client::config::{HeadConfig, InstanceConfig};
-use gym_client::registry::{HealthCheck, MemberKeeper, MemberOptions, RemoteRegistry};
-use gym_client::work::{PULLS_LABEL, local_address_towards};
+use gym_client::registry::{HealthCheck, MemberAddress, MemberKeeper, MemberOptions, RemoteRegistry, is_loopback};
+use gym_client::work::PULLS_LABEL;
 use gym_core::registry::{
-    Instance, Lease, MemberLimits, MemberServer, MemberSpec, MemberTiming, MemoryRegistry, Registration, Registry,
+    Instance, Lease, MemberLimits, MemberNode, MemberServer, MemberSpec, MemberTiming, MemoryRegistry, Registration,
+    Registry,
 };
 use gym_core::server::ServerKind;
-use gym_core::{CallContext, Code, Endpoint, Error, Incarnation, Result, World};
+use gym_core::{CallContext, Endpoint, Error, Incarnation, Result, World};
 
 use crate::environment::POOL_IMPLEMENTATION;
 use crate::head::BUILD;
@@ -40,6 +40,9 @@ pub struct WorkerOptions {
     /// The process takes work for its agents and environment servers, with [`Stack::take_work`](crate::Stack::take_work). Collectors
     /// then let it pull, instead of calling its servers by name. Default: `false`.
     pub pulls: bool,
+    /// The node agent of this process (`gym_client::group::NodeAgent::listen`): the member is a node too, and worker groups start ranks on it.
+    /// Default: none.
+    pub node: Option<MemberNode>,
 }
 
 impl WorkerOptions {
@@ -53,77 +56,36 @@ impl WorkerOptions {
             timing: MemberTiming::default(),
             join_within: Duration::from_secs(300),
             pulls: false,
+            node: None,
         }
     }
 }
 
-/// The addresses of a worker.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct WorkerAddress {
-    /// The host to bind.
-    pub(super) bind: String,
-    /// The host that others are told.
-    pub(super) advertised: String,
+/// Determines the addresses of a worker of this head server.
+///
+/// # Errors
+/// Those of [`MemberAddress::find`], and `InvalidArgument` for intervals that the head server would reject.
+pub(super) async fn find_address(options: &WorkerOptions, head: &Endpoint) -> Result<MemberAddress> {
+    // Before the servers start, and not only when the head server rejects it.
+    options.timing.check(MemberLimits::default().timeout_max)?;
+    let host = options.host.as_deref().unwrap_or("127.0.0.1");
+    MemberAddress::find(host, options.advertise.as_deref(), Some(head)).await
 }
 
-impl WorkerAddress {
-    /// Determines the addresses of a worker of this head server.
-    ///
-    /// # Errors
-    /// `InvalidArgument` if other machines could not reach the address that they would be told.
-    pub(super) async fn find(options: &WorkerOptions, head: &Endpoint) -> Result<Self> {
-        // Before the servers start, and not only when the head server rejects it.
-        options.timing.check(MemberLimits::default().timeout_max)?;
-        let unresolved = |error: std::io::Error| {
-            Error::new(Code::Unavailable, gym_core::Execution::NotStarted, "its host cannot be resolved")
-                .about(format!("reach the head server {head}"))
-                .caused_by(error)
-        };
-        let mut found = tokio::net::lookup_host(head.address()).await.map_err(unresolved)?;
-        let head_address = found.next().ok_or_else(|| Error::invalid(format!("the host of {head} has no address")))?;
-        Self::choose(options, head, head_address.ip(), local_address_towards(head_address).ok())
-    }
-
-    /// `route` is the address of this machine on the way to the head server.
-    fn choose(options: &WorkerOptions, head: &Endpoint, head_ip: IpAddr, route: Option<IpAddr>) -> Result<Self> {
-        let bind = options.host.clone().unwrap_or_else(|| "127.0.0.1".to_owned());
-        let unspecified = bind.parse().is_ok_and(|ip: IpAddr| ip.is_unspecified());
-        let advertised = match (&options.advertise, route) {
-            (Some(advertised), _) => advertised.clone(),
-            (None, Some(route)) if unspecified => route.to_string(),
-            (None, _) => bind.clone(),
-        };
-        let same_machine = head_ip.is_loopback() || route == Some(head_ip);
-        let nowhere = advertised.parse().is_ok_and(|ip: IpAddr| ip.is_unspecified());
-        if nowhere || (is_loopback(&advertised) && !same_machine) {
-            let fix = route.map_or_else(|| "ADDRESS".to_owned(), |route| route.to_string());
-            return Err(Error::invalid(format!(
-                "the head server {head} is on another machine, which cannot reach this worker at {advertised}\n  fix: add --host {fix}; \
-                 the servers have no authentication, so use a network that you trust"
-            )));
-        }
-        Ok(Self { bind, advertised })
-    }
-
-    /// Returns the head server as a configuration names it, for Python servers.
-    pub(super) fn head(&self, head: &Endpoint) -> Result<HeadConfig> {
-        let (host, port) = head.address().rsplit_once(':').unwrap_or((head.address(), ""));
-        let port = port.parse().map_err(|_| Error::invalid(format!("the head server {head} has no port")))?;
-        Ok(HeadConfig { host: host.to_owned(), port })
-    }
-
-    /// Moves the servers that would listen on loopback to the address of this worker.
-    pub(super) fn place(&self, instances: &mut [InstanceConfig], servers: &Servers) {
-        for instance in instances.iter_mut().filter(|instance| is_loopback(&instance.host)) {
-            // A Python server advertises the host that it binds.
-            let native = servers.has(instance.kind, &instance.implementation);
-            instance.host.clone_from(if native { &self.bind } else { &self.advertised });
-        }
-    }
+/// Returns the head server as a configuration names it, for Python servers.
+pub(super) fn head_config(head: &Endpoint) -> Result<HeadConfig> {
+    let (host, port) = head.address().rsplit_once(':').unwrap_or((head.address(), ""));
+    let port = port.parse().map_err(|_| Error::invalid(format!("the head server {head} has no port")))?;
+    Ok(HeadConfig { host: host.to_owned(), port })
 }
 
-fn is_loopback(host: &str) -> bool {
-    host == "localhost" || host.parse().is_ok_and(|ip: IpAddr| ip.is_loopback())
+/// Moves the servers that would listen on loopback to the address of this worker.
+pub(super) fn place(address: &MemberAddress, instances: &mut [InstanceConfig], servers: &Servers) {
+    for instance in instances.iter_mut().filter(|instance| is_loopback(&instance.host)) {
+        // A Python server advertises the host that it binds.
+        let native = servers.has(instance.kind, &instance.implementation);
+        instance.host.clone_from(if native { &address.bind } else { &address.advertised });
+    }
 }
 
 /// Resolves names among the servers of this process first, and then among those of the cluster.
@@ -170,7 +132,7 @@ pub(super) fn join<'a>(
     registry: &'a WorkerRegistry,
     client: &ServerClient,
     options: &'a WorkerOptions,
-    address: &'a WorkerAddress,
+    address: &'a MemberAddress,
     incarnation: Incarnation,
     world: &'a World,
 ) -> BoxFuture<'a, Result<MemberKeeper>> {
@@ -178,16 +140,10 @@ pub(super) fn join<'a>(
     Box::pin(async move {
         let cx = CallContext::within(options.join_within);
         let own = registry.own.list(&cx).await?;
-        let mut spec = MemberSpec::new(&options.name, incarnation);
+        let WorkerOptions { name, timing, .. } = options;
+        let mut spec = MemberSpec::of_this_process(name, incarnation, &address.advertised, *timing, world);
         spec.build = BUILD.to_owned();
-        spec.host.clone_from(&address.advertised);
-        spec.clock_ms = u64::try_from(world.now().as_millis()).unwrap_or(u64::MAX);
-        spec.timing = options.timing;
-        let cpus = std::thread::available_parallelism().map_or(1, usize::from);
-        spec.labels = [("pid", std::process::id().to_string()), ("cpus", cpus.to_string())]
-            .into_iter()
-            .map(|(key, value)| (key.to_owned(), value))
-            .collect();
+        spec.node.clone_from(&options.node);
         spec.servers = own.iter().map(|server| member_server(server, options.pulls)).collect();
         let names: Vec<String> = own.into_iter().map(|server| server.name).collect();
         let member = MemberOptions {
@@ -237,45 +193,4 @@ fn check(client: ServerClient, names: Vec<String>) -> HealthCheck {
             join_all(asked).await.into_iter().collect::<Result<Vec<_>>>().map(drop)
         })
     })
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn chosen(
-        host: Option<&str>,
-        advertise: Option<&str>,
-        head: &str,
-        route: Option<&str>,
-    ) -> Result<(String, String)> {
-        let mut options = WorkerOptions::new("w");
-        (options.host, options.advertise) = (host.map(str::to_owned), advertise.map(str::to_owned));
-        let endpoint = Endpoint::parse(&format!("http://{head}:11000")).unwrap();
-        let route = route.map(|ip| ip.parse().unwrap());
-        let address = WorkerAddress::choose(&options, &endpoint, head.parse().unwrap(), route)?;
-        Ok((address.bind, address.advertised))
-    }
-
-    #[test]
-    fn a_worker_never_advertises_an_address_that_others_cannot_reach() {
-        let is = |bind: &str, advertised: &str| (bind.to_owned(), advertised.to_owned());
-        // The head server is on this machine.
-        assert_eq!(chosen(None, None, "127.0.0.1", Some("127.0.0.1")).unwrap(), is("127.0.0.1", "127.0.0.1"));
-        assert_eq!(chosen(None, None, "10.0.0.7", Some("10.0.0.7")).unwrap(), is("127.0.0.1", "127.0.0.1"));
-        // It is on another one.
-        assert_eq!(chosen(Some("0.0.0.0"), None, "10.0.0.1", Some("10.0.0.7")).unwrap(), is("0.0.0.0", "10.0.0.7"));
-        assert_eq!(chosen(Some("10.0.0.7"), None, "10.0.0.1", Some("10.0.0.7")).unwrap(), is("10.0.0.7", "10.0.0.7"));
-        assert_eq!(
-            chosen(Some("0.0.0.0"), Some("gpu-7"), "10.0.0.1", Some("10.0.0.7")).unwrap(),
-            is("0.0.0.0", "gpu-7")
-        );
-        for (host, route) in [(None, Some("10.0.0.7")), (Some("localhost"), Some("10.0.0.7")), (Some("0.0.0.0"), None)]
-        {
-            let error = chosen(host, None, "10.0.0.1", route).unwrap_err();
-            assert_eq!(error.code(), Code::InvalidArgument, "{host:?}");
-            let fix = route.map_or("--host ADDRESS".to_owned(), |route| format!("--host {route}"));
-            assert!(error.to_string().contains(&fix), "{error}");
-        }
-    }
 }

@@ -5,7 +5,7 @@ use std::process::Stdio;
 
 use serde_json::{Value, json};
 
-use crate::{Started, TestFolder, ended_with, row, wait_until};
+use crate::fixture::{Started, TestFolder, ended_with, open_gate, row};
 
 /// Recomputes the figures of the agent from the rollouts file, and compares them with those of `--json`.
 #[track_caller]
@@ -110,7 +110,7 @@ pub(crate) fn the_summary_has_the_figures_of_the_rows_on_the_disk() {
 
 pub(crate) fn status_shows_the_oldest_rollout_in_flight() {
     let folder = TestFolder::new();
-    let gate = folder.file("gate");
+    let gate = folder.gate();
     let mut rows: Vec<Value> = (0..2).map(|number| row("0123456789", number)).collect();
     rows[1]["wait_for"] = json!(gate);
     folder.tasks(rows);
@@ -118,13 +118,14 @@ pub(crate) fn status_shows_the_oldest_rollout_in_flight() {
     let head = folder.head();
     let child = folder.collect(&["--head-url", &head, "--progress", "none"]).stdout(Stdio::piped()).spawn().unwrap();
     let mut collect = Started { child, said: Vec::new() };
-    let oldest = |name: &str| {
-        let status = folder.status();
-        let servers = status["servers"].as_array().unwrap().clone();
-        servers.into_iter().find(|server| server["name"] == name).unwrap()["oldest"].clone()
+    let oldest_of = |status: &Value, name: &str| {
+        let servers = status["servers"].as_array().unwrap();
+        servers.iter().find(|server| server["name"] == name).unwrap()["oldest"].clone()
     };
-    wait_until(|| folder.rollouts_so_far() == 1 && oldest("digit_agent")["rollout"] == "1-0");
-    assert_eq!(oldest("digit_environment_server")["rollout"], "1-0");
+    let oldest = |name: &str| oldest_of(&folder.status(), name);
+    folder.status_until(|status| {
+        ["digit_agent", "digit_environment_server"].iter().all(|name| oldest_of(status, name)["rollout"] == "1-0")
+    });
     assert_eq!(oldest("digit_agent")["route"], "/run");
     // Other servers do not run rollouts.
     assert_eq!(oldest("policy_model"), Value::Null);
@@ -132,8 +133,8 @@ pub(crate) fn status_shows_the_oldest_rollout_in_flight() {
     let line = table.lines().find(|line| line.starts_with("digit_agent ")).unwrap();
     assert!(line.contains(" s (1-0)"), "{table}");
 
-    std::fs::write(&gate, "").unwrap();
+    let _open = open_gate(&gate);
     assert_eq!(collect.child.wait().unwrap().code(), Some(0));
-    wait_until(|| oldest("digit_agent") == Value::Null);
+    folder.status_until(|status| oldest_of(status, "digit_agent") == Value::Null);
     assert_eq!(running.interrupt(), Some(0));
 }

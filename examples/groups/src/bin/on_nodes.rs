@@ -6,6 +6,7 @@
 //! ```text
 //! export GYM_JOIN_SECRET=… HEAD_SERVER_URL=http://10.0.0.1:11000      # of `rgym run --head-only`
 //! on_nodes node gpu-1 --host 10.0.0.2                                # on each node
+//! on_nodes member gpu-2 --host 10.0.0.3                              # or on some: a node that serves an agent and takes rollouts too
 //! on_nodes group                                                     # anywhere
 //! ```
 
@@ -21,9 +22,12 @@ use gym_client::group::{
     WorkerKind, Workers,
 };
 use gym_client::registry::RemoteRegistry;
+use gym_client::work::WorkPullerOptions;
 use gym_core::group::cluster::ClusterSpec;
 use gym_core::group::prelude::*;
-use gym_core::{CallContext, Endpoint, World};
+use gym_core::{AgentServer, CallContext, Endpoint, RawObject, Response, SessionId, World};
+use gym_server::stack::WorkerOptions;
+use gym_server::{Stack, StackOptions};
 use tokio::io::{AsyncBufReadExt as _, BufReader};
 use tokio::time::Instant;
 
@@ -43,6 +47,15 @@ worker! {
     }
 }
 
+/// Scores each task with 1, in the place of an agent.
+struct Content;
+
+impl AgentServer for Content {
+    async fn run(&self, _: &CallContext, _: &SessionId, row: &RawObject) -> Result<Response> {
+        Ok(Response::json(row.edit().set("reward", "1.0").to_rope()))
+    }
+}
+
 fn workers() -> Workers {
     Workers::new().with("where", WorkerKind::of::<Where>())
 }
@@ -59,8 +72,10 @@ fn main() -> anyhow::Result<()> {
             [] => here().await,
             ["node", name] => node(name, "127.0.0.1").await,
             ["node", name, "--host", host] => node(name, host).await,
+            ["member", name] => member(name, "127.0.0.1").await,
+            ["member", name, "--host", host] => member(name, host).await,
             ["group"] => over_cluster().await,
-            _ => bail!("usage: on_nodes [node NAME [--host ADDRESS] | group]"),
+            _ => bail!("usage: on_nodes [node NAME [--host ADDRESS] | member NAME [--host ADDRESS] | group]"),
         }
     })
 }
@@ -73,19 +88,46 @@ fn head() -> anyhow::Result<Option<Endpoint>> {
     Ok(std::env::var("HEAD_SERVER_URL").ok().map(|url| Endpoint::parse(&url)).transpose()?)
 }
 
-/// Runs the agent of a node until it is interrupted.
-async fn node(name: &str, host: &str) -> anyhow::Result<()> {
+fn node_options(name: &str, host: &str) -> anyhow::Result<NodeOptions> {
     let mut options = NodeOptions::new(secret()?);
     (options.name, options.host, options.head) = (name.to_owned(), host.to_owned(), head()?);
     // As if each machine had four CPUs, whatever this one has.
     options.resources.cpus = Some(4);
-    let agent = NodeAgent::start(workers(), options).await?;
+    Ok(options)
+}
+
+/// Runs the agent of a node until it is interrupted or drained.
+async fn node(name: &str, host: &str) -> anyhow::Result<()> {
+    let agent = NodeAgent::start(workers(), node_options(name, host)?).await?;
     println!("agent {}", agent.endpoints().last().context("it listens")?);
     tokio::select! {
         interrupted = tokio::signal::ctrl_c() => interrupted?,
         () = agent.drained() => println!("drained"),
     }
     agent.stop(Duration::from_secs(10)).await;
+    Ok(())
+}
+
+/// Runs a worker that is a node too, with one membership, until it is interrupted or drained.
+async fn member(name: &str, host: &str) -> anyhow::Result<()> {
+    let head = head()?.context("set HEAD_SERVER_URL: a member joins a head server")?;
+    let node = NodeAgent::listen(workers(), node_options(name, host)?).await?;
+    let (host, member_node) = (Some(host.to_owned()), Some(node.member_node()));
+    let worker = WorkerOptions { host, pulls: true, node: member_node, ..WorkerOptions::new(name) };
+    let options = StackOptions { head: Some(head.clone()), worker: Some(worker), ..StackOptions::default() };
+    let stack = Stack::builder().agent("content", |_| Content).options(options).start().await?;
+    let (world, grace) = (World::real(), Duration::from_secs(10));
+    let registry = RemoteRegistry::new(head, Transports::standard(), world.clone());
+    let pulled = stack.take_work(Arc::new(registry), WorkPullerOptions::new(name, &world));
+    println!("member {name}");
+    let draining = stack.draining().context("it is a member")?;
+    tokio::select! {
+        interrupted = tokio::signal::ctrl_c() => interrupted?,
+        () = async { draining.cancelled().await; node.released().await } => println!("drained"),
+    }
+    pulled.drain(grace).await;
+    stack.stop().await;
+    node.stop(grace).await;
     Ok(())
 }
 

@@ -7,6 +7,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use futures_util::future::join_all;
 use futures_util::stream::BoxStream;
+use gym_core::base::host_name;
 use gym_core::group::cluster::{NodeResources, Placement, place};
 use gym_core::{CallContext, Code, Error, Result};
 
@@ -85,6 +86,5 @@ impl<S: StartsRanks> Reservation for MachineReservation<S> {
 /// Returns what this machine has.
 pub(super) fn this_machine() -> NodeResources {
     let cpus = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
-    let name = rustix::system::uname().nodename().to_string_lossy().into_owned();
-    NodeResources::new(name, u32::try_from(cpus).unwrap_or(u32::MAX), visible_gpus())
+    NodeResources::new(host_name(), u32::try_from(cpus).unwrap_or(u32::MAX), visible_gpus())
 }

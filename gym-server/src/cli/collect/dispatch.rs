@@ -1,14 +1,12 @@
 //! The way of rollouts to the servers: pushed by name, or pulled from a work queue that the collector hosts.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::net::IpAddr;
 use std::time::Duration;
 
 use gym_client::ServerClient;
 use gym_client::collect::{CollectOptions, DriverOptions, ServerNames};
-use gym_client::work::{
-    PULLS_LABEL, PoolHost, PoolWatch, WorkPool, WorkPoolOptions, WorkPullerOptions, address_towards,
-};
+use gym_client::registry::{address_towards, is_loopback};
+use gym_client::work::{PULLS_LABEL, PoolHost, PoolWatch, WorkPool, WorkPoolOptions, WorkPullerOptions};
 use gym_core::registry::Instance;
 use gym_core::{CallContext, Endpoint, Result, World};
 
@@ -64,9 +62,13 @@ impl PullPlan {
         let host = match &args.dispatch_host {
             Some(host) => host.clone(),
             None => {
-                let towards = pulling.remote_address.as_deref().unwrap_or(head.address());
-                let found = address_towards(towards)
-                    .map_err(|error| Failure::Usage(format!("{error}\n  fix: use --dispatch-host HOST")))?;
+                let mut found = address_towards(pulling.remote_address.as_deref().unwrap_or(head.address())).await;
+                if found.is_err() {
+                    // A worker behind a router that translates addresses cannot be reached, but reaches what reaches the head.
+                    found = address_towards(head.address()).await;
+                }
+                let found =
+                    found.map_err(|error| Failure::Usage(format!("{error}\n  fix: use --dispatch-host HOST")))?;
                 found.to_string()
             }
         };
@@ -103,8 +105,7 @@ impl Pulling {
             found.remote_address = found.remote_address.or_else(|| {
                 let address = http?.address();
                 let host = address.rsplit_once(':')?.0;
-                let loopback = host == "localhost" || host.parse().is_ok_and(|ip: IpAddr| ip.is_loopback());
-                (!loopback).then(|| address.to_owned())
+                (!is_loopback(host)).then(|| address.to_owned())
             });
         }
         found

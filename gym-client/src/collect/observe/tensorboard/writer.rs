@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::FutureExt as _;
+use gym_core::base::host_name;
 use gym_core::{Error, Result, World};
 use rustix::fs::{Access, access};
 use tokio::sync::oneshot;
@@ -71,7 +72,7 @@ impl TensorBoardFile {
         world: &World,
         run_id: &str,
     ) -> Result<Self> {
-        let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
+        let host = host_name();
         let path = folder.join(format!("{PREFIX}{}.{host}.{run_id}{SUFFIX}", world.now().as_secs()));
         let create = || {
             std::fs::create_dir_all(folder)?;

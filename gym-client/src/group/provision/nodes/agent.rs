@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::fs::File;
 use std::io::Read as _;
-use std::net::{IpAddr, ToSocketAddrs as _};
+use std::net::IpAddr;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -22,6 +22,7 @@ use tokio::task::JoinSet;
 use crate::group::provision::deployment::Deployment as _;
 use crate::group::provision::local::{Local, LocalOptions};
 use crate::group::provision::machine::this_machine;
+use crate::group::provision::nodes::lease::check_lease;
 use crate::group::provision::nodes::lock;
 use crate::group::provision::nodes::message::{
     KillBody, LaunchBody, NodeReport, PollBody, PortsBody, PortsReply, RanksBody, ReleaseBody, ReserveBody, StartBody,
@@ -30,18 +31,13 @@ use crate::group::provision::nodes::message::{
 use crate::group::provision::nodes::session::NodeSession;
 use crate::group::provision::workers::Workers;
 use crate::launch::{LineSink, prefixed};
-use crate::registry::{MemberKeeper, MemberOptions, RemoteRegistry};
+use crate::registry::{MemberAddress, MemberKeeper, MemberOptions, RemoteRegistry};
 use crate::transport::{HTTP, Transports};
-use crate::work::local_address_towards;
 
 /// Sessions of one node: controllers that hold something, or did until a moment ago.
 const SESSIONS_MAX: usize = 256;
 /// Pause between two looks at the sessions of a draining node.
 const DRAIN_LOOK: Duration = Duration::from_millis(200);
-/// The longest lease that a controller may request.
-const LEASE_MAX: Duration = Duration::from_secs(300);
-/// The shortest lease: less than a busy machine needs for one answer would end living ranks.
-const LEASE_MIN: Duration = Duration::from_millis(200);
 
 /// Options of a node.
 #[derive(Clone)]
@@ -51,7 +47,7 @@ pub struct NodeOptions {
     pub name: String,
     /// The secret that controllers must know: whoever has it can start the worker types of this program on this machine.
     pub secret: String,
-    /// The head server that the node joins as a member. Default: none; controllers then name the agent's endpoint.
+    /// The head server that the node joins as a member, with [`NodeAgent::start`]. Default: none; controllers then name the agent's endpoint.
     pub head: Option<Endpoint>,
     /// The host to bind. Default: `127.0.0.1`, which only this machine reaches.
     pub host: String,
@@ -134,6 +130,8 @@ struct AgentState {
     local: Local,
     incarnation: Incarnation,
     build: String,
+    /// The host that others are told.
+    advertised: String,
     address: IpAddr,
     sessions: Mutex<BTreeMap<String, Arc<NodeSession>>>,
     /// Ends the sessions whose lease has ended.
@@ -147,19 +145,38 @@ impl fmt::Debug for AgentState {
 }
 
 impl NodeAgent {
-    /// Listens, and joins the head server. The program must have called [`Workers::enter`] first.
+    /// Listens, and joins the head server as a member of its own. The program must have called [`Workers::enter`] first.
     ///
     /// # Errors
-    /// `InvalidArgument` if the secret is empty or the node could not be reached at its address. The errors of the listener and of the head server.
+    /// Those of [`NodeAgent::listen`] and of the head server.
     pub async fn start(workers: Workers, options: NodeOptions) -> Result<Self> {
-        let subject = format!("start node {}", options.name);
+        let mut agent = Self::listen(workers, options).await?;
+        if let Some(head) = agent.state.options.head.clone() {
+            let joined = agent.join(head, &World::real()).await;
+            agent.member = Some(joined.map_err(|error| error.about(subject(&agent.state.options)))?);
+        }
+        Ok(agent)
+    }
+
+    /// Listens, and joins no head server: the process joins otherwise, for example as a worker with servers, and puts
+    /// [`NodeAgent::member_node`] into its membership under the name of the node. [`NodeOptions::head`] decides only on the address that others are
+    /// told. The program must have called [`Workers::enter`] first.
+    ///
+    /// # Errors
+    /// `InvalidArgument` if the secret is empty or the node could not be reached at its address. The errors of the listener.
+    pub async fn listen(workers: Workers, options: NodeOptions) -> Result<Self> {
+        let subject = subject(&options);
+        Self::listen_at(workers, options).await.map_err(|error| error.about(subject))
+    }
+
+    async fn listen_at(workers: Workers, options: NodeOptions) -> Result<Self> {
         if options.secret.trim().is_empty() {
             let message = "the join secret is empty, and anybody could start processes here\n  fix: set NodeOptions::secret, the same for \
                            the nodes and their controllers";
-            return Err(Error::invalid(message).about(subject));
+            return Err(Error::invalid(message));
         }
-        let advertised = advertised(&options).map_err(|error| error.about(subject.clone()))?;
-        let (name, address) = advertised;
+        let place = MemberAddress::find(&options.host, options.advertise.as_deref(), options.head.as_ref()).await?;
+        let address = place.resolve().await?;
         if !address.is_loopback() {
             tracing::warn!(node = options.name, %address, "this node starts processes for whoever knows its join secret, which travels unencrypted; use a network that you trust");
         }
@@ -170,49 +187,42 @@ impl NodeAgent {
             orphan_grace: Duration::ZERO,
             ..LocalOptions::default()
         };
-        let world = World::real();
         let state = Arc::new(AgentState {
             local: Local::new(workers).with(local),
-            incarnation: Incarnation(u64::try_from(world.now().as_millis()).unwrap_or(u64::MAX)),
+            incarnation: Incarnation(u64::try_from(World::real().now().as_millis()).unwrap_or(u64::MAX)),
             build: build()?,
+            advertised: place.advertised,
             address,
             sessions: Mutex::default(),
             keepers: Mutex::default(),
             options,
         });
-        let transports = Transports::from_features(InProcess::new()).with_policy(TransportPolicy::unconfigured());
-        let place = ListenOptions::default().at(state.options.host.clone(), state.options.port).advertised_as(name);
+        let at = ListenOptions::default().at(place.bind, state.options.port).advertised_as(state.advertised.clone());
         let handler: Arc<dyn Handler> = Arc::new(AgentHandler(Arc::clone(&state)));
-        let listened = transports.listen(place, handler, &[HTTP]).await;
-        let (listener, handler) = listened.map_err(|error| error.about(subject.clone()))?;
+        let (listener, handler) = transports().listen(at, handler, &[HTTP]).await?;
         let mut endpoints = listener.endpoints().to_vec();
         endpoints.retain(|endpoint| endpoint.scheme() != "mem");
         let drain = CancelToken::new();
         let mut serving = JoinSet::new();
         serving.spawn(serve(listener, handler, drain.clone(), Duration::from_secs(2)));
-        let mut agent = Self { state, endpoints, drain, serving, member: None };
-        if let Some(head) = agent.state.options.head.clone() {
-            agent.member = Some(agent.join(head, transports, &world).await.map_err(|error| error.about(subject))?);
-        }
-        Ok(agent)
+        Ok(Self { state, endpoints, drain, serving, member: None })
     }
 
-    async fn join(&self, head: Endpoint, transports: Transports, world: &World) -> Result<MemberKeeper> {
-        let AgentState { options, incarnation, build, address, .. } = &*self.state;
-        let mut spec = MemberSpec::new(&options.name, *incarnation);
-        spec.host = address.to_string();
-        spec.clock_ms = u64::try_from(world.now().as_millis()).unwrap_or(u64::MAX);
-        spec.timing = options.timing;
-        let gpus = self.state.report().gpus.len();
-        spec.labels = [("pid", std::process::id().to_string()), ("gpus", gpus.to_string())]
-            .into_iter()
-            .map(|(key, value)| (key.to_owned(), value))
-            .collect();
-        spec.node = Some(MemberNode { endpoints: self.endpoints.clone(), build: build.clone() });
+    async fn join(&self, head: Endpoint, world: &World) -> Result<MemberKeeper> {
+        let AgentState { options, incarnation, advertised, .. } = &*self.state;
+        let mut spec = MemberSpec::of_this_process(&options.name, *incarnation, advertised, options.timing, world);
+        spec.node = Some(self.member_node());
         let cx = CallContext::within(options.join_within);
         let member = MemberOptions { join_within: options.join_within, ..MemberOptions::default() };
-        MemberKeeper::join(Arc::new(RemoteRegistry::new(head, transports, world.clone())), &cx, spec, member, world)
-            .await
+        let head = Arc::new(RemoteRegistry::new(head, transports(), world.clone()));
+        MemberKeeper::join(head, &cx, spec, member, world).await
+    }
+
+    /// Returns what a membership of this process says about the node.
+    #[must_use]
+    pub fn member_node(&self) -> MemberNode {
+        let gpus = u32::try_from(self.state.report().gpus.len()).unwrap_or(u32::MAX);
+        MemberNode { endpoints: self.endpoints.clone(), build: self.state.build.clone(), gpus }
     }
 
     /// Returns the endpoints of the agent, in order of preference.
@@ -222,16 +232,22 @@ impl NodeAgent {
     }
 
     /// Waits until the head server asks the node to drain (`rgym drain NAME`) and its last controller has released it. A draining node gets no new
-    /// ranks. Without a head server, waits forever.
+    /// ranks. Waits forever if this agent has joined no head server.
     pub async fn drained(&self) {
         let Some(member) = &self.member else { return std::future::pending().await };
         member.draining().cancelled().await;
+        self.released().await;
+    }
+
+    /// Waits until no controller holds anything of the node. A process that joined the head server otherwise calls this when it is asked
+    /// to drain; the head server then lists the node to no further controller.
+    pub async fn released(&self) {
         while !lock(&self.state.sessions).is_empty() {
             tokio::time::sleep(DRAIN_LOOK).await;
         }
     }
 
-    /// Leaves the head server, stops all ranks, kills those that run after `grace`, and closes the listener.
+    /// Leaves the head server if this agent has joined it, stops all ranks, kills those that run after `grace`, and closes the listener.
     #[must_use = "a future does nothing until it is awaited"]
     pub fn stop(mut self, grace: Duration) -> BoxFuture<'static, ()> {
         Box::pin(async move {
@@ -248,37 +264,6 @@ impl NodeAgent {
             while self.serving.join_next().await.is_some() {}
         })
     }
-}
-
-/// Returns the host that others are told, and its address.
-fn advertised(options: &NodeOptions) -> Result<(String, IpAddr)> {
-    let unspecified = options.host.parse().is_ok_and(|ip: IpAddr| ip.is_unspecified());
-    let resolve = |host: &str| -> Result<IpAddr> {
-        let found = (host, 0).to_socket_addrs().ok().and_then(|mut found| found.next());
-        found.map(|found| found.ip()).ok_or_else(|| Error::invalid(format!("the host `{host}` has no address")))
-    };
-    let route = || -> Option<IpAddr> {
-        let head = options.head.as_ref()?.address().to_socket_addrs().ok()?.next()?;
-        local_address_towards(head).ok()
-    };
-    let name = match &options.advertise {
-        Some(name) => name.clone(),
-        None if unspecified => route().map(|ip| ip.to_string()).ok_or_else(|| {
-            let message =
-                "it binds all addresses, and which one others reach is unknown\n  fix: set NodeOptions::advertise";
-            Error::invalid(message)
-        })?,
-        None => options.host.clone(),
-    };
-    let address = resolve(&name)?;
-    let head = options.head.as_ref().and_then(|head| head.address().to_socket_addrs().ok()?.next());
-    if address.is_loopback() && head.is_some_and(|head| !head.ip().is_loopback() && route() != Some(head.ip())) {
-        let fix = route().map_or_else(|| "ADDRESS".to_owned(), |route| route.to_string());
-        return Err(Error::invalid(format!(
-            "the head server is on another machine, which cannot reach this node at {name}\n  fix: bind {fix}, on a network that you trust"
-        )));
-    }
-    Ok((name, address))
 }
 
 /// Returns the build of this program: a checksum of its file.
@@ -302,6 +287,15 @@ impl Handler for AgentHandler {
         let state = Arc::clone(&self.0);
         Box::pin(async move { state.answer(request).await })
     }
+}
+
+fn subject(options: &NodeOptions) -> String {
+    format!("start node {}", options.name)
+}
+
+/// Returns the transports of an agent: over HTTP and frames, regardless of the policy of its groups.
+fn transports() -> Transports {
+    Transports::from_features(InProcess::new()).with_policy(TransportPolicy::unconfigured())
 }
 
 impl AgentState {
@@ -371,7 +365,7 @@ impl AgentState {
     fn report_of(&self, sessions: &BTreeMap<String, Arc<NodeSession>>) -> NodeReport {
         let held = |session: &Arc<NodeSession>| session.gpus.clone();
         let held: Vec<String> = sessions.values().flat_map(held).collect();
-        let NodeResources { name, cpus, gpus, topology: Topology { domain, rank } } = self.options.resources.clone();
+        let NodeResources { cpus, gpus, topology: Topology { domain, rank }, .. } = self.options.resources.clone();
         let gpus = match gpus {
             gym_core::group::cluster::Devices::Named(names) => names,
             gym_core::group::cluster::Devices::Simulated(_) => Vec::new(),
@@ -379,7 +373,7 @@ impl AgentState {
         let held_cpus: u32 = sessions.values().map(|session| session.cpus).sum();
         let cpus = cpus.unwrap_or(u32::MAX);
         NodeReport {
-            name: if self.options.name.is_empty() { name } else { self.options.name.clone() },
+            name: self.options.name.clone(),
             incarnation: self.incarnation,
             build: self.build.clone(),
             address: self.address,
@@ -407,6 +401,8 @@ impl AgentState {
                 ),
             );
         }
+        let lease = Duration::from_millis(request.lease_ms);
+        check_lease(lease).map_err(|error| error.about(format!("reserve on node {}", this.options.name)))?;
         let mut sessions = lock(&this.sessions);
         let free = this.report_of(&sessions);
         if sessions.contains_key(&request.session) {
@@ -426,7 +422,6 @@ impl AgentState {
                 ),
             );
         }
-        let lease = Duration::from_millis(request.lease_ms).clamp(LEASE_MIN, LEASE_MAX);
         let session = Arc::new(NodeSession::begin(&request, lease));
         if sessions.len() >= SESSIONS_MAX {
             return refused(Code::ResourceExhausted, format!("it has {SESSIONS_MAX} sessions, which is the limit"));

@@ -12,7 +12,29 @@
 //! A confirmation that arrives late extends nothing: the end is counted from `t`.
 
 use std::collections::VecDeque;
+use std::ops::RangeInclusive;
 use std::time::Duration;
+
+use gym_core::{Error, Result};
+
+/// Leases that a controller may request. A shorter one would end living ranks whenever a machine is busy; a longer one would hold the resources of
+/// a dead controller.
+const LEASES: RangeInclusive<Duration> = Duration::from_millis(200)..=Duration::from_secs(300);
+
+/// Checks the lease that a controller requests. An agent must not grant another one, because the controller counts on it.
+///
+/// # Errors
+/// `InvalidArgument` with the limits.
+pub(super) fn check_lease(lease: Duration) -> Result<()> {
+    if LEASES.contains(&lease) {
+        return Ok(());
+    }
+    Err(Error::invalid(format!(
+        "the lease of nodes is {lease:?}; it must be from {:?} to {:?}",
+        LEASES.start(),
+        LEASES.end()
+    )))
+}
 
 /// Responses whose confirmation may be outstanding. A controller has one poll in flight; older ones were given up.
 const OUTSTANDING_MAX: usize = 16;
@@ -67,6 +89,17 @@ mod tests {
     use super::*;
 
     const SECOND: Duration = Duration::from_secs(1);
+
+    #[test]
+    fn a_lease_that_no_agent_grants_is_an_error_with_the_limits() {
+        for granted in [Duration::from_millis(200), 10 * SECOND, 300 * SECOND] {
+            assert!(check_lease(granted).is_ok(), "{granted:?}");
+        }
+        for refused in [Duration::ZERO, Duration::from_millis(199), 301 * SECOND] {
+            let error = check_lease(refused).expect_err("refused");
+            assert!(error.to_string().contains("it must be from 200ms to 300s"), "{error}");
+        }
+    }
 
     #[test]
     fn a_late_confirmation_extends_nothing() {

@@ -34,12 +34,13 @@ use async_trait::async_trait;
 use futures_util::StreamExt as _;
 use futures_util::stream::FuturesUnordered;
 use gym_core::registry::{MemberRegistry, MemberState};
-use gym_core::{CallContext, Endpoint, Error, Result};
+use gym_core::{CallContext, Endpoint, Result};
 use tokio::time::{Instant, timeout_at};
 
 use crate::group::provision::deployment::{Provisioner, Reservation, ReserveRequest};
 use crate::transport::Transports;
 pub use agent::{NodeAgent, NodeOptions};
+use lease::check_lease;
 use link::AgentClient;
 use message::NodeReport;
 use reservation::NodesReservation;
@@ -176,10 +177,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 #[async_trait]
 impl Provisioner for Nodes {
     async fn reserve(&self, cx: &CallContext, request: &ReserveRequest) -> Result<Arc<dyn Reservation>> {
-        if !(Duration::from_millis(200)..=Duration::from_secs(300)).contains(&self.options.lease) {
-            let message = format!("the lease of nodes is {:?}; it must be from 200 ms to 300 s", self.options.lease);
-            return Err(Error::invalid(message));
-        }
+        check_lease(self.options.lease)?;
         request.cluster.validate()?;
         Ok(Arc::new(NodesReservation(NodesState::reserve(self.clone(), cx, request.clone()).await?)))
     }

@@ -9,9 +9,27 @@ use gym_core::group::cluster::{
 
 use crate::group::provision::place::BundleId;
 
-/// The new hosts of lost bundles. A bundle's host is a position in the nodes that were offered.
+/// The new hosts of lost bundles. A host is a position in the nodes that were offered, and in their sessions once they are held.
 #[derive(Debug, PartialEq)]
 pub(super) struct BundleMoves(pub(super) Vec<(BundleId, PlacedBundle)>);
+
+/// Bundles that are placed on hosts: a whole placement, or those that move.
+pub(super) trait PlacedBundles {
+    /// Returns where each bundle is.
+    fn placed(&mut self) -> impl Iterator<Item = &mut PlacedBundle>;
+}
+
+impl PlacedBundles for Placement {
+    fn placed(&mut self) -> impl Iterator<Item = &mut PlacedBundle> {
+        self.groups.iter_mut().flat_map(|group| &mut group.bundles)
+    }
+}
+
+impl PlacedBundles for BundleMoves {
+    fn placed(&mut self) -> impl Iterator<Item = &mut PlacedBundle> {
+        self.0.iter_mut().map(|(_, placed)| placed)
+    }
+}
 
 /// Places the bundles whose hosts are lost on some of `offered`, by the rules of the cluster. `kept` are the names of the nodes that have
 /// the other bundles.
@@ -60,7 +78,7 @@ pub(super) fn move_bundles(
     Ok(BundleMoves(moving.into_iter().flatten().map(|(id, _)| id).zip(placed).collect()))
 }
 
-/// Returns the placement after the moves; `position` gives the host of a node that was offered.
+/// Returns the placement after the moves; `position` gives the host for a position of the moves.
 pub(super) fn moved(placement: &Placement, moves: BundleMoves, position: impl Fn(usize) -> usize) -> Placement {
     let mut next = placement.clone();
     for ((group, at), placed) in moves.0 {

@@ -10,6 +10,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use futures_util::FutureExt as _;
 use futures_util::future::join_all;
+use gym_core::base::host_name;
 use gym_core::group::Rank;
 use gym_core::group::cluster::{NodeResources, Placement, place};
 use gym_core::{CallContext, Code, Error, Result};
@@ -22,7 +23,7 @@ use crate::group::provision::events::{EventLog, NodeEvent, NodeState, NodeStatus
 use crate::group::provision::nodes::agent::build;
 use crate::group::provision::nodes::link::{AgentClient, LinkNews, LinkPoller, NodeLink};
 use crate::group::provision::nodes::message::{NodeReport, PortsBody, PortsReply, ReleaseBody, ReserveBody, millis};
-use crate::group::provision::nodes::moving::{move_bundles, moved};
+use crate::group::provision::nodes::moving::{PlacedBundles, move_bundles, moved};
 use crate::group::provision::nodes::{Nodes, lock};
 use crate::group::provision::place::{BundleId, placed};
 use crate::group::usage::process::ProcessUsage;
@@ -95,7 +96,7 @@ fn distinct(hosts: &[Arc<NodeLink>]) -> Vec<&Arc<NodeLink>> {
 impl NodesState {
     /// Reserves the bundles of `request`.
     pub(super) async fn reserve(nodes: Nodes, cx: &CallContext, request: ReserveRequest) -> Result<Arc<Self>> {
-        let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
+        let host = host_name();
         let state = Arc::new(Self {
             nodes,
             request,
@@ -144,12 +145,13 @@ impl NodesState {
         Ok((placement, (0..agents.len()).collect()))
     }
 
-    /// Looks for room until `plan` finds some and the agents grant it.
-    async fn search(
+    /// Looks for room until `plan` finds some and the agents grant it. The plan names for each host of its bundles the agent; of the result, the
+    /// hosts are positions in the sessions.
+    async fn search<P: PlacedBundles>(
         &self,
         cx: &CallContext,
-        plan: impl Fn(&[(AgentClient, NodeReport)]) -> Result<(Placement, Vec<usize>)>,
-    ) -> Result<(Placement, Vec<Arc<NodeLink>>)> {
+        plan: impl Fn(&[(AgentClient, NodeReport)]) -> Result<(P, Vec<usize>)>,
+    ) -> Result<(P, Vec<Arc<NodeLink>>)> {
         let until = Instant::now() + cx.remaining().min(self.nodes.options.wait_for_room);
         let mut said: Option<Instant> = None;
         loop {
@@ -170,16 +172,16 @@ impl NodesState {
         }
     }
 
-    async fn try_reserve(
+    async fn try_reserve<P: PlacedBundles>(
         &self,
         cx: &CallContext,
-        plan: &impl Fn(&[(AgentClient, NodeReport)]) -> Result<(Placement, Vec<usize>)>,
-    ) -> Result<(Placement, Vec<Arc<NodeLink>>)> {
+        plan: &impl Fn(&[(AgentClient, NodeReport)]) -> Result<(P, Vec<usize>)>,
+    ) -> Result<(P, Vec<Arc<NodeLink>>)> {
         let (mut agents, errors) = self.nodes.agents(cx).await?;
         let others = agents.extract_if(.., |(_, report)| report.build != self.build);
         let others: Vec<String> =
             others.map(|(_, report)| format!("{} runs build {}", report.name, report.build)).collect();
-        let (mut placement, on) = plan(&agents).map_err(|error| {
+        let (mut bundles, on) = plan(&agents).map_err(|error| {
             let mut hints: Vec<String> = errors.iter().map(|error| format!("not reached: {error}")).collect();
             if !others.is_empty() {
                 hints.push(format!(
@@ -197,7 +199,7 @@ impl NodesState {
             .map(|(client, report)| Some(Holding { client, report, cpus: 0, gpus: Vec::new() }))
             .collect();
         let mut used = BTreeSet::new();
-        for bundle in placement.groups.iter().flat_map(|group| &group.bundles) {
+        for bundle in bundles.placed() {
             used.insert(on[bundle.host]);
             if let Some(Some(holding)) = holdings.get_mut(on[bundle.host])
                 && self.request.simulated.is_none()
@@ -225,13 +227,13 @@ impl NodesState {
             // A simulated host without a bundle has no session, and no rank asks for it.
             let any = links.values().next().cloned();
             let hosts = on.iter().filter_map(|at| links.get(at).cloned().or_else(|| any.clone())).collect();
-            return Ok((placement, hosts));
+            return Ok((bundles, hosts));
         }
         let positions: BTreeMap<usize, usize> = links.keys().copied().zip(0..).collect();
-        for bundle in placement.groups.iter_mut().flat_map(|group| &mut group.bundles) {
+        for bundle in bundles.placed() {
             bundle.host = positions[&on[bundle.host]];
         }
-        Ok((placement, links.into_values().collect()))
+        Ok((bundles, links.into_values().collect()))
     }
 
     async fn hold(&self, cx: &CallContext, holding: Holding) -> Result<NodeLink> {
@@ -404,24 +406,11 @@ impl NodesState {
                 let free: Vec<_> = agents.iter().map(|(_, report)| self.request.counted(report.free())).collect();
                 let ReserveRequest { cluster, unified, .. } = &self.request;
                 let moves = move_bundles(cluster, *unified, &placement, &lost, &kept, &free)?;
-                // Only the moved bundles are held anew; their hosts are positions in `agents`.
-                let mut only = moved(&placement, moves, |offered| offered + hosts.len());
-                for group in &mut only.groups {
-                    group.bundles.retain(|bundle| bundle.host >= hosts.len());
-                    group.bundles.iter_mut().for_each(|bundle| bundle.host -= hosts.len());
-                }
-                Ok((only, (0..agents.len()).collect()))
+                Ok((moves, (0..agents.len()).collect()))
             };
-            let (only, links) = self.search(cx, plan).await?;
-            let mut next = (*placement).clone();
-            for (group, moved) in next.groups.iter_mut().zip(&only.groups) {
-                let mut moved = moved.bundles.iter();
-                for bundle in group.bundles.iter_mut().filter(|bundle| lost.contains(&bundle.host)) {
-                    if let Some(moved) = moved.next() {
-                        (bundle.host, bundle.gpu) = (moved.host + hosts.len(), moved.gpu.clone());
-                    }
-                }
-            }
+            // Only the moved bundles are held anew, on sessions that come after the known ones.
+            let (moves, links) = self.search(cx, plan).await?;
+            let next = moved(&placement, moves, |session| hosts.len() + session);
             (next, hosts.iter().cloned().chain(links).collect())
         };
         self.moved(&lost, &hosts, next, links)

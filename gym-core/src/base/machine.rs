@@ -1,6 +1,13 @@
-//! The limit on file descriptors. Each connection needs one, and many systems start programs with 1,024.
+//! This machine: its name, and the limit on file descriptors. Each connection needs one, and many systems start programs with 1,024.
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+
+/// Returns the name of this machine; `localhost` if it has none.
+#[must_use]
+pub fn host_name() -> String {
+    let name = rustix::system::uname().nodename().to_string_lossy().into_owned();
+    if name.is_empty() { "localhost".to_owned() } else { name }
+}
 
 /// Raises the soft limit on file descriptors to the hard limit, and returns the new soft limit. A failure is logged at
 /// debug level.

@@ -1,0 +1,74 @@
+//! Cases about programs that serve: they announce themselves, and stop on a signal.
+
+use std::io::{BufRead, BufReader};
+use std::net::TcpStream;
+use std::process::Stdio;
+
+use crate::fixture::{SERVICES, Started, TestFolder, ended_with, get, row, said_until};
+
+pub(crate) fn run_announces_serves_and_stops_in_order() {
+    for signal in [rustix::process::Signal::INT, rustix::process::Signal::TERM] {
+        let folder = TestFolder::new();
+        let mut started = folder.start(&[]);
+        let ready = started.said.last().unwrap();
+        assert_eq!(*ready, format!("ready: 4 servers, head {}", folder.head()));
+        for name in ["head_server"].into_iter().chain(SERVICES) {
+            assert!(started.said.iter().any(|line| line.split_whitespace().next() == Some(name)), "{:?}", started.said);
+        }
+        let health = get(folder.head_port, "/health");
+        assert!(health.starts_with("HTTP/1.1 200") && health.contains(r#"{"status":"ok"}"#), "{health}");
+
+        let status = folder.status();
+        let servers = status["servers"].as_array().unwrap();
+        assert_eq!(servers.len(), 4);
+        assert!(servers.iter().all(|server| server["healthy"] == true && server["in_flight"] == 0), "{status}");
+        let (table, _) = ended_with(&folder.run(&["ng_status", &folder.port()]), 0);
+        assert!(table.contains("4 of 4 servers healthy"), "{table}");
+
+        started.signal(signal);
+        assert_eq!(started.child.wait().unwrap().code(), Some(0));
+        assert!(TcpStream::connect(("127.0.0.1", folder.head_port)).is_err(), "the head has gone");
+    }
+}
+
+pub(crate) fn a_second_signal_stops_at_once() {
+    let folder = TestFolder::new();
+    let port = folder.port();
+    let mut run = folder.command(&["run", "--config", "gym.yaml", &port, "--stop-grace", "600"]);
+    let child = run.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let mut started = Started { child, said: Vec::new() };
+    let mut out = BufReader::new(started.child.stdout.take().unwrap()).lines();
+    said_until(&mut out, "ready: ");
+    let mut hanging = row("", 0);
+    // It stays closed.
+    hanging["wait_for"] = serde_json::json!(folder.gate());
+    folder.tasks([hanging]);
+    let mut collect = folder.collect(&["--head-url", &folder.head()]);
+    let _collector = Started { child: collect.stderr(Stdio::null()).spawn().unwrap(), said: Vec::new() };
+    folder.status_until(|status| {
+        let servers = status["servers"].as_array().unwrap();
+        servers.iter().any(|server| server["name"] == "digit" && server["in_flight"] == 1)
+    });
+    started.signal(rustix::process::Signal::INT);
+    let mut error = BufReader::new(started.child.stderr.take().unwrap()).lines();
+    said_until(&mut error, "repeat the signal to stop at once");
+    started.signal(rustix::process::Signal::INT);
+    assert_eq!(started.child.wait().unwrap().code(), Some(1));
+}
+
+pub(crate) fn services_run_in_processes_of_their_own() {
+    let folder = TestFolder::new();
+    folder.tasks((0..5).map(|number| row("0123456789", number)));
+    let head = folder.start(&["--serve", "head_server"]);
+    assert_eq!(*head.said.last().unwrap(), format!("ready: 0 servers, head {}", folder.head()));
+    let services = folder.start_services(&[]);
+    assert!(services.iter().all(|service| service.said.last().unwrap().starts_with("ready: 1 servers, head ")));
+    ended_with(&folder.collected(&[]), 0);
+    assert_eq!(folder.rollouts().len(), 5);
+    for service in services {
+        assert_eq!(service.interrupt(), Some(0));
+    }
+    let (out, _) = ended_with(&folder.run(&["status", "--head-url", &folder.head()]), 0);
+    assert!(out.contains("0 of 0 servers healthy"), "who stops lets go of its lease: {out}");
+    assert_eq!(head.interrupt(), Some(0));
+}

@@ -1,0 +1,97 @@
+//! Cases about transports: chosen by configuration, required, and diagnosed.
+
+use crate::fixture::{CONFIG, TestFolder, ended_with, get, row};
+
+/// Returns `true` if this machine supports the transport. A missing transport is printed, or fails with `GYM_UCX_REQUIRED=1`.
+pub(crate) fn has(folder: &TestFolder, transport: &str) -> bool {
+    let doctor = folder.run(&["doctor", "--require-transport", transport]);
+    let has = doctor.status.code() != Some(1);
+    assert!(has || std::env::var_os("GYM_UCX_REQUIRED").is_none(), "{}", String::from_utf8_lossy(&doctor.stderr));
+    if !has {
+        eprintln!("NOT RUN: {}", String::from_utf8_lossy(&doctor.stderr));
+    }
+    has
+}
+
+/// Returns the transports and paths from the server of this name to its peers, as `rgym status` reports them.
+pub(crate) fn paths(status: &serde_json::Value, name: &str) -> Vec<(String, String)> {
+    let server = status["servers"].as_array().unwrap().iter().find(|server| server["name"] == name).unwrap();
+    let text = |peer: &serde_json::Value, key: &str| peer[key].as_str().unwrap_or_default().to_owned();
+    let peers = server["peers"].as_array().unwrap().iter();
+    peers.map(|peer| (text(peer, "transport"), text(peer, "lanes"))).collect()
+}
+
+pub(crate) fn ucx_is_chosen_by_configuration_alone() {
+    for (transport, lane) in [("shm", "/memory"), ("ucx_tcp", "tcp/")] {
+        let folder = TestFolder::new();
+        if !has(&folder, transport) {
+            return;
+        }
+        folder.tasks((0..5).map(|number| row("0123456789", number)));
+        let head = folder.start(&["--serve", "head_server"]);
+        // The agent's process receives the transport as an option, the others through the file.
+        let config = format!("{CONFIG}transport: {transport}\n");
+        std::fs::write(folder.file("gym.yaml"), config).unwrap();
+        let services = folder.start_services(&["--transport", transport]);
+        ended_with(&folder.collected(&["--transport", transport]), 0);
+        assert_eq!(folder.rollouts().len(), 5);
+        let status = folder.status();
+        let reached = paths(&status, "digit_agent");
+        assert_eq!(reached.len(), 2, "model and resources: {status}");
+        for (name, lanes) in &reached {
+            assert!(name == transport && lanes.contains(lane), "{status}");
+        }
+        for service in services {
+            assert_eq!(service.interrupt(), Some(0));
+        }
+        assert_eq!(head.interrupt(), Some(0));
+    }
+}
+
+pub(crate) fn servers_of_one_process_call_each_other_over_ucx() {
+    let folder = TestFolder::new();
+    if !has(&folder, "shm") {
+        return;
+    }
+    folder.tasks((0..5).map(|number| row("0123456789", number)));
+    let started = folder.start(&["--transport", "shm"]);
+    ended_with(&folder.collected(&[]), 0);
+    assert_eq!(folder.rollouts().len(), 5);
+    let metrics = get(folder.head_port, "/metrics");
+    assert!(metrics.contains(r#"gym_transport_connections_total{transport="shm"}"#), "{metrics}");
+    assert!(
+        metrics.contains("gym_ucx_wakeups_total{source=") && metrics.contains("gym_ucx_bytes_total{peer="),
+        "{metrics}"
+    );
+    let (table, _) = ended_with(&folder.run(&["status", "--head-url", &folder.head()]), 0);
+    assert!(table.contains("shm 3"), "environment, model and resources: {table}");
+    assert_eq!(started.interrupt(), Some(0));
+}
+
+pub(crate) fn a_required_transport_fails_without_fallback() {
+    let folder = TestFolder::new();
+    folder.tasks([row("0123456789", 0)]);
+    let started = folder.start(&[]);
+    let (out, error) = ended_with(&folder.collected(&["--require-transport", "rdma", "--attempts", "1"]), 3);
+    let failures = std::fs::read_to_string(folder.file("out/rollouts_failures.jsonl")).unwrap();
+    for words in ["http: below require_transport rdma", "it offers no ucx endpoint", "the command `doctor`"] {
+        assert!(failures.contains(words), "{words}: {failures}{out}{error}");
+    }
+    assert_eq!(started.interrupt(), Some(0));
+}
+
+pub(crate) fn doctor_reports_why_a_required_transport_is_unavailable() {
+    let folder = TestFolder::new();
+    let doctor = folder.run(&["doctor", "--json", "--require-transport", "rdma"]);
+    let diagnosis: serde_json::Value = serde_json::from_slice(&doctor.stdout).unwrap();
+    let transports = diagnosis["transports"].as_array().unwrap();
+    let rdma = transports.iter().find(|row| row["transport"] == "rdma").unwrap();
+    let error = String::from_utf8_lossy(&doctor.stderr);
+    if rdma["usable"] == true {
+        assert!(doctor.status.code() != Some(1) && rdma["fix"].is_null(), "{diagnosis}{error}");
+        return;
+    }
+    assert_eq!(doctor.status.code(), Some(1), "{diagnosis}{error}");
+    let said = [&rdma["because"], &rdma["fix"]].map(|text| text.as_str().expect("a text"));
+    assert!(said.iter().all(|text| error.contains(text)), "{said:?} in {error}");
+}
