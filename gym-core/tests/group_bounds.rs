@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use futures_util::FutureExt;
 use futures_util::future::{BoxFuture, join_all};
+use gym_core::group::watch;
 use gym_core::group::{
     Balancer, Batch, Gate, GroupView, Handles, HostOptions, InProcessGroup, InProcessOptions, Method, Methods, Payload,
     Permit, Rank, RankLayout, RankState, Worker, WorkerEnv, WorkerGroup, WorkerGroupExt, WorkerHost,
@@ -15,7 +16,6 @@ use gym_core::group::{
 use gym_core::registry::Balance;
 use gym_core::transport::{Backend, ConnectOptions, Connector, InProcess, ListenOptions};
 use gym_core::{CallContext, CancelToken, Code, Execution, Incarnation, Request, Result};
-use tokio::sync::watch;
 
 /// Runs until its call is cancelled.
 #[derive(Clone, Copy, Debug)]

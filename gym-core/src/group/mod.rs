@@ -38,6 +38,7 @@
 //! | [`health`] | the state machine of ranks and replicas, failure classes, retry budgets |
 //! | [`cluster`] | placement of bundles and ranks on nodes |
 //! | [`train`] | advantages and message logs of a training step |
+//! | [`watch`] | a value that receivers watch, such as the view of a group |
 //! | [`prelude`] | the names that most programs need |
 //!
 //! `gym_client::group` starts groups in worker processes, supervises them and restarts their ranks.
@@ -49,6 +50,7 @@ pub mod health;
 pub mod layout;
 pub mod prelude;
 pub mod train;
+pub mod watch;
 pub mod worker;
 
 pub use batch::tensor::{DType, Element, Scalar, Tensor};

@@ -48,6 +48,8 @@ pub(crate) enum Setting {
     Servers,
     /// A head server, workers that join it, and a collector whose rollouts they take.
     Cluster,
+    /// A controller, node agents, and a worker group on them.
+    Groups,
 }
 
 /// Determines if the ledger rejects late attempts. A test shows that `Off` is wrong.
@@ -142,6 +144,7 @@ impl Plan {
         match setting {
             Setting::Servers => Self::of_servers(seed),
             Setting::Cluster => cluster::plan(seed),
+            Setting::Groups => unreachable!("a group has a plan of its own"),
         }
     }
 

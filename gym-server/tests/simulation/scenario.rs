@@ -23,6 +23,7 @@ use tokio::time::Instant;
 use crate::audit::{Audit, AuditedHead, AuditedIncarnation, Counts};
 use crate::cluster::{CollectorPools, Worker};
 use crate::collector::{Collector, OUTPUT, Orders, rows};
+use crate::groups;
 use crate::plan::{
     AGENT_RESTART, AGENTS, COLLECTOR, COLLECTOR_CRASH, COLLECTOR_KILL, ClusterPlan, DISK_FULL, DISK_STALL, DISK_WELL,
     END_IN_WRITE, FROZEN, HEAD, HEAD_KILL, HEAD_RESTART, ISOLATED, LateCheck, Plan, RELAY, RESOURCES, STOP,
@@ -50,7 +51,7 @@ pub(crate) struct Report {
     pub(crate) took: Duration,
     /// What was counted besides the faults.
     pub(crate) counts: std::collections::BTreeMap<&'static str, u64>,
-    plan: Plan,
+    pub(crate) plan: String,
 }
 
 impl fmt::Display for Report {
@@ -65,7 +66,6 @@ impl fmt::Display for Report {
 
 /// Plays a seed on this thread.
 pub(crate) fn run(seed: u64, setting: Setting, late_check: LateCheck) -> Report {
-    let plan = Plan::drawn(seed, setting);
     watch_for_panics();
     PANICKED.set(false);
     let runtime = tokio::runtime::Builder::new_current_thread()
@@ -73,7 +73,12 @@ pub(crate) fn run(seed: u64, setting: Setting, late_check: LateCheck) -> Report 
         .start_paused(true)
         .build()
         .expect("a runtime without I/O can be built");
-    let mut report = runtime.block_on(Deployment::play(plan, late_check));
+    let mut report = runtime.block_on(async {
+        match setting {
+            Setting::Groups => groups::play(seed).await,
+            Setting::Servers | Setting::Cluster => Deployment::play(Plan::drawn(seed, setting), late_check).await,
+        }
+    });
     if PANICKED.get() {
         report.violations.push("something panicked; see above".to_owned());
     }
@@ -149,7 +154,7 @@ impl Deployment {
             given_up: counts.given_up,
             attempts: counts.attempts,
             took: began.elapsed(),
-            plan: this.plan,
+            plan: this.plan.to_string(),
         }
     }
 

@@ -11,6 +11,7 @@ use gym_benches::worker::{Bencher, Ping};
 use gym_client::Transports;
 use gym_client::transport::http::HttpConfig;
 use gym_client::transport::http::http1::{HttpConnector, HttpListener, SCHEME as HTTP_SCHEME};
+use gym_core::group::watch;
 use gym_core::group::{
     GroupView, HostOptions, Member, RankLayout, RankState, WorkerEnv, WorkerGroup, WorkerGroupExt as _, WorkerHost,
 };
@@ -20,7 +21,6 @@ use gym_core::transport::{ConnectOptions, Listener, handler_fn};
 use gym_core::{CallContext, CancelToken, Endpoint, Handler, Incarnation, Request};
 use gym_transport_rdma::transport::{UcxConnector, UcxListener};
 use gym_transport_rdma::{Ucx, UcxConfig};
-use tokio::sync::watch;
 use tokio::time::Instant;
 
 use crate::Way;

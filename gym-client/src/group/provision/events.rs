@@ -5,10 +5,10 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use futures_util::stream::{self, BoxStream, StreamExt};
 use gym_core::group::cluster::NodeResources;
+use gym_core::group::watch;
 use gym_core::group::{Rank, RankExit};
 use gym_core::{Endpoint, Incarnation};
 use serde::{Deserialize, Serialize};
-use tokio::sync::watch;
 
 /// A node, and its state as the reservation's holder knows it.
 #[derive(Clone, Debug, PartialEq)]

@@ -1,22 +1,22 @@
 //! Ranks as tasks and threads of this process, for all-in-one programs, tests and laptops.
 
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use async_trait::async_trait;
 use futures_util::future::join_all;
 use futures_util::stream::BoxStream;
-use gym_core::group::{ExitCause, Rank, RankExit, WorkerEnv, WorkerHost};
+use gym_core::group::{ExitCause, Rank, RankExit, WorkerEnv, WorkerHost, watch};
 use gym_core::transport::{ListenOptions, Listener};
 use gym_core::{CallContext, CancelToken, Code, Error, Handler, Incarnation, Result};
+use tokio::time::Instant;
 use tokio_util::task::{AbortOnDropHandle, TaskTracker};
 
 use crate::group::provision::deployment::{Deployment, LaunchSpec, Provisioner, Reservation, ReserveRequest};
 use crate::group::provision::events::{EventLog, RankEvent};
-use crate::group::provision::machine::{MachineReservation, StartsRanks};
-use crate::group::provision::place::{HeldRendezvous, RankPlace};
+use crate::group::provision::machine::{MachineReservation, PreparedRanks, PreparesRanks, StartsRanks};
+use crate::group::provision::place::{HeldRendezvous, RankPlace, Rendezvous};
 use crate::group::provision::workers::{Workers, start_inputs};
 use crate::group::usage::process::ProcessUsage;
 use crate::transport::Transports;
@@ -28,6 +28,8 @@ use crate::transport::Transports;
 pub struct InProcessRanks {
     workers: Workers,
     transports: Transports,
+    /// The start of the clock of leases.
+    began: Instant,
 }
 
 impl InProcessRanks {
@@ -35,7 +37,7 @@ impl InProcessRanks {
     /// must have the same transports.
     #[must_use]
     pub fn new(workers: Workers, transports: impl Into<Transports>) -> Self {
-        Self { workers, transports: transports.into() }
+        Self { workers, transports: transports.into(), began: Instant::now() }
     }
 }
 
@@ -50,6 +52,26 @@ impl Provisioner for InProcessRanks {
 #[async_trait]
 impl StartsRanks for InProcessRanks {
     async fn launch(&self, cx: &CallContext, spec: LaunchSpec) -> Result<Arc<dyn Deployment>> {
+        let subject = format!("start group {}", spec.group);
+        let held = HeldRendezvous::hold(spec.ranks.len(), &spec.ports).map_err(|error| error.about(subject))?;
+        let rendezvous = held.addresses.clone();
+        let deployment = self.prepared(cx, spec, rendezvous, Some(held))?;
+        for place in &deployment.state.spec.ranks {
+            InProcessState::start(&deployment.state, place.clone(), Incarnation(1))?;
+        }
+        Ok(Arc::new(deployment))
+    }
+}
+
+impl InProcessRanks {
+    /// As [`PreparesRanks::prepare`].
+    fn prepared(
+        &self,
+        cx: &CallContext,
+        spec: LaunchSpec,
+        rendezvous: Rendezvous,
+        held: Option<HeldRendezvous>,
+    ) -> Result<InProcessDeployment> {
         cx.check()?;
         let subject = format!("start group {}", spec.group);
         self.workers.kind(&spec.worker).map_err(|error| error.about(subject.clone()))?;
@@ -57,36 +79,62 @@ impl StartsRanks for InProcessRanks {
             let message = "a memory limit needs processes; ranks in one process share its memory";
             return Err(Error::not_started(Code::Unimplemented, message).about(subject));
         }
-        let rendezvous = HeldRendezvous::hold(spec.ranks.len(), &spec.ports).map_err(|error| error.about(subject))?;
-        // A group may start before the names of an earlier group with the same name are free.
-        static LAUNCHES: AtomicU64 = AtomicU64::new(1);
         let state = Arc::new(InProcessState {
-            launch: LAUNCHES.fetch_add(1, Ordering::Relaxed),
+            launch: fastrand::u64(..),
             workers: self.workers.clone(),
             transports: self.transports.clone(),
             spec,
-            rendezvous,
+            rendezvous: Mutex::new(rendezvous),
             log: EventLog::new(),
             live: Mutex::default(),
             tasks: TaskTracker::new(),
         });
-        for place in &state.spec.ranks {
-            InProcessState::start(&state, place.clone(), Incarnation(1))?;
-        }
-        Ok(Arc::new(InProcessDeployment(state)))
+        Ok(InProcessDeployment {
+            state,
+            began: self.began,
+            _held: held,
+            lease: watch::Sender::new(None),
+            watchdog: Mutex::default(),
+        })
+    }
+}
+
+#[async_trait]
+impl PreparesRanks for InProcessRanks {
+    async fn prepare(
+        &self,
+        cx: &CallContext,
+        spec: LaunchSpec,
+        rendezvous: Rendezvous,
+    ) -> Result<Arc<dyn PreparedRanks>> {
+        Ok(Arc::new(self.prepared(cx, spec, rendezvous, None)?))
+    }
+
+    fn now(&self) -> Duration {
+        self.began.elapsed()
     }
 }
 
 #[derive(Debug)]
-struct InProcessDeployment(Arc<InProcessState>);
+struct InProcessDeployment {
+    state: Arc<InProcessState>,
+    /// The start of the clock of the lease.
+    began: Instant,
+    /// The ports of the rendezvous, if this process holds them for the group alone.
+    _held: Option<HeldRendezvous>,
+    lease: watch::Sender<Option<Instant>>,
+    /// Ends the ranks when the lease ends. Runs from the first lease on.
+    watchdog: Mutex<Option<AbortOnDropHandle<()>>>,
+}
 
 #[derive(Debug)]
 struct InProcessState {
+    /// Unlike that of any other launch: a group may start before the names of an earlier group with the same name are free.
     launch: u64,
     workers: Workers,
     transports: Transports,
     spec: LaunchSpec,
-    rendezvous: HeldRendezvous,
+    rendezvous: Mutex<Rendezvous>,
     log: EventLog,
     live: Mutex<LiveRanks>,
     /// All incarnations, including those that are stopping.
@@ -96,6 +144,8 @@ struct InProcessState {
 #[derive(Debug, Default)]
 struct LiveRanks {
     lives: BTreeMap<Rank, LiveRank>,
+    /// The last incarnation of each rank that was started.
+    started: BTreeMap<Rank, Incarnation>,
     /// The ranks were shut down or dropped: no further rank is started.
     closed: bool,
 }
@@ -113,7 +163,25 @@ impl LiveRanks {
 struct LiveRank {
     incarnation: Incarnation,
     end: StopSignals,
+    ended: CancelToken,
     task: AbortOnDropHandle<()>,
+}
+
+/// Reports the exit of an incarnation, also of one whose task is dropped.
+struct ExitReport {
+    state: Arc<InProcessState>,
+    rank: Rank,
+    exit: Option<RankExit>,
+    ended: CancelToken,
+}
+
+impl Drop for ExitReport {
+    fn drop(&mut self) {
+        if let Some(exit) = self.exit.take() {
+            self.state.log.push(RankEvent::Exited { rank: self.rank, exit });
+        }
+        self.ended.cancel();
+    }
 }
 
 /// Signals that end an incarnation.
@@ -126,20 +194,24 @@ struct StopSignals {
 
 impl InProcessState {
     fn start(this: &Arc<Self>, place: RankPlace, incarnation: Incarnation) -> Result<()> {
-        let (rank, end) = (place.rank, StopSignals::default());
-        let (state, ends) = (Arc::clone(this), end.clone());
+        let (rank, end, ended) = (place.rank, StopSignals::default(), CancelToken::new());
+        let ends = end.clone();
         // Held during the start, so that `close` finds every incarnation that was started.
         let mut live = this.lock();
         if live.closed {
             let message = format!("the ranks of group {} were shut down", this.spec.group);
             return Err(Error::not_started(Code::Unavailable, message));
         }
+        let exit = Some(RankExit::new(incarnation, ExitCause::Died));
+        let mut report = ExitReport { state: Arc::clone(this), rank, exit, ended: ended.clone() };
         let task = AbortOnDropHandle::new(this.tasks.spawn(async move {
-            state.log.push(RankEvent::Started { rank, incarnation, pid: None });
+            report.state.log.push(RankEvent::Started { rank, incarnation, pid: None });
+            let state = Arc::clone(&report.state);
             let exit = state.live(&place, incarnation, &ends).await;
-            state.log.push(RankEvent::Exited { rank, exit });
+            report.exit.replace(exit);
         }));
-        live.lives.insert(rank, LiveRank { incarnation, end, task });
+        live.started.insert(rank, incarnation);
+        live.lives.insert(rank, LiveRank { incarnation, end, ended, task });
         Ok(())
     }
 
@@ -174,18 +246,23 @@ impl InProcessState {
         incarnation: Incarnation,
     ) -> Result<(WorkerHost, Box<dyn Listener>, Arc<dyn Handler>)> {
         let kind = self.workers.kind(&self.spec.worker)?;
-        let (variables, init) =
-            start_inputs(kind, &self.workers.transports(), &self.spec, place, &self.rendezvous.addresses)?;
+        let rendezvous = self.rendezvous.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let (variables, init) = start_inputs(kind, &self.workers.transports(), &self.spec, place, &rendezvous)?;
         let mut env = WorkerEnv::new(Arc::clone(&self.spec.group), place.rank, place.world_size);
         env.local_rank = place.local_rank;
         env.node_rank = place.node_rank;
         env.incarnation = incarnation;
         env.variables = variables;
         let host = kind.start(env, init).await?;
-        let name = format!("{}.{}/{}/{incarnation}", self.spec.group, self.launch, place.rank);
+        let name = format!("{}.{:x}/{}/{incarnation}", self.spec.group, self.launch, place.rank);
         let options = ListenOptions::named(name).bounded_by_handler();
         let (listener, handler) = self.transports.listen(options, Arc::new(host.clone()), &[]).await?;
         Ok((host, listener, handler))
+    }
+
+    fn places(&self, lives: &[(Rank, Incarnation)]) -> Result<Vec<(RankPlace, Incarnation)>> {
+        let place_of = |rank: Rank| self.spec.ranks.iter().find(|place| place.rank == rank).cloned();
+        lives.iter().map(|(rank, life)| Ok((place_of(*rank).ok_or_else(|| self.no_such(*rank))?, *life))).collect()
     }
 
     fn lock(&self) -> std::sync::MutexGuard<'_, LiveRanks> {
@@ -226,33 +303,88 @@ impl LiveRank {
 }
 
 #[async_trait]
+impl PreparedRanks for InProcessDeployment {
+    async fn start(&self, lives: &[(Rank, Incarnation)], rendezvous: Option<Rendezvous>) -> Result<()> {
+        let places = self.state.places(lives)?;
+        if let Some(rendezvous) = rendezvous {
+            *self.state.rendezvous.lock().unwrap_or_else(PoisonError::into_inner) = rendezvous;
+        }
+        for (place, life) in places {
+            if self.state.lock().started.get(&place.rank).is_none_or(|started| *started < life) {
+                InProcessState::start(&self.state, place, life)?;
+            }
+        }
+        Ok(())
+    }
+
+    async fn end(&self, ranks: &[Rank]) -> Result<()> {
+        // They stay where they are, so that they end in order even if this future is dropped.
+        let ending: Vec<CancelToken> = {
+            let live = self.state.lock();
+            let ending = ranks.iter().filter_map(|rank| live.lives.get(rank));
+            ending.inspect(|life| life.end.kill.cancel()).map(|life| life.ended.clone()).collect()
+        };
+        join_all(ending.iter().map(CancelToken::cancelled)).await;
+        Ok(())
+    }
+
+    async fn lease(&self, until: Duration) {
+        self.lease.send_replace(Some(self.began + until));
+        let mut watchdog = self.watchdog.lock().unwrap_or_else(PoisonError::into_inner);
+        watchdog.get_or_insert_with(|| {
+            let (state, lease) = (Arc::clone(&self.state), self.lease.subscribe());
+            AbortOnDropHandle::new(tokio::spawn(async move {
+                lease_ended(lease).await;
+                let lives = state.lock().close();
+                drop(lives);
+            }))
+        });
+    }
+}
+
+/// Waits until the lease has ended.
+async fn lease_ended(mut lease: watch::Receiver<Option<Instant>>) {
+    loop {
+        let until = *lease.borrow_and_update();
+        let over = async {
+            match until {
+                Some(until) => tokio::time::sleep_until(until).await,
+                None => std::future::pending().await,
+            }
+        };
+        tokio::select! { biased;
+            () = over => return,
+            // An error means that the deployment was dropped, and this task with it.
+            Ok(()) = lease.changed() => {}
+        }
+    }
+}
+
+#[async_trait]
 impl Deployment for InProcessDeployment {
     fn events(&self) -> BoxStream<'static, RankEvent> {
-        self.0.log.stream()
+        self.state.log.stream()
     }
 
     async fn restart(&self, cx: &CallContext, lives: &[(Rank, Incarnation)]) -> Result<()> {
         cx.check()?;
-        let place_of = |rank: Rank| self.0.spec.ranks.iter().find(|place| place.rank == rank).cloned();
-        let places =
-            lives.iter().map(|(rank, life)| Ok((place_of(*rank).ok_or_else(|| self.0.no_such(*rank))?, *life)));
-        let places = places.collect::<Result<Vec<_>>>()?;
+        let places = self.state.places(lives)?;
         let old: Vec<LiveRank> = {
-            let mut live = self.0.lock();
+            let mut live = self.state.lock();
             lives.iter().filter_map(|(rank, _)| live.lives.remove(rank)).collect()
         };
         join_all(old.into_iter().map(LiveRank::kill)).await;
-        places.into_iter().try_for_each(|(place, life)| InProcessState::start(&self.0, place, life))
+        places.into_iter().try_for_each(|(place, life)| InProcessState::start(&self.state, place, life))
     }
 
     async fn kill(&self, rank: Rank, life: Option<Incarnation>) -> Result<()> {
         let life = {
-            let lives = &mut self.0.lock().lives;
+            let lives = &mut self.state.lock().lives;
             let meant = lives.get(&rank).is_some_and(|now| life.is_none_or(|life| now.incarnation == life));
             meant.then(|| lives.remove(&rank)).flatten()
         };
-        let life = life.ok_or_else(|| self.0.no_such(rank))?;
-        tracing::debug!(group = %self.0.spec.group, rank, incarnation = %life.incarnation, "killed");
+        let life = life.ok_or_else(|| self.state.no_such(rank))?;
+        tracing::debug!(group = %self.state.spec.group, rank, incarnation = %life.incarnation, "killed");
         life.kill().await;
         Ok(())
     }
@@ -262,11 +394,11 @@ impl Deployment for InProcessDeployment {
     }
 
     async fn shutdown(&self, grace: Duration) -> Result<()> {
-        let lives = self.0.lock().close();
+        let lives = self.state.lock().close();
         join_all(lives.into_values().map(|life| life.finish(grace))).await;
         // Also waits for incarnations that a restart or a kill is ending.
-        self.0.tasks.close();
-        self.0.tasks.wait().await;
+        self.state.tasks.close();
+        self.state.tasks.wait().await;
         Ok(())
     }
 }
@@ -274,7 +406,7 @@ impl Deployment for InProcessDeployment {
 impl Drop for InProcessDeployment {
     fn drop(&mut self) {
         // The incarnations hold references to this state, so dropping it cannot end them.
-        let lives = self.0.lock().close();
+        let lives = self.state.lock().close();
         drop(lives);
     }
 }

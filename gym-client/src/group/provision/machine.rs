@@ -8,11 +8,13 @@ use async_trait::async_trait;
 use futures_util::future::join_all;
 use futures_util::stream::BoxStream;
 use gym_core::base::host_name;
+use gym_core::group::Rank;
 use gym_core::group::cluster::{NodeResources, Placement, place};
-use gym_core::{CallContext, Code, Error, Result};
+use gym_core::{CallContext, Code, Error, Incarnation, Result};
 
 use crate::group::provision::deployment::{Deployment, LaunchSpec, Reservation, ReserveRequest};
 use crate::group::provision::events::{EventLog, NodeEvent, NodeState, NodeStatus};
+use crate::group::provision::place::Rendezvous;
 use crate::group::usage::visible_gpus;
 
 /// Starts ranks on this machine.
@@ -20,6 +22,38 @@ use crate::group::usage::visible_gpus;
 pub(super) trait StartsRanks: Clone + fmt::Debug + Send + Sync + 'static {
     /// As [`Reservation::launch`].
     async fn launch(&self, cx: &CallContext, spec: LaunchSpec) -> Result<Arc<dyn Deployment>>;
+}
+
+/// Prepares ranks on this machine for the agent of a node.
+#[async_trait]
+pub(super) trait PreparesRanks: fmt::Debug + Send + Sync + 'static {
+    /// Prepares the ranks of `spec`, and starts none.
+    async fn prepare(
+        &self,
+        cx: &CallContext,
+        spec: LaunchSpec,
+        rendezvous: Rendezvous,
+    ) -> Result<Arc<dyn PreparedRanks>>;
+
+    /// Returns the time on the clock of the leases.
+    fn now(&self) -> Duration;
+}
+
+/// Ranks that were prepared on this machine. Dropping them ends them.
+#[async_trait]
+pub(super) trait PreparedRanks: Deployment {
+    /// Starts these incarnations, with another rendezvous if one is given. An incarnation that was started before, or was followed by another one, is
+    /// not started again.
+    ///
+    /// # Errors
+    /// `NotFound` for a rank that was not launched. A rank that fails to start is an event.
+    async fn start(&self, lives: &[(Rank, Incarnation)], rendezvous: Option<Rendezvous>) -> Result<()>;
+
+    /// Kills the incarnations of these ranks that run, and returns when they have ended.
+    async fn end(&self, ranks: &[Rank]) -> Result<()>;
+
+    /// Lets the ranks run until this [time](PreparesRanks::now), unless it is extended. They end then even if the agent is stopped.
+    async fn lease(&self, until: Duration);
 }
 
 /// A reservation on this machine. The machine is not divided between reservations: each may use all of it.

@@ -5,9 +5,10 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use futures_util::future::join_all;
+use gym_core::group::watch;
 use gym_core::group::{Backlog, Balancer, Gate, GroupView, Member, Rank, RankExit, RankLayout, RankState, WorkerGroup};
 use gym_core::{CallContext, Code, Error, Execution, Result};
-use tokio::sync::{mpsc, oneshot, watch};
+use tokio::sync::{mpsc, oneshot};
 use tokio::time::Instant;
 use tokio_util::task::AbortOnDropHandle;
 

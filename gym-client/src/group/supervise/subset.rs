@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use gym_core::Result;
+use gym_core::group::watch;
 use gym_core::group::{Gate, GroupView, Member, RankLayout, RankState, WorkerGroup};
-use tokio::sync::watch;
 
 /// A group of some ranks of another group. The ranks are called in any state.
 #[derive(Debug)]

@@ -8,10 +8,11 @@ use std::time::Duration;
 use futures_util::stream::BoxStream;
 use futures_util::{FutureExt, StreamExt};
 use gym_core::group::health::HealthEvent;
+use gym_core::group::watch;
 use gym_core::group::{Backlog, Gate, GroupView, Rank, RankExit, RankState, STATUS_ROUTE, WorkerStatus};
 use gym_core::transport::ConnectOptions;
 use gym_core::{CallContext, Channel, Endpoint, Error, Incarnation, Request, Result, Route};
-use tokio::sync::{mpsc, oneshot, watch};
+use tokio::sync::{mpsc, oneshot};
 use tokio::task::JoinSet;
 use tokio::time::{Instant, MissedTickBehavior, sleep};
 
@@ -24,6 +25,10 @@ use crate::group::supervise::subset::RankSubset;
 
 /// Time to connect to a rank that has reported its endpoints.
 const CONNECT_WAIT: Duration = Duration::from_secs(10);
+/// Time for the report of an exit, after the connections of the rank have broken.
+const EXIT_NEWS: Duration = Duration::from_secs(1);
+/// Pause between two attempts to connect again.
+const RECONNECT_EVERY: Duration = Duration::from_secs(1);
 /// Time for a status request, which takes microseconds; the limit leaves time for a machine that swaps.
 const PROBE_WAIT: Duration = Duration::from_secs(2);
 /// Time for `on_restart`, which loads weights and may take as long as a start.
@@ -119,7 +124,7 @@ impl GroupStop {
 
 /// Result of a job of the supervisor.
 enum JobResult {
-    Connected(Rank, Incarnation, Result<(Channel, Channel)>),
+    Connected(Rank, Incarnation, Result<RankChannels>),
     /// These tied ranks were prepared after a restart.
     Prepared(Vec<(Rank, Incarnation)>, Result<()>),
     PauseOver(Rank, Incarnation),
@@ -127,6 +132,14 @@ enum JobResult {
     Restarted(Vec<(Rank, Incarnation)>, Result<()>),
     Probed(Rank, Incarnation, Option<WorkerStatus>),
     Nothing,
+}
+
+/// The channels to one incarnation of a rank.
+#[derive(Clone)]
+struct RankChannels {
+    calls: Channel,
+    control: Channel,
+    endpoints: Vec<Endpoint>,
 }
 
 pub(super) struct GroupSupervisor {
@@ -197,7 +210,7 @@ impl GroupSupervisor {
             }
             RankEvent::Ready { rank, incarnation, endpoints } => {
                 let transports = options.transports;
-                let connecting = async move { connect(&transports, incarnation, &endpoints).await };
+                let connecting = async move { connect(&transports, incarnation, endpoints).await };
                 self.spawn(connecting, move |connected| JobResult::Connected(rank, incarnation, connected));
             }
             RankEvent::MemoryHigh { rank, incarnation, .. } => {
@@ -218,6 +231,43 @@ impl GroupSupervisor {
                 }
             }
         }
+    }
+
+    /// Connects to a rank again when a connection breaks and the rank runs on: a link may break between two hosts that are well.
+    fn keep(&mut self, rank: Rank, incarnation: Incarnation, channels: RankChannels) {
+        let (mut view, transports) = (self.shared.view.subscribe(), self.shared.options.transports.clone());
+        let group = Arc::clone(&self.shared.name);
+        let again = async move {
+            let RankChannels { calls, control, endpoints } = channels;
+            tokio::select! { biased;
+                _ = calls.closed() => {}
+                _ = control.closed() => {}
+            }
+            drop((calls, control));
+            // The exit of a rank is reported some time after its connections have broken.
+            sleep(EXIT_NEWS).await;
+            loop {
+                match connect(&transports, incarnation, endpoints.clone()).await {
+                    Ok(channels) => return channels,
+                    Err(error) => {
+                        tracing::warn!(%group, rank, %incarnation, %error, "a rank cannot be reached; trying again")
+                    }
+                }
+                sleep(RECONNECT_EVERY).await;
+            }
+        };
+        self.jobs.spawn(async move {
+            let over = view.wait_for(|view| {
+                view.member(rank).is_none_or(|member| {
+                    let ended = matches!(member.state, RankState::Dead | RankState::Retired | RankState::Stopped);
+                    ended || member.incarnation != incarnation
+                })
+            });
+            tokio::select! { biased;
+                _ = over => JobResult::Nothing,
+                channels = again => JobResult::Connected(rank, incarnation, Ok(channels)),
+            }
+        });
     }
 
     /// Runs a job. The job runs code of transports, provisioners and methods. If that code panics, the job fails, because its
@@ -253,14 +303,19 @@ impl GroupSupervisor {
     fn done(&mut self, done: JobResult) {
         let options = self.shared.options.clone();
         match done {
-            JobResult::Connected(rank, incarnation, Ok((channel, control))) => {
-                self.change(rank, incarnation, |record| {
+            JobResult::Connected(rank, incarnation, Ok(channels)) => {
+                let runs = self.change(rank, incarnation, |record| {
                     // The rank may have ended in the meantime.
-                    if matches!(record.state(), RankState::Starting | RankState::Restarting) {
-                        record.reached(channel, control, Instant::now());
+                    let runs = !matches!(record.state(), RankState::Dead | RankState::Retired | RankState::Stopped);
+                    if runs {
+                        record.reached(channels.calls.clone(), channels.control.clone(), Instant::now());
                     }
+                    runs
                 });
-                self.serve_when_complete(rank);
+                if runs == Some(true) {
+                    self.keep(rank, incarnation, channels);
+                    self.serve_when_complete(rank);
+                }
             }
             JobResult::Connected(rank, incarnation, Err(error)) => {
                 // The rank cannot be used. Its exit follows as an event.
@@ -460,11 +515,11 @@ impl GroupSupervisor {
 async fn connect(
     transports: &crate::transport::Transports,
     incarnation: Incarnation,
-    endpoints: &[Endpoint],
-) -> Result<(Channel, Channel)> {
+    endpoints: Vec<Endpoint>,
+) -> Result<RankChannels> {
     let cx = CallContext::within(CONNECT_WAIT);
     let options = ConnectOptions::to_incarnation(incarnation);
-    let calls = transports.connect_ordered(&cx, endpoints, &options).await?;
-    let control = transports.connect(&cx, endpoints, &options).await?;
-    Ok((calls, control))
+    let calls = transports.connect_ordered(&cx, &endpoints, &options).await?;
+    let control = transports.connect(&cx, &endpoints, &options).await?;
+    Ok(RankChannels { calls, control, endpoints })
 }

@@ -5,9 +5,10 @@ use std::pin::pin;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use crate::group::watch;
 use futures_util::FutureExt;
 use futures_util::stream::{FuturesUnordered, StreamExt};
-use tokio::sync::{Notify, watch};
+use tokio::sync::Notify;
 
 use crate::base::error::{Code, Error, Execution, Result};
 use crate::group::batch::{Batch, Payload};

@@ -5,8 +5,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use crate::group::watch;
 use futures_util::future::{join_all, try_join_all};
-use tokio::sync::watch;
 
 use crate::base::cancel::CancelToken;
 use crate::base::error::Result;

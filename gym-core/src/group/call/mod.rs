@@ -26,8 +26,8 @@ use std::fmt;
 use std::future::Future;
 use std::sync::Arc;
 
+use crate::group::watch;
 use futures_util::future::join_all;
-use tokio::sync::watch;
 
 #[doc(hidden)]
 pub use backlog::Backlog;

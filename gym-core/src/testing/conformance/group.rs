@@ -13,9 +13,9 @@ use std::future::Future;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use crate::group::watch;
 use async_trait::async_trait;
 use futures_util::future::{BoxFuture, try_join_all};
-use tokio::sync::watch;
 
 use crate::base::error::{Error, Result};
 use crate::group::call::{ExitCause, GroupView, Member, RankExit, WorkerGroup, WorkerGroupExt};
@@ -62,7 +62,7 @@ impl GroupSetup {
     /// # Errors
     /// None of the suite's workers fails to start.
     pub async fn start_host(&self, env: WorkerEnv) -> Result<WorkerHost> {
-        let options = HostOptions { calls_max: self.calls_max };
+        let options = HostOptions { calls_max: self.calls_max, ..HostOptions::default() };
         match self.worker {
             TestWorkerKind::Async => WorkerHost::start::<TestWorker>(env, (), &options).await,
             TestWorkerKind::Blocking => WorkerHost::start::<TestBlockingWorker>(env, (), &options).await,

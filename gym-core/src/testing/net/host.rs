@@ -15,7 +15,9 @@ use super::wire::{ConnectOutcome, SimState};
 use crate::base::error::{Code, Error, Execution, Result};
 use crate::message::CallContext;
 use crate::transport::Channel;
-use crate::transport::{ConnectOptions, Connector, Endpoint, Incoming, Listener};
+use crate::transport::{
+    Backend, BoundListener, ConnectOptions, Connector, Endpoint, Handler, Incoming, ListenOptions, Listener,
+};
 
 /// The accept queue. A server accepts peers immediately, so a longer queue means that it is stuck.
 const ACCEPT_QUEUE_MAX: usize = 1_024;
@@ -159,6 +161,20 @@ impl Connector for SimHost {
             Ok(SimLink::new(Arc::clone(&self.shared), conn, self.calls_max, ordered))
         });
         Ok(Channel::new(link.await?).fenced(options.incarnation))
+    }
+}
+
+#[async_trait]
+impl Backend for SimHost {
+    fn connectors(&self) -> Vec<Arc<dyn Connector>> {
+        vec![Arc::new(self.clone())]
+    }
+
+    /// Listens at the service of the name.
+    async fn listen(&self, options: &ListenOptions, handler: Arc<dyn Handler>) -> Result<Option<BoundListener>> {
+        let Some(name) = &options.name else { return Ok(None) };
+        let listener: Box<dyn Listener> = Box::new(Self::listen(self, name)?);
+        Ok(Some(BoundListener { listener, handler }))
     }
 }
 

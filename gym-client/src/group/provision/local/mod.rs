@@ -25,13 +25,13 @@ use tokio_util::task::AbortOnDropHandle;
 
 use crate::group::provision::deployment::{Deployment, LaunchSpec, Provisioner, Reservation, ReserveRequest};
 use crate::group::provision::events::{EventLog, RankEvent};
-use crate::group::provision::machine::{MachineReservation, StartsRanks};
+use crate::group::provision::machine::{MachineReservation, PreparedRanks, PreparesRanks, StartsRanks};
 use crate::group::provision::place::{HeldRendezvous, RankPlace, Rendezvous};
 use crate::group::provision::workers::{Workers, start_inputs};
 use crate::group::usage::gpu::GpuSampler;
 use crate::group::usage::process::{KernelUnits, ProcessUsage, UsageMeter};
 use crate::launch::process::tree::ProcessStat;
-use crate::launch::{Launcher, LineSink, prefixed};
+use crate::launch::{Launcher, LineSink, prefixed, since_boot};
 use address::ListenAddresses;
 use handshake::{WorkerAssignment, token};
 use process::{PendingHandshakes, ProcessStart, RankProcess};
@@ -122,15 +122,15 @@ impl StartsRanks for Local {
         let held = HeldRendezvous::hold(spec.ranks.len(), &spec.ports).map_err(|error| error.about(subject))?;
         let first: Vec<(Rank, Incarnation)> = spec.ranks.iter().map(|place| (place.rank, Incarnation(1))).collect();
         let rendezvous = held.addresses.clone();
-        let deployment = self.prepare(cx, spec, rendezvous, Some(held)).await?;
+        let deployment = self.prepared(cx, spec, rendezvous, Some(held)).await?;
         deployment.start(&first, None).await?;
         Ok(Arc::new(deployment))
     }
 }
 
 impl Local {
-    /// Prepares the ranks of `spec`, and starts none.
-    pub(super) async fn prepare(
+    /// As [`PreparesRanks::prepare`].
+    async fn prepared(
         &self,
         cx: &CallContext,
         mut spec: LaunchSpec,
@@ -182,9 +182,25 @@ impl Local {
     }
 }
 
+#[async_trait]
+impl PreparesRanks for Local {
+    async fn prepare(
+        &self,
+        cx: &CallContext,
+        spec: LaunchSpec,
+        rendezvous: Rendezvous,
+    ) -> Result<Arc<dyn PreparedRanks>> {
+        Ok(Arc::new(self.prepared(cx, spec, rendezvous, None).await?))
+    }
+
+    fn now(&self) -> Duration {
+        since_boot()
+    }
+}
+
 /// The processes of one group.
 #[derive(Debug)]
-pub(super) struct LocalDeployment {
+struct LocalDeployment {
     state: Arc<LocalState>,
     /// The ports of the rendezvous, if this machine holds them for the group alone.
     _held: Option<HeldRendezvous>,
@@ -315,12 +331,9 @@ fn no_such(rank: Rank, group: &str) -> Error {
     Error::not_started(Code::NotFound, format!("group {group} has no rank {rank}"))
 }
 
-impl LocalDeployment {
-    /// Starts these incarnations, with another rendezvous if one is given. An incarnation that runs is not started again.
-    ///
-    /// # Errors
-    /// `NotFound` for a rank that was not launched. A rank that fails to start is an event.
-    pub(super) async fn start(&self, lives: &[(Rank, Incarnation)], rendezvous: Option<Rendezvous>) -> Result<()> {
+#[async_trait]
+impl PreparedRanks for LocalDeployment {
+    async fn start(&self, lives: &[(Rank, Incarnation)], rendezvous: Option<Rendezvous>) -> Result<()> {
         let state = &self.state;
         let place_of = |rank: Rank| {
             let place = state.spec.ranks.iter().find(|place| place.rank == rank);
@@ -330,21 +343,20 @@ impl LocalDeployment {
         if let Some(rendezvous) = rendezvous {
             *state.rendezvous.lock().unwrap_or_else(PoisonError::into_inner) = rendezvous;
         }
-        let runs = |rank: Rank, life| state.process(rank).is_some_and(|process| process.incarnation == life);
-        let due = places.into_iter().filter(|(place, life)| !runs(place.rank, *life));
+        let started = |rank: Rank, life| state.process(rank).is_some_and(|process| process.incarnation >= life);
+        let due = places.into_iter().filter(|(place, life)| !started(place.rank, *life));
         join_all(due.map(|(place, life)| state.start(place, life))).await;
         Ok(())
     }
 
-    /// Kills the incarnations of these ranks that run, and returns when they have ended.
-    pub(super) async fn end(&self, ranks: impl IntoIterator<Item = Rank>) -> Result<()> {
-        let old: Vec<Arc<RankProcess>> = ranks.into_iter().filter_map(|rank| self.state.process(rank)).collect();
+    async fn end(&self, ranks: &[Rank]) -> Result<()> {
+        let old: Vec<Arc<RankProcess>> = ranks.iter().filter_map(|rank| self.state.process(*rank)).collect();
         let ended = try_join_all(old.iter().map(|process| process.stop(Duration::ZERO))).await;
         ended.map(drop).map_err(|error| Error::internal(error.to_string()))
     }
 
-    /// Lets the ranks run until this time since the start of the machine, unless it is extended. See [`Launcher::lease`].
-    pub(super) async fn lease(&self, until: Duration) {
+    /// See [`Launcher::lease`].
+    async fn lease(&self, until: Duration) {
         self.state.launcher.lease(until).await;
     }
 }
@@ -361,7 +373,7 @@ impl Deployment for LocalDeployment {
         if let Some((rank, _)) = lives.iter().find(|(rank, _)| !known(*rank)) {
             return Err(no_such(*rank, &self.state.spec.group));
         }
-        self.end(lives.iter().map(|(rank, _)| *rank)).await?;
+        self.end(&lives.iter().map(|(rank, _)| *rank).collect::<Vec<_>>()).await?;
         self.start(lives, None).await
     }
 

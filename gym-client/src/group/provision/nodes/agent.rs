@@ -5,23 +5,24 @@ use std::fmt;
 use std::fs::File;
 use std::io::Read as _;
 use std::net::IpAddr;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock, Weak};
 use std::time::Duration;
 
 use futures_util::FutureExt as _;
 use futures_util::future::{BoxFuture, join_all};
 use gym_core::group::cluster::{NodeResources, Topology};
 use gym_core::registry::{MemberNode, MemberSpec, MemberTiming};
-use gym_core::transport::{InProcess, ListenOptions, TransportPolicy, serve};
+use gym_core::transport::{InProcess, ListenOptions, Transport, TransportPolicy, serve};
 use gym_core::{
     CallContext, CancelToken, Code, Endpoint, Error, Handler, Incarnation, Request, Response, Result, Verb, World,
 };
 use serde_json::json;
+use tokio::sync::oneshot;
 use tokio::task::JoinSet;
 
-use crate::group::provision::deployment::Deployment as _;
+use crate::group::provision::in_process::InProcessRanks;
 use crate::group::provision::local::{Local, LocalOptions};
-use crate::group::provision::machine::this_machine;
+use crate::group::provision::machine::{PreparesRanks, this_machine};
 use crate::group::provision::nodes::lease::check_lease;
 use crate::group::provision::nodes::lock;
 use crate::group::provision::nodes::message::{
@@ -122,12 +123,14 @@ pub struct NodeAgent {
     endpoints: Vec<Endpoint>,
     drain: CancelToken,
     serving: JoinSet<Result<()>>,
+    /// Requests that change something. They run to their end even if their caller has left; a repeated request finds what they did.
+    _changes: Arc<Mutex<JoinSet<()>>>,
     member: Option<MemberKeeper>,
 }
 
 struct AgentState {
     options: NodeOptions,
-    local: Local,
+    ranks: Arc<dyn PreparesRanks>,
     incarnation: Incarnation,
     build: String,
     /// The host that others are told.
@@ -170,13 +173,7 @@ impl NodeAgent {
     }
 
     async fn listen_at(workers: Workers, options: NodeOptions) -> Result<Self> {
-        if options.secret.trim().is_empty() {
-            let message = "the join secret is empty, and anybody could start processes here\n  fix: set NodeOptions::secret, the same for \
-                           the nodes and their controllers";
-            return Err(Error::invalid(message));
-        }
-        let place = MemberAddress::find(&options.host, options.advertise.as_deref(), options.head.as_ref()).await?;
-        let address = place.resolve().await?;
+        let (place, address) = placed(&options).await?;
         if !address.is_loopback() {
             tracing::warn!(node = options.name, %address, "this node starts processes for whoever knows its join secret, which travels unencrypted; use a network that you trust");
         }
@@ -187,25 +184,61 @@ impl NodeAgent {
             orphan_grace: Duration::ZERO,
             ..LocalOptions::default()
         };
+        let at = ListenOptions::default().at(place.bind, options.port).advertised_as(place.advertised.clone());
+        let listens =
+            AgentListens { transports: transports(), at, needed: &[HTTP], advertised: place.advertised, address };
+        Self::serve(Arc::new(Local::new(workers).with(local)), listens, &World::real(), options).await
+    }
+
+    /// Starts an agent whose ranks are tasks of this process, for tests and simulations. It joins no head server, and listens over those of
+    /// `transports` that need no socket, under the name of the node.
+    ///
+    /// # Errors
+    /// As [`NodeAgent::listen`].
+    pub async fn start_in_process(
+        ranks: InProcessRanks,
+        transports: impl Into<Transports>,
+        world: &World,
+        options: NodeOptions,
+    ) -> Result<Self> {
+        let subject = subject(&options);
+        let started = async {
+            let (place, address) = placed(&options).await?;
+            let at = ListenOptions::named(&options.name);
+            let transports = transports.into();
+            let listens = AgentListens { transports, at, needed: &[], advertised: place.advertised, address };
+            Self::serve(Arc::new(ranks), listens, world, options).await
+        };
+        started.await.map_err(|error| error.about(subject))
+    }
+
+    async fn serve(
+        ranks: Arc<dyn PreparesRanks>,
+        listens: AgentListens,
+        world: &World,
+        options: NodeOptions,
+    ) -> Result<Self> {
+        let AgentListens { transports, at, needed, advertised, address } = listens;
         let state = Arc::new(AgentState {
-            local: Local::new(workers).with(local),
-            incarnation: Incarnation(u64::try_from(World::real().now().as_millis()).unwrap_or(u64::MAX)),
+            ranks,
+            incarnation: Incarnation(u64::try_from(world.now().as_millis()).unwrap_or(u64::MAX)),
             build: build()?,
-            advertised: place.advertised,
+            advertised,
             address,
             sessions: Mutex::default(),
             keepers: Mutex::default(),
             options,
         });
-        let at = ListenOptions::default().at(place.bind, state.options.port).advertised_as(state.advertised.clone());
-        let handler: Arc<dyn Handler> = Arc::new(AgentHandler(Arc::clone(&state)));
-        let (listener, handler) = transports().listen(at, handler, &[HTTP]).await?;
+        let changes = Arc::default();
+        let handler: Arc<dyn Handler> =
+            Arc::new(AgentHandler { state: Arc::clone(&state), changes: Arc::downgrade(&changes) });
+        let (listener, handler) = transports.listen(at, handler, needed).await?;
         let mut endpoints = listener.endpoints().to_vec();
-        endpoints.retain(|endpoint| endpoint.scheme() != "mem");
+        endpoints.retain(|endpoint| endpoint.scheme() != "mem" || needed.is_empty());
         let drain = CancelToken::new();
         let mut serving = JoinSet::new();
         serving.spawn(serve(listener, handler, drain.clone(), Duration::from_secs(2)));
-        Ok(Self { state, endpoints, drain, serving, member: None })
+        Ok(Self { state, endpoints, drain, serving, _changes: changes, member: None })
     }
 
     async fn join(&self, head: Endpoint, world: &World) -> Result<MemberKeeper> {
@@ -266,26 +299,72 @@ impl NodeAgent {
     }
 }
 
-/// Returns the build of this program: a checksum of its file.
+/// Where an agent listens.
+struct AgentListens {
+    transports: Transports,
+    at: ListenOptions,
+    /// Without these, controllers cannot reach the agent.
+    needed: &'static [Transport],
+    /// The host that others are told, and its address.
+    advertised: String,
+    address: IpAddr,
+}
+
+/// Checks the options, and returns the addresses of the node.
+async fn placed(options: &NodeOptions) -> Result<(MemberAddress, IpAddr)> {
+    if options.secret.trim().is_empty() {
+        let message = "the join secret is empty, and anybody could start processes here\n  fix: set NodeOptions::secret, the same for \
+                       the nodes and their controllers";
+        return Err(Error::invalid(message));
+    }
+    let place = MemberAddress::find(&options.host, options.advertise.as_deref(), options.head.as_ref()).await?;
+    let address = place.resolve().await?;
+    Ok((place, address))
+}
+
+/// Returns the build of this program: a checksum of its file, which is read once.
 pub(super) fn build() -> Result<String> {
+    static BUILD: OnceLock<String> = OnceLock::new();
+    if let Some(known) = BUILD.get() {
+        return Ok(known.clone());
+    }
     let failed = |error| Error::internal("the file of this program cannot be read").caused_by(error);
     let mut file = File::open("/proc/self/exe").map_err(failed)?;
     let (mut sum, mut bytes, mut block) = (0, 0, vec![0; 1 << 20]);
     loop {
         match file.read(&mut block).map_err(failed)? {
-            0 => return Ok(format!("{sum:08x}-{bytes}")),
+            0 => return Ok(BUILD.get_or_init(|| format!("{sum:08x}-{bytes}")).clone()),
             read => (sum, bytes) = (crc32c::crc32c_append(sum, &block[..read]), bytes + read),
         }
     }
 }
 
 #[derive(Debug)]
-struct AgentHandler(Arc<AgentState>);
+struct AgentHandler {
+    state: Arc<AgentState>,
+    changes: Weak<Mutex<JoinSet<()>>>,
+}
 
 impl Handler for AgentHandler {
     fn handle(&self, request: Request) -> BoxFuture<'static, Result<Response>> {
-        let state = Arc::clone(&self.0);
-        Box::pin(async move { state.answer(request).await })
+        let (state, changes) = (Arc::clone(&self.state), self.changes.clone());
+        if request.verb == Verb::Get || request.route.path() == "/node/poll" {
+            return Box::pin(state.answer(request));
+        }
+        Box::pin(async move {
+            let ended = || Error::unknown(Code::Unavailable, "the agent has ended");
+            let (done, answer) = oneshot::channel();
+            {
+                let changes = changes.upgrade().ok_or_else(ended)?;
+                let mut changes = lock(&changes);
+                while changes.try_join_next().is_some() {}
+                changes.spawn(async move {
+                    // An error means that the caller has left.
+                    let _ = done.send(state.answer(request).await);
+                });
+            }
+            answer.await.map_err(|_| ended())?
+        })
     }
 }
 
@@ -316,26 +395,26 @@ impl AgentState {
             }
             (Verb::Post, "/node/ports") => {
                 let request: PortsBody = read(&body)?;
-                reply(&PortsReply { ports: self.session(&request.session)?.hold(&request)? })
+                reply(&PortsReply { ports: self.running(&request.session)?.hold(&request)? })
             }
             (Verb::Post, "/node/launch") => {
                 let request: LaunchBody = read(&body)?;
-                self.session(&request.session)?.launch(&self.local, request).await?;
+                self.running(&request.session)?.launch(request).await?;
                 reply(&json!({}))
             }
             (Verb::Post, "/node/start") => {
-                let StartBody { session, launch, lives, rendezvous } = read(&body)?;
-                self.session(&session)?.ranks(launch)?.start(&lives, rendezvous).await?;
+                let request: StartBody = read(&body)?;
+                self.running(&request.session)?.start(request).await?;
                 reply(&json!({}))
             }
             (Verb::Post, "/node/end") => {
                 let RanksBody { session, launch, ranks } = read(&body)?;
-                self.session(&session)?.end_ranks(launch, ranks).await?;
+                self.running(&session)?.end_ranks(launch, ranks).await?;
                 reply(&json!({}))
             }
             (Verb::Post, "/node/kill") => {
                 let KillBody { session, launch, rank, incarnation } = read(&body)?;
-                self.session(&session)?.ranks(launch)?.kill(rank, incarnation).await?;
+                self.running(&session)?.ranks(launch)?.kill(rank, incarnation).await?;
                 reply(&json!({}))
             }
             (Verb::Post, "/node/stop") => {
@@ -422,7 +501,7 @@ impl AgentState {
                 ),
             );
         }
-        let session = Arc::new(NodeSession::begin(&request, lease));
+        let session = Arc::new(NodeSession::begin(&request, lease, Arc::clone(&this.ranks)));
         if sessions.len() >= SESSIONS_MAX {
             return refused(Code::ResourceExhausted, format!("it has {SESSIONS_MAX} sessions, which is the limit"));
         }
@@ -454,6 +533,12 @@ impl AgentState {
         );
         drop(keepers);
         Ok(this.report())
+    }
+
+    /// As [`AgentState::session`]. A session that has ended is reported to its controller by the next poll; meanwhile, its node is unavailable.
+    fn running(&self, name: &str) -> Result<Arc<NodeSession>> {
+        let gone = |error: Error| Error::not_started(Code::Unavailable, error.message().to_owned());
+        self.session(name).map_err(|error| gone(error).about(format!("node {}", self.options.name)))
     }
 
     fn session(&self, name: &str) -> Result<Arc<NodeSession>> {

@@ -5,11 +5,11 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use gym_core::group::cluster::NodeResources;
+use gym_core::group::watch;
 use gym_core::transport::{ConnectOptions, RetryPolicy, TransportPolicy, retry};
 use gym_core::{CallContext, Code, Endpoint, Error, Incarnation, Request, Result};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
-use tokio::sync::watch;
 use tokio::time::{Instant, sleep, sleep_until};
 
 use crate::group::provision::events::{NodeState, NodeStatus};
@@ -24,6 +24,8 @@ use crate::transport::peer::ReconnectingPeer;
 const KILL_TIME: Duration = Duration::from_millis(500);
 /// Pause between two attempts to reach an agent that does not respond.
 const RETRY_EVERY: Duration = Duration::from_millis(20);
+/// The longest pause before a call is repeated.
+const REPEAT_MAX: Duration = Duration::from_millis(500);
 /// Pause between two looks for an agent that was lost.
 const RETURN_EVERY: Duration = Duration::from_millis(100);
 /// Time of such a look.
@@ -151,8 +153,19 @@ impl NodeLink {
         body: &impl Serialize,
     ) -> Result<T> {
         let body = write(body)?;
-        let (policy, mut rng) = (RetryPolicy::default(), fastrand::Rng::new());
-        let calling = retry(cx, &policy, &mut rng, true, |_| self.client.post(cx, route, body.clone()));
+        let policy = RetryPolicy { attempts_max: u32::MAX, backoff_max: REPEAT_MAX, ..RetryPolicy::default() };
+        let mut rng = fastrand::Rng::new();
+        let attempt = |_| async {
+            // A connection may lose a message without an error.
+            let answered = self.client.post(&cx.child().at_most(self.lease), route, body.clone()).await;
+            answered.map_err(|error| match error.code() {
+                Code::DeadlineExceeded if !cx.remaining().is_zero() => {
+                    Error::new(Code::Unavailable, error.execution(), error.message().to_owned())
+                }
+                _ => error,
+            })
+        };
+        let calling = retry(cx, &policy, &mut rng, true, attempt);
         let mut state = self.state.subscribe();
         let lost = state.wait_for(|state| matches!(state.node, NodeState::Lost(_)));
         let result = tokio::select! { biased;

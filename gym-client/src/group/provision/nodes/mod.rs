@@ -46,7 +46,7 @@ use message::NodeReport;
 use reservation::NodesReservation;
 use state::NodesState;
 
-/// Limit of one look at an agent.
+/// Limit of one look at an agent, and of one reservation.
 const REPORT_TIME: Duration = Duration::from_secs(5);
 /// Limit for the other agents, once one has responded.
 const STRAGGLER_TIME: Duration = Duration::from_secs(1);

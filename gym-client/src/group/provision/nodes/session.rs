@@ -7,18 +7,16 @@ use std::time::Duration;
 use futures_util::StreamExt as _;
 use futures_util::future::join_all;
 use gym_core::group::Rank;
+use gym_core::group::watch;
 use gym_core::{CallContext, Code, Error, Result};
-use tokio::sync::watch;
 use tokio_util::task::AbortOnDropHandle;
 
-use crate::group::provision::deployment::Deployment as _;
 use crate::group::provision::events::{EventLog, RankEvent};
-use crate::group::provision::local::{Local, LocalDeployment};
+use crate::group::provision::machine::{PreparedRanks, PreparesRanks};
 use crate::group::provision::nodes::lease::AgentLease;
 use crate::group::provision::nodes::lock;
-use crate::group::provision::nodes::message::{LaunchBody, PollReply, PortsBody, ReserveBody};
+use crate::group::provision::nodes::message::{LaunchBody, PollReply, PortsBody, ReserveBody, StartBody};
 use crate::group::provision::place::{HeldPort, hold_ports};
-use crate::launch::since_boot;
 
 /// The share of a lease for which a poll may wait: the lease is extended several times before it ends.
 const WAIT_SHARE: u32 = 4;
@@ -33,10 +31,14 @@ pub(super) struct NodeSession {
     pub(super) controller: String,
     pub(super) cpus: u32,
     pub(super) gpus: Vec<String>,
+    /// Starts the ranks, and has the clock of the lease.
+    here: Arc<dyn PreparesRanks>,
     lease: Mutex<AgentLease>,
     log: EventLog<(u64, RankEvent)>,
     launches: Mutex<BTreeMap<u64, NodeLaunch>>,
     ports: Mutex<BTreeMap<u64, Vec<HeldPort>>>,
+    /// Held by whoever changes which ranks run: a request that is repeated waits for the one before it.
+    changing: tokio::sync::Mutex<()>,
     /// `true` once the session ends: its ranks are being stopped.
     ending: watch::Sender<bool>,
 }
@@ -44,21 +46,24 @@ pub(super) struct NodeSession {
 /// Ranks that a controller prepared with one request.
 #[derive(Clone, Debug)]
 struct NodeLaunch {
-    ranks: Arc<LocalDeployment>,
+    ranks: Arc<dyn PreparedRanks>,
     /// Copies the events of the ranks into the log of the session.
     _events: Arc<AbortOnDropHandle<()>>,
 }
 
 impl NodeSession {
-    pub(super) fn begin(request: &ReserveBody, lease: Duration) -> Self {
+    pub(super) fn begin(request: &ReserveBody, lease: Duration, here: Arc<dyn PreparesRanks>) -> Self {
+        let lease = Mutex::new(AgentLease::begin(lease, here.now()));
         Self {
             controller: request.controller.clone(),
             cpus: request.cpus,
             gpus: request.gpus.clone(),
-            lease: Mutex::new(AgentLease::begin(lease, since_boot())),
+            here,
+            lease,
             log: EventLog::new(),
             launches: Mutex::default(),
             ports: Mutex::default(),
+            changing: tokio::sync::Mutex::default(),
             ending: watch::Sender::new(false),
         }
     }
@@ -82,7 +87,7 @@ impl NodeSession {
         };
         let usage = lock(&self.launches).iter().flat_map(usage).collect();
         let events = self.log.after(seen);
-        Ok(PollReply { number: lock(&self.lease).respond(since_boot()), events, usage })
+        Ok(PollReply { number: lock(&self.lease).respond(self.here.now()), events, usage })
     }
 
     /// Holds ports for a group.
@@ -96,14 +101,15 @@ impl NodeSession {
     }
 
     /// Prepares ranks. A repeated request changes nothing.
-    pub(super) async fn launch(&self, local: &Local, request: LaunchBody) -> Result<()> {
-        self.check()?;
+    pub(super) async fn launch(&self, request: LaunchBody) -> Result<()> {
+        let _one = self.changing.lock().await;
+        self.check_lease()?;
         let number = request.launch;
         if lock(&self.launches).contains_key(&number) {
             return Ok(());
         }
         let (spec, rendezvous) = request.into_spec()?;
-        let ranks = Arc::new(local.prepare(&CallContext::default(), spec, rendezvous, None).await?);
+        let ranks = self.here.prepare(&CallContext::default(), spec, rendezvous).await?;
         let until = lock(&self.lease).until();
         ranks.lease(until).await;
         let (mut events, log) = (ranks.events(), self.log.clone());
@@ -125,8 +131,16 @@ impl NodeSession {
         Ok(())
     }
 
+    /// Starts incarnations of prepared ranks. A repeated request changes nothing.
+    pub(super) async fn start(&self, request: StartBody) -> Result<()> {
+        let StartBody { launch, lives, rendezvous, .. } = request;
+        let _one = self.changing.lock().await;
+        self.check_lease()?;
+        self.ranks(launch)?.start(&lives, rendezvous).await
+    }
+
     /// Returns the ranks of a launch.
-    pub(super) fn ranks(&self, launch: u64) -> Result<Arc<LocalDeployment>> {
+    pub(super) fn ranks(&self, launch: u64) -> Result<Arc<dyn PreparedRanks>> {
         self.check()?;
         let found = lock(&self.launches).get(&launch).map(|known| Arc::clone(&known.ranks));
         found.ok_or_else(|| Error::not_started(Code::NotFound, format!("there is no launch {launch}")))
@@ -140,13 +154,14 @@ impl NodeSession {
 
     /// Kills the incarnations of these ranks, and returns when they have ended.
     pub(super) async fn end_ranks(&self, launch: u64, ranks: Vec<Rank>) -> Result<()> {
-        self.ranks(launch)?.end(ranks).await
+        let _one = self.changing.lock().await;
+        self.ranks(launch)?.end(&ranks).await
     }
 
     /// Waits until the lease has ended.
     pub(super) async fn lease_ended(&self) {
         loop {
-            let left = lock(&self.lease).until().saturating_sub(since_boot());
+            let left = lock(&self.lease).until().saturating_sub(self.here.now());
             if left.is_zero() {
                 return;
             }
@@ -161,6 +176,15 @@ impl NodeSession {
         let stopped = join_all(launches.iter().map(|launch| launch.ranks.shutdown(grace))).await;
         lock(&self.launches).clear();
         stopped.into_iter().collect()
+    }
+
+    /// Checks that new ranks may start. An agent that was stopped may read a request before it notices that the lease has ended.
+    fn check_lease(&self) -> Result<()> {
+        self.check()?;
+        if lock(&self.lease).until() <= self.here.now() {
+            return Err(Error::not_started(Code::Unavailable, "the lease has ended"));
+        }
+        Ok(())
     }
 
     fn check(&self) -> Result<()> {

@@ -24,7 +24,7 @@ use crate::group::provision::nodes::agent::build;
 use crate::group::provision::nodes::link::{AgentClient, LinkNews, LinkPoller, NodeLink};
 use crate::group::provision::nodes::message::{NodeReport, PortsBody, PortsReply, ReleaseBody, ReserveBody, millis};
 use crate::group::provision::nodes::moving::{PlacedBundles, move_bundles, moved};
-use crate::group::provision::nodes::{Nodes, lock};
+use crate::group::provision::nodes::{Nodes, REPORT_TIME, lock};
 use crate::group::provision::place::{BundleId, placed};
 use crate::group::usage::process::ProcessUsage;
 use crate::transport::Transports;
@@ -252,8 +252,9 @@ impl NodesState {
         (resources.cpus, resources.gpus) =
             (Some(report.cpus), gym_core::group::cluster::Devices::Named(report.gpus.clone()));
         let times = (options.lease, options.reconnect);
+        // An agent that has just stopped must not hold up the search; what it grants later ends with its lease.
         let granted = client
-            .reserve(cx, &request)
+            .reserve(&cx.child().at_most(REPORT_TIME), &request)
             .await
             .map_err(|error| error.about(format!("reserve on node {}", report.name)))?;
         Ok(NodeLink::new(client, &granted, resources, session, times, Instant::now()))

@@ -23,9 +23,11 @@ use crate::message::Message;
 /// Creates the worker where blocking is allowed (models take minutes to load), then starts its task.
 pub(crate) fn launch<W: Worker + Send + Sync>(setup: WorkerSetup<W>) -> BoxFuture<'static, Result<Executor>> {
     Box::pin(async move {
-        let WorkerSetup { env, init, entries, queue } = setup;
+        let WorkerSetup { env, init, entries, queue, in_task } = setup;
         let mut queue = CallQueue::new(queue);
-        let created = tokio::task::spawn_blocking(move || W::start(env, init)).await;
+        let start = move || W::start(env, init);
+        // In a task of its own, which catches a panic.
+        let created = if in_task { tokio::spawn(async { start() }) } else { tokio::task::spawn_blocking(start) }.await;
         let worker = created.map_err(|ended| match ended.try_into_panic() {
             Ok(panic) => Error::internal(format!("panicked: {}", panic_text(&*panic))),
             Err(_) => Error::not_started(Code::Unavailable, "the runtime is shutting down"),

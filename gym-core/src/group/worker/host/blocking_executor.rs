@@ -19,7 +19,7 @@ use crate::group::worker::{Entry, Worker};
 
 /// Starts the thread and waits until the worker is created.
 pub(crate) fn launch<W: Worker>(setup: WorkerSetup<W>) -> BoxFuture<'static, Result<Executor>> {
-    let WorkerSetup { env, init, entries, queue } = setup;
+    let WorkerSetup { env, init, entries, queue, .. } = setup;
     Box::pin(async move {
         let (created, creation) = oneshot::channel();
         let (alive, ended) = oneshot::channel::<()>();

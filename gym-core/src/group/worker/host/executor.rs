@@ -25,6 +25,8 @@ pub(crate) struct WorkerSetup<W: Worker> {
     pub(crate) init: W::Init,
     pub(crate) entries: Vec<Entry<W>>,
     pub(crate) queue: QueueReceiver<QueueItem>,
+    /// As [`HostOptions::starts_in_task`](crate::group::worker::host::HostOptions::starts_in_task).
+    pub(crate) in_task: bool,
 }
 
 /// Starts the executor of a worker. Chosen where the trait bounds of the worker are known.

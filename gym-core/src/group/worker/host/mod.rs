@@ -50,12 +50,15 @@ pub struct HostOptions {
     /// Maximum number of calls that run or wait. A further call is rejected at once (`ResourceExhausted, NotStarted`). The
     /// default is 1,024.
     pub calls_max: usize,
+    /// Creates an async worker on the task that starts its host, and not where blocking is allowed. For workers that start within microseconds, and
+    /// for simulations, which need a single thread. The default is `false`.
+    pub starts_in_task: bool,
 }
 
 impl Default for HostOptions {
     /// Returns the limits: 1,024 calls, far more than a controller keeps in flight at one rank, and a few hundred kilobytes.
     fn default() -> Self {
-        Self { calls_max: 1_024 }
+        Self { calls_max: 1_024, starts_in_task: false }
     }
 }
 
@@ -94,7 +97,7 @@ impl WorkerHost {
         let (sender, queue) =
             queue(options.calls_max.max(1).saturating_add(1).saturating_mul(2), QueueItem::is_cancelled);
         let stats = Arc::new(CallStats::new(&env, options.calls_max.max(1)));
-        let setup = WorkerSetup { env: env.clone(), init, entries, queue };
+        let setup = WorkerSetup { env: env.clone(), init, entries, queue, in_task: options.starts_in_task };
         let executor = (launcher.start)(setup).await.map_err(about)?;
         Ok(Self(Arc::new(Core {
             env,

@@ -3,7 +3,7 @@
 use std::future::Future;
 use std::sync::Arc;
 
-use tokio::sync::watch;
+use crate::group::watch;
 
 use super::workers::Echo;
 use super::{FAR, ServedGroup, member};

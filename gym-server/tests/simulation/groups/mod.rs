@@ -1,0 +1,200 @@
+//! A worker group on node agents: a controller, and hosts whose agents run the ranks as tasks.
+//!
+//! A host of the setting is two hosts of the network: the process of the agent, and those of its ranks. So an agent can be stopped while its ranks
+//! run, and its watchdog ends them with the lease. A crash ends both.
+
+mod audit;
+mod controller;
+mod plan;
+mod worker;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use gym_client::Transports;
+use gym_client::group::{InProcessRanks, NodeAgent, NodeOptions, RankOverrides, WorkerKind, Workers};
+use gym_core::group::HostOptions;
+use gym_core::group::cluster::NodeResources;
+use gym_core::testing::net::SimHost;
+use gym_core::testing::{Faults, SimFiles, SimNet};
+use gym_core::{CancelToken, World};
+use tokio::time::Instant;
+
+use crate::scenario::Report;
+use audit::GroupAudit;
+use controller::Controller;
+use plan::{CONTROLLER, HOSTS, Step};
+pub(crate) use plan::{COUNTED_IN_GROUPS, GroupPlan, INJECTED_IN_GROUPS};
+use worker::{Counter, HOST_VARIABLE};
+
+/// The join secret of all agents.
+const SECRET: &str = "secret";
+/// The name of the worker type.
+const WORKER: &str = "counter";
+/// The name under which an agent listens is that of its node.
+fn agent_endpoint(host: &str) -> String {
+    format!("sim://{host}/{host}")
+}
+
+/// The time after the end of the faults within which the ranks serve again. Leases, pauses and starts last seconds; a call that waits for a lost
+/// response, minutes.
+const DONE_WITHIN: Duration = Duration::from_secs(900);
+
+/// Plays a seed.
+pub(crate) async fn play(seed: u64) -> Report {
+    // Sessions, ports and pauses are drawn from it.
+    fastrand::seed(seed);
+    let plan = GroupPlan::drawn(seed);
+    let began = Instant::now();
+    let net = SimNet::new(seed, plan.faults.clone());
+    let audit = GroupAudit::new(&net, plan.nodes.lease);
+    audit.enter();
+    let this = Playing { plan, net, audit, began, healed: CancelToken::new(), done: CancelToken::new() };
+    for host in HOSTS.into_iter().take(this.plan.hosts) {
+        this.start_agent(host);
+    }
+    this.start_controller();
+    for (at, step) in &this.plan.script {
+        tokio::time::sleep_until(began + *at).await;
+        this.follow(*step);
+    }
+    tokio::time::sleep_until(began + this.plan.heals_at).await;
+    this.net.set_faults(Faults::calm());
+    this.net.note("script", format_args!("the faults have ended"));
+    this.healed.cancel();
+    if tokio::time::timeout(DONE_WITHIN, this.done.cancelled()).await.is_err() {
+        this.audit.violation(format_args!("the ranks do not serve {DONE_WITHIN:?} after the healing"));
+    }
+    let recovered = began.elapsed().saturating_sub(this.plan.heals_at);
+    this.audit.note_recovery(recovered);
+    // Nothing lives longer than its lease.
+    tokio::time::sleep(this.plan.nodes.lease + audit::SLACK).await;
+    this.audit.check_end();
+    let counts = this.audit.calls();
+    Report {
+        seed,
+        trace: this.net.trace(),
+        violations: this.audit.violations(),
+        completed: counts.succeeded,
+        given_up: counts.failed,
+        attempts: counts.begun,
+        took: began.elapsed(),
+        counts: this.audit.counts(),
+        plan: this.plan.to_string(),
+    }
+}
+
+struct Playing {
+    plan: GroupPlan,
+    net: SimNet,
+    audit: GroupAudit,
+    began: Instant,
+    healed: CancelToken,
+    done: CancelToken,
+}
+
+impl Playing {
+    fn follow(&self, step: Step) {
+        self.net.note("script", format_args!("{step}"));
+        if let Some((host, kind)) = step.injects() {
+            self.net.injected(host, kind);
+        }
+        match step {
+            Step::Kill(host) => self.kill(host),
+            Step::Restart(host) => {
+                self.kill(host);
+                self.start(host);
+            }
+            Step::Start(host) => self.start(host),
+            Step::Freeze(host) => self.net.freeze(host),
+            Step::FreezeMachine(host) => {
+                self.net.freeze(host);
+                self.net.freeze(plan::ranks_of(host));
+            }
+            Step::Thaw(host) => {
+                self.net.thaw(host);
+                if host != CONTROLLER {
+                    self.net.thaw(plan::ranks_of(host));
+                }
+            }
+            Step::Isolate(host) => {
+                self.net.isolate(host);
+                if host != CONTROLLER {
+                    self.net.isolate(plan::ranks_of(host));
+                }
+            }
+            Step::Reconnect(host) => {
+                self.net.reconnect(host);
+                if host != CONTROLLER {
+                    self.net.reconnect(plan::ranks_of(host));
+                }
+            }
+        }
+    }
+
+    fn kill(&self, host: &'static str) {
+        self.net.crash(host);
+        if host == CONTROLLER {
+            self.audit.controller_died();
+        } else {
+            self.net.crash(plan::ranks_of(host));
+        }
+    }
+
+    fn start(&self, host: &'static str) {
+        if host == CONTROLLER { self.start_controller() } else { self.start_agent(host) }
+    }
+
+    fn start_agent(&self, name: &'static str) {
+        let (host, ranks) = (self.net.host(name), self.net.host(plan::ranks_of(name)));
+        let world = self.world(&host);
+        let kind = WorkerKind::of::<Counter>()
+            .with_host(in_task())
+            .with_configure(move |_| RankOverrides::variables([(HOST_VARIABLE.to_owned(), name.to_owned())].into()));
+        let workers = Workers::new().with(WORKER, kind).over(over(&ranks));
+        let ranks = InProcessRanks::new(workers, over(&ranks));
+        let mut options = NodeOptions::new(SECRET);
+        name.clone_into(&mut options.name);
+        options.resources = NodeResources::new(name, self.plan.cpus, Vec::new());
+        let (transports, audit) = (over(&host), self.audit.clone());
+        host.spawn(async move {
+            match NodeAgent::start_in_process(ranks, transports, &world, options).await {
+                Ok(_agent) => std::future::pending().await,
+                Err(error) => audit.violation(format_args!("{name} does not start: {error}")),
+            }
+        });
+    }
+
+    fn start_controller(&self) {
+        let host = self.net.host(CONTROLLER);
+        self.audit.controller_started(host.life());
+        let controller = Controller {
+            life: host.life(),
+            transports: over(&host),
+            rng: fastrand::Rng::with_seed(self.plan.seed ^ (host.life() << 32)),
+            plan: self.plan.clone(),
+            audit: self.audit.clone(),
+            healed: self.healed.clone(),
+            done: self.done.clone(),
+        };
+        host.spawn(controller.run());
+    }
+
+    fn world(&self, host: &SimHost) -> World {
+        let seed = self.plan.seed.wrapping_mul(1_000_003) ^ (host.life() << 48);
+        // Incarnations of agents are times.
+        let now = Duration::from_secs(1_700_000_000) + self.began.elapsed();
+        World::new(Arc::new(SimFiles::new(seed)), seed, now)
+    }
+}
+
+fn over(host: &SimHost) -> Transports {
+    Transports::new().with(host.clone())
+}
+
+/// A worker that starts on another thread would make the order of events depend on that thread.
+fn in_task() -> HostOptions {
+    let mut options = HostOptions::default();
+    options.starts_in_task = true;
+    options
+}
