@@ -138,7 +138,7 @@ const SET: [(&str, &str, &str); 16] = [
 ];
 
 /// Variables of tests, benchmarks and fuzzing. No program of a user reads them.
-const OF_TESTS: [&str; 44] = [
+const OF_TESTS: [&str; 45] = [
     "CONDA_PREFIX",
     "GYM_ABSENT",
     "GYM_AFFINITY_SEEDS",
@@ -181,6 +181,7 @@ const OF_TESTS: [&str; 44] = [
     "GYM_WORKER_KILLS",
     "NEMO_RECORDED",
     "RAY_USAGE_STATS_ENABLED",
+    "SIMULATED_HOST",
     "TMPDIR",
     "WANDB_MODE",
 ];
