@@ -15,7 +15,7 @@ use tokio_util::task::{AbortOnDropHandle, TaskTracker};
 
 use crate::group::provision::deployment::{Deployment, LaunchSpec, Provisioner, Reservation, ReserveRequest};
 use crate::group::provision::events::{EventLog, RankEvent};
-use crate::group::provision::machine::{MachineReservation, PreparedRanks, PreparesRanks, StartsRanks};
+use crate::group::provision::machine::{MachineReservation, PreparedRanks, PreparesRanks};
 use crate::group::provision::place::{HeldRendezvous, RankPlace, Rendezvous};
 use crate::group::provision::workers::{Workers, start_inputs};
 use crate::group::usage::process::ProcessUsage;
@@ -50,28 +50,14 @@ impl Provisioner for InProcessRanks {
 }
 
 #[async_trait]
-impl StartsRanks for InProcessRanks {
-    async fn launch(&self, cx: &CallContext, spec: LaunchSpec) -> Result<Arc<dyn Deployment>> {
-        let subject = format!("start group {}", spec.group);
-        let held = HeldRendezvous::hold(spec.ranks.len(), &spec.ports).map_err(|error| error.about(subject))?;
-        let rendezvous = held.addresses.clone();
-        let deployment = self.prepared(cx, spec, rendezvous, Some(held))?;
-        for place in &deployment.state.spec.ranks {
-            InProcessState::start(&deployment.state, place.clone(), Incarnation(1))?;
-        }
-        Ok(Arc::new(deployment))
-    }
-}
-
-impl InProcessRanks {
-    /// As [`PreparesRanks::prepare`].
-    fn prepared(
+impl PreparesRanks for InProcessRanks {
+    async fn prepare(
         &self,
         cx: &CallContext,
         spec: LaunchSpec,
         rendezvous: Rendezvous,
         held: Option<HeldRendezvous>,
-    ) -> Result<InProcessDeployment> {
+    ) -> Result<Arc<dyn PreparedRanks>> {
         cx.check()?;
         let subject = format!("start group {}", spec.group);
         self.workers.kind(&spec.worker).map_err(|error| error.about(subject.clone()))?;
@@ -89,25 +75,13 @@ impl InProcessRanks {
             live: Mutex::default(),
             tasks: TaskTracker::new(),
         });
-        Ok(InProcessDeployment {
+        Ok(Arc::new(InProcessDeployment {
             state,
             began: self.began,
             _held: held,
             lease: watch::Sender::new(None),
             watchdog: Mutex::default(),
-        })
-    }
-}
-
-#[async_trait]
-impl PreparesRanks for InProcessRanks {
-    async fn prepare(
-        &self,
-        cx: &CallContext,
-        spec: LaunchSpec,
-        rendezvous: Rendezvous,
-    ) -> Result<Arc<dyn PreparedRanks>> {
-        Ok(Arc::new(self.prepared(cx, spec, rendezvous, None)?))
+        }))
     }
 
     fn now(&self) -> Duration {

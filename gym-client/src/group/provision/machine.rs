@@ -14,25 +14,20 @@ use gym_core::{CallContext, Code, Error, Incarnation, Result};
 
 use crate::group::provision::deployment::{Deployment, LaunchSpec, Reservation, ReserveRequest};
 use crate::group::provision::events::{EventLog, NodeEvent, NodeState, NodeStatus};
-use crate::group::provision::place::Rendezvous;
+use crate::group::provision::place::{HeldRendezvous, Rendezvous};
 use crate::group::usage::visible_gpus;
 
-/// Starts ranks on this machine.
-#[async_trait]
-pub(super) trait StartsRanks: Clone + fmt::Debug + Send + Sync + 'static {
-    /// As [`Reservation::launch`].
-    async fn launch(&self, cx: &CallContext, spec: LaunchSpec) -> Result<Arc<dyn Deployment>>;
-}
-
-/// Prepares ranks on this machine for the agent of a node.
+/// Prepares ranks on this machine, for a reservation and for the agent of a node.
 #[async_trait]
 pub(super) trait PreparesRanks: fmt::Debug + Send + Sync + 'static {
-    /// Prepares the ranks of `spec`, and starts none.
+    /// Prepares the ranks of `spec`, and starts none. `held` are the ports of the rendezvous, if they are held for these ranks alone: they are
+    /// held as long as the ranks are.
     async fn prepare(
         &self,
         cx: &CallContext,
         spec: LaunchSpec,
         rendezvous: Rendezvous,
+        held: Option<HeldRendezvous>,
     ) -> Result<Arc<dyn PreparedRanks>>;
 
     /// Returns the time on the clock of the leases.
@@ -58,8 +53,8 @@ pub(super) trait PreparedRanks: Deployment {
 
 /// A reservation on this machine. The machine is not divided between reservations: each may use all of it.
 #[derive(Debug)]
-pub(super) struct MachineReservation<S> {
-    starts: S,
+pub(super) struct MachineReservation {
+    ranks: Arc<dyn PreparesRanks>,
     placement: Arc<Placement>,
     nodes: Vec<NodeResources>,
     log: EventLog<NodeEvent>,
@@ -67,19 +62,31 @@ pub(super) struct MachineReservation<S> {
     deployments: Mutex<Option<Vec<Weak<dyn Deployment>>>>,
 }
 
-impl<S: StartsRanks> MachineReservation<S> {
-    pub(super) fn reserve(starts: S, request: &ReserveRequest) -> Result<Arc<dyn Reservation>> {
+impl MachineReservation {
+    pub(super) fn reserve(ranks: impl PreparesRanks, request: &ReserveRequest) -> Result<Arc<dyn Reservation>> {
         let here = || vec![request.counted(this_machine())];
         let nodes = request.simulated.clone().unwrap_or_else(here);
         let placement = Arc::new(place(&request.cluster, &nodes, request.unified)?);
         let log = EventLog::new();
         nodes.iter().for_each(|node| log.push(NodeEvent::Serving { node: node.name.clone() }));
-        Ok(Arc::new(Self { starts, placement, nodes, log, deployments: Mutex::new(Some(Vec::new())) }))
+        let (ranks, deployments) = (Arc::new(ranks), Mutex::new(Some(Vec::new())));
+        Ok(Arc::new(Self { ranks, placement, nodes, log, deployments }))
+    }
+
+    /// Holds a rendezvous, and starts the first incarnation of every rank.
+    async fn start(&self, cx: &CallContext, spec: LaunchSpec) -> Result<Arc<dyn Deployment>> {
+        let subject = format!("start group {}", spec.group);
+        let held = HeldRendezvous::hold(spec.ranks.len(), &spec.ports).map_err(|error| error.about(subject))?;
+        let first: Vec<(Rank, Incarnation)> = spec.ranks.iter().map(|place| (place.rank, Incarnation(1))).collect();
+        let rendezvous = held.addresses.clone();
+        let ranks = self.ranks.prepare(cx, spec, rendezvous, Some(held)).await?;
+        ranks.start(&first, None).await?;
+        Ok(ranks)
     }
 }
 
 #[async_trait]
-impl<S: StartsRanks> Reservation for MachineReservation<S> {
+impl Reservation for MachineReservation {
     fn placement(&self) -> Arc<Placement> {
         Arc::clone(&self.placement)
     }
@@ -100,7 +107,7 @@ impl<S: StartsRanks> Reservation for MachineReservation<S> {
         if lock().is_none() {
             return Err(released());
         }
-        let deployment = self.starts.launch(cx, spec).await?;
+        let deployment = self.start(cx, spec).await?;
         let mut deployments = lock();
         let deployments = deployments.as_mut().ok_or_else(released)?;
         deployments.retain(|known| known.strong_count() > 0);

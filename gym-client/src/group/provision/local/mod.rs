@@ -25,7 +25,7 @@ use tokio_util::task::AbortOnDropHandle;
 
 use crate::group::provision::deployment::{Deployment, LaunchSpec, Provisioner, Reservation, ReserveRequest};
 use crate::group::provision::events::{EventLog, RankEvent};
-use crate::group::provision::machine::{MachineReservation, PreparedRanks, PreparesRanks, StartsRanks};
+use crate::group::provision::machine::{MachineReservation, PreparedRanks, PreparesRanks};
 use crate::group::provision::place::{HeldRendezvous, RankPlace, Rendezvous};
 use crate::group::provision::workers::{Workers, start_inputs};
 use crate::group::usage::gpu::GpuSampler;
@@ -116,27 +116,14 @@ impl Provisioner for Local {
 }
 
 #[async_trait]
-impl StartsRanks for Local {
-    async fn launch(&self, cx: &CallContext, spec: LaunchSpec) -> Result<Arc<dyn Deployment>> {
-        let subject = format!("start group {}", spec.group);
-        let held = HeldRendezvous::hold(spec.ranks.len(), &spec.ports).map_err(|error| error.about(subject))?;
-        let first: Vec<(Rank, Incarnation)> = spec.ranks.iter().map(|place| (place.rank, Incarnation(1))).collect();
-        let rendezvous = held.addresses.clone();
-        let deployment = self.prepared(cx, spec, rendezvous, Some(held)).await?;
-        deployment.start(&first, None).await?;
-        Ok(Arc::new(deployment))
-    }
-}
-
-impl Local {
-    /// As [`PreparesRanks::prepare`].
-    async fn prepared(
+impl PreparesRanks for Local {
+    async fn prepare(
         &self,
         cx: &CallContext,
         mut spec: LaunchSpec,
         rendezvous: Rendezvous,
         held: Option<HeldRendezvous>,
-    ) -> Result<LocalDeployment> {
+    ) -> Result<Arc<dyn PreparedRanks>> {
         cx.check()?;
         let subject = format!("start group {}", spec.group);
         self.workers.kind(&spec.worker).map_err(|error| error.about(subject.clone()))?;
@@ -178,19 +165,7 @@ impl Local {
             live: Mutex::default(),
         });
         let sampler = AbortOnDropHandle::new(tokio::spawn(sample(Arc::clone(&state))));
-        Ok(LocalDeployment { state, _held: held, _sampler: sampler })
-    }
-}
-
-#[async_trait]
-impl PreparesRanks for Local {
-    async fn prepare(
-        &self,
-        cx: &CallContext,
-        spec: LaunchSpec,
-        rendezvous: Rendezvous,
-    ) -> Result<Arc<dyn PreparedRanks>> {
-        Ok(Arc::new(self.prepared(cx, spec, rendezvous, None).await?))
+        Ok(Arc::new(LocalDeployment { state, _held: held, _sampler: sampler }))
     }
 
     fn now(&self) -> Duration {

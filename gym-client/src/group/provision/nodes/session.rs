@@ -109,7 +109,7 @@ impl NodeSession {
             return Ok(());
         }
         let (spec, rendezvous) = request.into_spec()?;
-        let ranks = self.here.prepare(&CallContext::default(), spec, rendezvous).await?;
+        let ranks = self.here.prepare(&CallContext::default(), spec, rendezvous, None).await?;
         let until = lock(&self.lease).until();
         ranks.lease(until).await;
         let (mut events, log) = (ranks.events(), self.log.clone());
