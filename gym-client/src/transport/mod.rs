@@ -5,6 +5,7 @@
 //!   mem ▸ ucx ▸ http          rejected: not allowed, or the reason                  └─► Paths: log once, status, metrics
 //! ```
 
+pub(crate) mod body;
 mod connectors;
 mod metrics;
 mod paths;

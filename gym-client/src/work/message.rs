@@ -148,11 +148,6 @@ pub(super) fn result(done: DoneBody, message: Message) -> Result<Response> {
     }
 }
 
-/// Returns the JSON of a body.
-pub(super) fn to_json(body: &impl Serialize) -> Result<Vec<u8>> {
-    serde_json::to_vec(body).map_err(|error| Error::internal("cannot serialize the message").caused_by(error))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;

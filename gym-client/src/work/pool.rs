@@ -17,6 +17,7 @@ use tokio::task::JoinSet;
 use tokio::time::Instant;
 
 use crate::registry::{RosterNews, follow_roster};
+use crate::transport::body;
 use crate::work::dispatch::Dispatch;
 use crate::work::members::ListedMembers;
 use crate::work::message::{self, AnswerBody, DoneBody, ItemBody, PollBody, WORK_ROUTE};
@@ -428,14 +429,14 @@ impl PoolShared {
         let items = items.collect();
         let cancel = assignment.cancelled.iter().map(|id| id.0).collect();
         let body = AnswerBody { queue: self.id, items, cancel, restart: false, closed: state.closed };
-        let mut response = Response::json(message::to_json(&body)?);
+        let mut response = Response::json(body::write(&body)?);
         response.message.segments = segments;
         Ok(response)
     }
 
     fn restart(&self) -> Result<Response> {
         let body = AnswerBody { queue: self.id, restart: true, ..AnswerBody::default() };
-        Ok(Response::json(message::to_json(&body)?))
+        Ok(Response::json(body::write(&body)?))
     }
 }
 

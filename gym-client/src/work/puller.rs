@@ -20,6 +20,7 @@ use tokio::task::JoinSet;
 use tokio::time::Instant;
 
 use crate::client::{CallOptions, ServerClient};
+use crate::transport::body;
 use crate::transport::peer::ReconnectingPeer;
 use crate::work::message::{self, AnswerBody, DoneBody, ItemBody, PollBody, WORK_ROUTE};
 
@@ -314,7 +315,7 @@ impl PullerState {
     fn request(&self, body: &PollBody, segments: Vec<Bytes>) -> Result<Request> {
         // Each attempt gets its own deadline.
         let cx = CallContext::within(Duration::ZERO);
-        let mut request = Request::post(cx, Route::from_static(WORK_ROUTE), message::to_json(body)?);
+        let mut request = Request::post(cx, Route::from_static(WORK_ROUTE), body::write(body)?);
         request.message.segments = segments;
         Ok(request)
     }

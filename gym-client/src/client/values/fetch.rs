@@ -19,7 +19,7 @@ use tokio::time::{Instant, sleep};
 
 use crate::client::values::copy::{Copy, Found, NodeCopies, Part};
 use crate::client::values::held::{PART_BYTES, Source, read_part};
-use crate::client::values::message::{READ_ROUTE, ReadBody, ReadReply, ValueRef, read, write};
+use crate::client::values::message::{LEASE_MAX, READ_ROUTE, ReadBody, ReadReply, ValueRef, check_size, read, write};
 use crate::transport::Transports;
 use crate::transport::peer::ReconnectingPeer;
 
@@ -31,8 +31,6 @@ const LOOK_EVERY: Duration = Duration::from_millis(10);
 const ASKS_AHEAD: usize = 8;
 /// Limit of a request that extends a lease in the background.
 const ASK_TIME: Duration = Duration::from_secs(10);
-/// The longest lease that a holder can grant.
-const LEASE_MAX: Duration = Duration::from_secs(86_400);
 /// Holders whose connections are kept.
 const PEERS_MAX: usize = 64;
 
@@ -125,11 +123,6 @@ async fn blocking<T: Send + 'static>(
         .map_err(|error| broken(value, error))
 }
 
-fn other_size(value: &ValueRef, bytes: u64) -> Error {
-    let message = format!("its reference says {} bytes, and it has {bytes}", value.bytes);
-    Error::finished(Code::InvalidArgument, message).about(value.subject())
-}
-
 /// A value that this process has, and the time until which it need not ask.
 #[derive(Debug)]
 struct Loaded {
@@ -220,10 +213,7 @@ impl Fetcher {
                 state.loaded = Some(Loaded { value: fetched, until: Instant::now() + left });
                 continue;
             };
-            let bytes = loaded.value.0.reference.bytes;
-            if bytes != value.bytes {
-                return Err(other_size(value, bytes));
-            }
+            check_size(&value.name, value.bytes, loaded.value.0.reference.bytes)?;
             if loaded.until > Instant::now() {
                 return Ok(loaded.value.clone());
             }
@@ -319,7 +309,7 @@ impl Fetcher {
             match blocking(value, move || shared.find(&wanted)).await? {
                 Found::Complete(copy, left) => {
                     let bytes = copy.file.metadata().map_err(|error| broken(value, error))?.len();
-                    return if bytes == value.bytes { Ok((copy, left)) } else { Err(other_size(value, bytes)) };
+                    return check_size(&value.name, value.bytes, bytes).map(|()| (copy, left));
                 }
                 Found::Busy => sleep(LOOK_EVERY).await,
                 Found::Mine(part) => {

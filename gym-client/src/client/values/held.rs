@@ -17,7 +17,7 @@ use tokio::task::spawn_blocking;
 use tokio::time::Instant;
 
 use crate::client::values::copy::forget;
-use crate::client::values::message::{READ_ROUTE, ReadBody, ReadReply, ValueRef, WHOLE_ROUTE, read, write};
+use crate::client::values::message::{READ_ROUTE, ReadBody, ReadReply, ValueRef, WHOLE_ROUTE, check_size, read, write};
 
 /// The largest part that one response has.
 pub(super) const PART_BYTES: u64 = 8 << 20;
@@ -109,17 +109,6 @@ struct Entry {
     fetches: u64,
 }
 
-impl Entry {
-    /// Compares the size of a reference, which may come from anywhere, with that of the value.
-    fn check(&self, bytes: u64) -> Result<()> {
-        if bytes == self.bytes {
-            return Ok(());
-        }
-        let message = format!("its reference says {bytes} bytes, and it has {}", self.bytes);
-        Err(Error::invalid(message).about(format!("value `{}`", self.name)))
-    }
-}
-
 /// All values of this process.
 #[derive(Debug)]
 pub(super) struct HeldValues {
@@ -160,17 +149,19 @@ impl HeldState {
         expired.iter().for_each(|id| self.remove(id, "its lease has ended"));
     }
 
-    fn gone(&self, id: &str) -> Option<&'static str> {
-        self.gone.iter().rev().find(|(gone, _)| gone == id).map(|(_, why)| *why)
-    }
-
     fn entry(&mut self, id: &str, name: &str) -> Result<&mut Entry> {
         self.expire(Instant::now());
-        let why = self.gone(id).unwrap_or("the process that put it has ended, or never had it");
-        self.values.get_mut(id).ok_or_else(|| {
+        let Self { values, gone, .. } = self;
+        values.get_mut(id).ok_or_else(|| {
+            let why = reason(gone, id).unwrap_or("the process that put it has ended, or never had it");
             Error::not_started(Code::NotFound, format!("it is gone: {why}")).about(format!("value `{name}`"))
         })
     }
+}
+
+/// Returns why a value of this process is gone.
+fn reason(gone: &VecDeque<(String, &'static str)>, id: &str) -> Option<&'static str> {
+    gone.iter().rev().find(|(gone, _)| gone == id).map(|(_, why)| *why)
 }
 
 impl HeldValues {
@@ -208,12 +199,11 @@ impl HeldValues {
     /// `NotFound` if the value is gone.
     pub(super) fn own(&self, value: &ValueRef) -> Result<Option<Source>> {
         let mut state = self.state();
-        state.expire(Instant::now());
-        if state.gone(&value.id).is_none() && !state.values.contains_key(&value.id) {
+        if !state.values.contains_key(&value.id) && reason(&state.gone, &value.id).is_none() {
             return Ok(None);
         }
         let entry = state.entry(&value.id, &value.name)?;
-        entry.check(value.bytes)?;
+        check_size(&entry.name, value.bytes, entry.bytes)?;
         Ok(Some(entry.source.clone()))
     }
 
@@ -248,7 +238,7 @@ impl HeldValues {
         let (source, subject) = {
             let mut state = self.state();
             let entry = state.entry(&body.id, &body.name)?;
-            entry.check(body.size)?;
+            check_size(&entry.name, body.size, entry.bytes)?;
             let subject = format!("value `{}`", entry.name);
             let end = body.offset.checked_add(body.bytes).filter(|end| *end <= entry.bytes && body.bytes <= PART_BYTES);
             if end.is_none() {

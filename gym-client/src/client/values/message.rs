@@ -5,12 +5,17 @@
 //! | `POST /values/read` | [`ReadBody`] → [`ReadReply`] and one segment | a part of a value; without bytes, only its lease |
 //! | `GET /values/ID` | → the bytes, as `application/octet-stream` | a value of up to 256 MiB, for programs without this SDK |
 
-use gym_core::{Endpoint, Error, Result};
-use serde::de::DeserializeOwned;
+use std::time::Duration;
+
+use gym_core::{Code, Endpoint, Error, Result};
 use serde::{Deserialize, Serialize};
+
+pub(super) use crate::transport::body::{read, write};
 
 pub(super) const READ_ROUTE: &str = "/values/read";
 pub(super) const WHOLE_ROUTE: &str = "/values/";
+/// The longest lease, a day: a copy whose holder was lost stays no longer.
+pub(super) const LEASE_MAX: Duration = Duration::from_secs(86_400);
 
 /// A reference to a value: its name, its size, and where it is held.
 ///
@@ -51,6 +56,15 @@ impl ValueRef {
     }
 }
 
+/// Compares the size that a reference says, which may come from anywhere, with that of the value.
+pub(super) fn check_size(name: &str, said: u64, bytes: u64) -> Result<()> {
+    if said == bytes {
+        return Ok(());
+    }
+    let message = format!("its reference says {said} bytes, and it has {bytes}");
+    Err(Error::finished(Code::InvalidArgument, message).about(format!("value `{name}`")))
+}
+
 /// Returns `true` for 32 hexadecimal digits.
 pub(super) fn is_id(text: &str) -> bool {
     text.len() == 32 && text.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'))
@@ -73,12 +87,4 @@ pub(super) struct ReadBody {
 pub(super) struct ReadReply {
     /// The time for which the value can be used without another request.
     pub(super) lease_ms: u64,
-}
-
-pub(super) fn read<T: DeserializeOwned>(body: &[u8]) -> Result<T> {
-    serde_json::from_slice(body).map_err(|error| Error::invalid(format!("the body cannot be read: {error}")))
-}
-
-pub(super) fn write(value: &impl Serialize) -> Result<Vec<u8>> {
-    serde_json::to_vec(value).map_err(|error| Error::internal("the body cannot be written").caused_by(error))
 }

@@ -59,13 +59,12 @@ use fetch::Fetcher;
 pub use fetch::Value;
 pub use held::HeldValue;
 use held::{HeldFile, HeldHandler, HeldValues, Source};
+use message::LEASE_MAX;
 pub use message::ValueRef;
 
 /// The longest name of a value, in bytes.
 const NAME_MAX: usize = 256;
 const LEASE_MIN: Duration = Duration::from_millis(100);
-/// A day: a copy whose holder was lost stays no longer.
-const LEASE_MAX: Duration = Duration::from_secs(86_400);
 /// The shortest time between two looks for what has expired.
 const EXPIRE_EVERY_MIN: Duration = Duration::from_millis(50);
 

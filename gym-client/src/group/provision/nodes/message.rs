@@ -23,7 +23,6 @@ use gym_core::group::cluster::{NodeResources, Topology};
 use gym_core::message::Metadata;
 use gym_core::transport::TransportPolicy;
 use gym_core::{Error, Incarnation, Response, Result};
-use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 
@@ -32,6 +31,7 @@ use crate::group::provision::events::RankEvent;
 use crate::group::provision::place::{RankPlace, Rendezvous};
 use crate::group::provision::variables::Variables;
 use crate::group::usage::process::ProcessUsage;
+pub(super) use crate::transport::body::{read, write};
 
 /// The metadata that carries the join secret.
 pub(super) const SECRET_METADATA: &str = "authorization";
@@ -222,14 +222,6 @@ pub(super) fn is_allowed(metadata: &Metadata, secret: &str) -> bool {
 
 pub(super) fn millis(duration: Duration) -> u64 {
     u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
-}
-
-pub(super) fn read<T: DeserializeOwned>(body: &[u8]) -> Result<T> {
-    serde_json::from_slice(body).map_err(|error| Error::invalid(format!("the body cannot be read: {error}")))
-}
-
-pub(super) fn write(value: &impl Serialize) -> Result<Vec<u8>> {
-    serde_json::to_vec(value).map_err(|error| Error::internal("the body cannot be written").caused_by(error))
 }
 
 pub(super) fn reply(value: &impl Serialize) -> Result<Response> {
