@@ -270,12 +270,17 @@ fn quotes_left_by_a_paste_are_taken_off() {
 }
 
 #[test]
-fn a_ray_cluster_is_refused_by_type() {
-    let error = Case::main("ray_head_node_address: ray://h:1\n").load().unwrap_err();
-    assert!(matches!(&error, ConfigError::Unsupported { key, .. } if key == "ray_head_node_address"));
-    let text = error.to_string();
-    assert!(text.contains("main.yaml:1: ray_head_node_address: joining a Ray cluster is not supported yet"), "{text}");
-    assert!(Case::main("ray_head_node_address: null\n").load().is_ok());
+fn a_ray_cluster_is_known_with_its_place_and_the_highest_layer_wins() {
+    let ray = |case: Case| case.load().unwrap().ray.map(|ray| (ray.address, ray.origin.to_string()));
+    assert_eq!(ray(Case::main("ray_head_node_address: null\n")), None);
+    let (address, place) = ray(Case::main("a: 1\nray_head_node_address: ray://h:1\n")).unwrap();
+    assert_eq!(address, "ray://h:1");
+    assert!(place.ends_with("main.yaml:2"), "{place}");
+    let (address, place) =
+        ray(Case::main("ray_head_node_address: ray://h:1\n").arg("+ray_head_node_address=\"ray://other:1\"")).unwrap();
+    assert_eq!((address.as_str(), place.as_str()), ("ray://other:1", "command line"));
+    let error = Case::main("ray_head_node_address: [a]\n").load().unwrap_err().to_string();
+    assert!(error.contains("main.yaml:1: ray_head_node_address: expected an address"), "{error}");
 }
 
 #[test]

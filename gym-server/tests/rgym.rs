@@ -100,11 +100,19 @@ fn wrong_usage_ends_with_2_and_a_hint() {
 }
 
 #[test]
-fn what_belongs_to_later_versions_is_named_and_ends_with_2() {
-    let address = "+ray_head_node_address=\"ray://your-cluster:10001\"";
-    let error = refused(&["ng_run", "+config_paths=[model.yaml]", address], 2);
-    let what = "ray_head_node_address: joining a Ray cluster is not supported yet";
-    assert!(error.contains(what) && error.contains("fix:"), "{error}");
+fn an_address_of_a_ray_cluster_is_checked_before_anything_starts() {
+    let run = |address: &str, code| {
+        refused(&["ng_run", "+config_paths=[model.yaml]", &format!("+ray_head_node_address={address}")], code)
+    };
+    let error = run("ftp://your-cluster:10001", 2);
+    assert!(error.contains("the scheme ftp is unknown") && error.contains("from command line"), "{error}");
+    // A port on which nothing listens.
+    let error = run("\"http://127.0.0.1:9\"", 1);
+    assert!(
+        error.contains("Connecting to Ray cluster at specified address: http://127.0.0.1:9 (command line)"),
+        "{error}"
+    );
+    assert!(error.contains("does not respond") && error.contains("--dashboard-host=0.0.0.0"), "{error}");
 }
 
 #[test]

@@ -20,7 +20,7 @@ use crate::config::problem::{ConfigError, Mistake, Origin, Problem};
 use crate::config::resolve::interpolation::{InterpolationFailure, Resolver};
 use crate::config::resolve::overrides::Overrides;
 use crate::config::schema::transport;
-use crate::config::schema::{GeneratedRelay, GymConfig, MissingServer, PortRequest};
+use crate::config::schema::{GeneratedRelay, GymConfig, MissingServer, PortRequest, RayCluster};
 use crate::config::yaml::node::{Key, Map, Node, Tree};
 use crate::config::yaml::parser;
 use crate::transport::BUILT_IN;
@@ -172,8 +172,7 @@ impl ConfigLoader {
     /// Reads, merges and checks the configuration.
     ///
     /// # Errors
-    /// [`ConfigError::Invalid`] with all mistakes that were found together; [`ConfigError::Unsupported`] if the
-    /// configuration joins a Ray cluster.
+    /// [`ConfigError::Invalid`] with all mistakes that were found together.
     pub fn load<P: AsRef<str>>(&mut self, paths: &[P], overrides: &Overrides) -> Result<GymConfig, ConfigError> {
         let (mut command_line, late) = overrides.tree()?;
         let initial = match &self.initial {
@@ -206,7 +205,7 @@ impl ConfigLoader {
         agents::renamed_agents(&mut root);
         raise_missing(&root)?;
         let relays = agents::relays(&mut root, &*self.environment).map_err(ConfigError::Invalid)?;
-        self.refuse_ray(&root)?;
+        let ray = self.ray(&root)?;
 
         let (resolved, _) = Resolver::new(&root, &*self.environment).all();
         let (servers, mut problems) = check::servers(&resolved);
@@ -229,7 +228,7 @@ impl ConfigLoader {
         let given = root.clone();
         let network = self.network(&mut root, &resolved, &servers)?;
         self.defaults(&mut root, &resolved)?;
-        self.finish(root, &servers, network, LoadedFiles { relays, warnings, files, elsewhere, given })
+        self.finish(root, &servers, network, LoadedFiles { relays, warnings, files, elsewhere, ray, given })
     }
 
     fn lay(&self, root: &mut Node, layer: &Node) -> Result<(), ConfigError> {
@@ -257,19 +256,21 @@ impl ConfigLoader {
         Ok(named)
     }
 
-    fn refuse_ray(&self, root: &Node) -> Result<(), ConfigError> {
-        let key = "ray_head_node_address";
-        let Some(node) = root.step(key) else { return Ok(()) };
-        let value = Resolver::new(root, &*self.environment).value_at(&[key]);
-        if value.is_some_and(|value| matches!(value.value, Tree::Null)) {
-            return Ok(());
-        }
-        Err(ConfigError::Unsupported {
-            origin: node.origin.clone(),
-            key: key.to_owned(),
-            what: "joining a Ray cluster".to_owned(),
-            fix: format!("remove {key} (or set it to null) and run everything on this machine"),
-        })
+    /// Returns the Ray cluster. Nothing of it is contacted.
+    fn ray(&self, root: &Node) -> Result<Option<RayCluster>, ConfigError> {
+        let text = |key: &str| {
+            let Some(node) = root.step(key) else { return Ok(None) };
+            let resolved = Resolver::new(root, &*self.environment).value_at(&[key]);
+            match resolved.as_ref().map(|resolved| (&resolved.value, resolved.as_text())) {
+                None | Some((Tree::Null, _)) => Ok(None),
+                Some((_, Some(text))) if !text.trim().is_empty() => Ok(Some((text.to_owned(), node.origin.clone()))),
+                Some(_) => {
+                    Err(place(root, key, "expected an address").fix("write ray://HOST:10001, or remove the key"))
+                }
+            }
+        };
+        let dashboard = text("ray_dashboard_address")?.map(|(dashboard, _)| dashboard);
+        Ok(text("ray_head_node_address")?.map(|(address, origin)| RayCluster { address, origin, dashboard }))
     }
 
     /// Sets the other keys that NeMo Gym's servers require.
@@ -372,6 +373,7 @@ impl ConfigLoader {
             files: loaded.files,
             warnings,
             elsewhere: loaded.elsewhere,
+            ray: loaded.ray,
             given: loaded.given,
             raw: root,
         })
@@ -383,6 +385,7 @@ struct LoadedFiles {
     warnings: Vec<Problem>,
     files: Vec<PathBuf>,
     elsewhere: Vec<MissingServer>,
+    ray: Option<RayCluster>,
     given: Node,
 }
 

@@ -29,7 +29,7 @@ pub use problem::{ConfigError, Mistake, Origin, Problem};
 pub use resolve::overrides::Overrides;
 pub use schema::{
     DatasetConfig, GeneratedRelay, GymConfig, HeadConfig, InstanceConfig, LiveServer, MissingServer, PortRange,
-    PortRequest, ServerReference, free_port,
+    PortRequest, RayCluster, ServerReference, free_port,
 };
 
 /// Parses YAML as OmegaConf does and returns it as JSON; `source` is its name in error messages.

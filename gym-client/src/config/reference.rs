@@ -143,7 +143,7 @@ const fn nemo(name: &'static str) -> ConfigKey {
 const PORT: KeyType = KeyType::Integer(0, 65_535);
 
 /// The top-level keys that are neither servers nor variables.
-pub const TOP_LEVEL_KEYS: [ConfigKey; 45] = [
+pub const TOP_LEVEL_KEYS: [ConfigKey; 46] = [
     key(
         "config_paths",
         KeyType::TextList,
@@ -182,7 +182,14 @@ pub const TOP_LEVEL_KEYS: [ConfigKey; 45] = [
     nemo("uv_pip_set_python"),
     nemo("skip_venv_if_present"),
     nemo("hf_token"),
-    key("ray_head_node_address", KeyType::Any, "", "Not supported: a value other than `null` is an error."),
+    key(
+        "ray_head_node_address",
+        KeyType::Text,
+        "",
+        "The Ray cluster on which worker groups run: `ray://HOST:10001`, `HOST:6379`, `http://HOST:8265` or `auto`. By default none: nothing of Ray is \
+         contacted. `RAY_ADDRESS` sets it too, with the lowest precedence.",
+    ),
+    key("ray_dashboard_address", KeyType::Text, "", "The URL of Ray's dashboard, if it is not `http://HOST:8265`."),
     key("port_range_low", PORT, "10001", "The first port from which the ports of servers are chosen."),
     key("port_range_high", PORT, "20000", "The last port from which the ports of servers are chosen."),
     nemo("dry_run"),

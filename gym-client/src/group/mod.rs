@@ -39,12 +39,15 @@
 //! | [`VirtualCluster`], [`ClusterFile`] | bundles on nodes, and the groups that share them |
 //! | [`Local`], [`InProcessRanks`] | provisioners: ranks in child processes, or in this process |
 //! | [`Nodes`], [`NodeAgent`] | ranks on other machines: the provisioner, and the agent of a machine |
+//! | `ray` | ranks on a Ray cluster (feature `ray`) |
 //! | [`Workers`], [`WorkerKind`] | the worker types that a provisioner can start |
 //! | [`NodeUsage`], [`GpuUsage`], [`ProcessUsage`] | sampled usage of nodes, GPUs and worker processes |
 //! | [`train`] | GRPO over a policy, a generation engine and an environment |
 
 mod cluster;
 mod provision;
+#[cfg(feature = "ray")]
+pub mod ray;
 mod supervise;
 pub mod train;
 mod usage;

@@ -1,5 +1,5 @@
 //! A very small test harness, for executables that are their own shim, watchdog and workers and so need the first line of
-//! `main`: it takes `--list` and a part of a name, as cargo's does.
+//! `main`: it takes `--list`, a part of a name, and `--skip` with a part of a name, as cargo's does.
 
 use std::future::Future;
 use std::panic::AssertUnwindSafe;
@@ -17,9 +17,18 @@ pub(crate) fn run_cases(cases: Vec<Case>, arguments: &[String], run: fn(Running)
         cases.iter().for_each(|(name, _)| println!("{name}: test"));
         return;
     }
-    let wanted = arguments.iter().find(|argument| !argument.starts_with('-')).cloned().unwrap_or_default();
+    let (mut wanted, mut skipped) = (String::new(), Vec::new());
+    let mut rest = arguments.iter();
+    while let Some(argument) = rest.next() {
+        match argument.as_str() {
+            "--skip" => skipped.extend(rest.next()),
+            _ if argument.starts_with('-') => {}
+            _ => wanted.clone_from(argument),
+        }
+    }
+    let runs = |name: &str| name.contains(&wanted) && !skipped.iter().any(|skipped| name.contains(*skipped));
     let mut failed = Vec::new();
-    for (name, case) in cases.into_iter().filter(|(name, _)| name.contains(&wanted)) {
+    for (name, case) in cases.into_iter().filter(|(name, _)| runs(name)) {
         let outcome = std::panic::catch_unwind(AssertUnwindSafe(|| run(case())));
         println!("test {name} ... {}", if outcome.is_ok() { "ok" } else { "FAILED" });
         if outcome.is_err() {

@@ -27,6 +27,8 @@ mod kills;
 mod nodes;
 mod provisioner;
 mod ranks;
+#[cfg(feature = "ray")]
+mod ray;
 mod start;
 mod tied;
 mod types;
@@ -60,7 +62,14 @@ pub(crate) fn main() {
     {
         return run(nodes::doomed_controller(agent));
     }
-    #[cfg_attr(not(feature = "rdma"), expect(unused_mut, reason = "more cases come with the feature"))]
+    #[cfg(feature = "ray")]
+    if arguments.first().is_some_and(|role| role == "be-ray-controller") {
+        return run(ray::doomed_controller());
+    }
+    #[cfg_attr(
+        not(any(feature = "rdma", feature = "ray")),
+        expect(unused_mut, reason = "more cases come with the features")
+    )]
     let mut cases: Vec<Case> = cases![
         ranks::c137_two_ranks_are_two_processes,
         ranks::c138_ranks_find_their_place_and_meet_at_a_held_port,
@@ -130,6 +139,20 @@ pub(crate) fn main() {
         ucx::ucx_shared_memory_passes_the_suite_of_all_groups,
         ucx::ucx_tcp_passes_the_suite_of_all_groups,
     ]);
+    #[cfg(feature = "ray")]
+    cases.extend(cases![
+        ray::ray_r11_bundles_spread_over_nodes_and_each_rank_has_its_gpu,
+        ray::ray_r12_bundles_are_packed_on_one_node,
+        ray::ray_r13_what_cannot_be_placed_is_explained,
+        ray::ray_r16_a_program_that_cannot_run_is_reported,
+        ray::ray_r24_a_killed_rank_restarts_without_ray,
+        ray::ray_r25_a_killed_actor_takes_its_agent_along,
+        ray::ray_r27_ranks_of_a_lost_machine_restart_elsewhere,
+        ray::ray_r29_ranks_of_a_machine_that_was_cut_off_end_before_others_start,
+        ray::ray_r31_a_killed_controller_leaves_nothing,
+        ray::ray_r32_a_killed_driver_leaves_no_process_and_the_job_is_submitted_again,
+        ray::ray_ranks_without_a_cluster_run_on_all_nodes,
+    ]);
     run_cases(cases, &arguments, run);
 }
 
@@ -166,7 +189,9 @@ fn here() -> Anywhere {
             std::mem::forget(nodes.clone());
             nodes
         }
-        Ok(other) => panic!("GYM_WORKERS_ON={other}: there is only `nodes`"),
+        #[cfg(feature = "ray")]
+        Ok("ray") => Anywhere(Arc::new(ray::OnRay)),
+        Ok(other) => panic!("GYM_WORKERS_ON={other}: there are only `nodes` and `ray`"),
         Err(_) => Anywhere(Arc::new(local())),
     }
 }
@@ -256,9 +281,15 @@ async fn until(what: &str, mut condition: impl FnMut() -> bool) {
 fn provisioners() -> Vec<(&'static str, Box<dyn Provisioner>, Transports)> {
     let switchboard = InProcess::new();
     let inside = InProcessRanks::new(workers(), switchboard.clone());
-    vec![
+    #[cfg_attr(not(feature = "ray"), expect(unused_mut, reason = "one more comes with the feature"))]
+    let mut all: Vec<(&'static str, Box<dyn Provisioner>, Transports)> = vec![
         ("processes", Box::new(local()), transports()),
         ("in one process", Box::new(inside), Transports::from_features(switchboard)),
         ("on two nodes", Box::new(nodes::TwoNodes::default()), transports()),
-    ]
+    ];
+    #[cfg(feature = "ray")]
+    if std::env::var_os("GYM_RAY_TEST_ADDRESS").is_some() {
+        all.push(("on Ray", Box::new(ray::OnRay), transports()));
+    }
+    all
 }

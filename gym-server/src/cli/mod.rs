@@ -131,6 +131,8 @@ fn start(cli: Cli, overrides: Vec<String>, head_url_given: bool, servers: Server
             Command::Status(args) => status::status(args, &overrides, head_url_given, &servers).await,
             Command::Workers(args) => workers::list(args, &overrides, head_url_given, &servers).await,
             Command::Drain(args) => workers::drain(args, &overrides, head_url_given, &servers).await,
+            #[cfg(feature = "ray")]
+            Command::Ray(args) => inspect::ray::ray(args, &overrides, &servers).await,
             Command::Doctor(args) => doctor::doctor(&args, &overrides, &servers).await,
             Command::Config(args) => config::command(args, &overrides, &servers, &console).await,
             Command::New(NewCommand::Environment(args)) => new::environment(&args),

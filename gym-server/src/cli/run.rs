@@ -62,6 +62,8 @@ pub(super) async fn run(
     }
     prepare_transports(&loaded, servers, console);
     loaded.config.warnings.iter().for_each(|warning| console.warn(warning));
+    #[cfg(feature = "ray")]
+    crate::cli::setup::ray::announce(&loaded.config, console).await?;
     let head = head_server::endpoint(args.head_url.as_deref(), head_url_given, overrides, &loaded.config)?;
     let own = format!("http://{}:{}", loaded.config.head.host, loaded.config.head.port);
     if let Some(other) = args.head_url.as_deref().filter(|url| by_variable && serves_head && *url != own) {

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use crate::page::{Page, code, sources};
 
 /// The variables that a user sets: name, reader, meaning.
-const READ: [(&str, &str, &str); 33] = [
+const READ: [(&str, &str, &str); 39] = [
     (
         "CUDA_VISIBLE_DEVICES",
         "worker groups",
@@ -66,6 +66,11 @@ const READ: [(&str, &str, &str); 33] = [
         "Patterns with `*` and `?`, separated by commas. Workers whose name matches run under Nsight Systems.",
     ),
     (
+        "NRL_VIRTUAL_CLUSTER_MAX_RETRIES",
+        "worker groups on Ray",
+        "How often a placement group waits for room before a reservation fails. Otherwise 6.",
+    ),
+    (
         "NUM_EXPECTED_WORKERS",
         "`rgym run`",
         "Workers that must serve before the head server is ready, unless `--expected-workers` is given.",
@@ -73,6 +78,19 @@ const READ: [(&str, &str, &str); 33] = [
     ("OPENAI_API_KEY", "`openai_model`, `vllm_model`", "The API key of the endpoint, unless the block sets one."),
     ("PATH", "all", "Directories in which `python3`, `nvidia-smi` and the programs of child processes are searched."),
     ("PYTHONPATH", "Python servers", "Kept, after the directory of the server."),
+    (
+        "RAY_ADDRESS",
+        "`rgym`, worker groups on Ray",
+        "The address of a Ray cluster, unless `ray_head_node_address` is set. Also the address that `auto` stands for.",
+    ),
+    ("RAY_API_SERVER_ADDRESS", "worker groups on Ray", "The address that `auto` stands for, before `RAY_ADDRESS`."),
+    ("RAY_AUTH_MODE", "worker groups on Ray", "`disabled` sends no token; `token` requires one."),
+    ("RAY_AUTH_TOKEN", "worker groups on Ray", "The token of the Ray cluster."),
+    (
+        "RAY_AUTH_TOKEN_PATH",
+        "worker groups on Ray",
+        "The file with the token of the Ray cluster. Otherwise `~/.ray/auth_token`.",
+    ),
     ("RUST_LOG", "`rgym`", "Log levels per target, such as `warn,gym_client=debug`. It takes precedence over `-v`."),
     ("SSL_CERT_DIR", "feature `tls`", "A directory of trusted certificates, in the place of those of the system."),
     ("SSL_CERT_FILE", "feature `tls`", "A file of trusted certificates, in the place of those of the system."),
@@ -114,7 +132,7 @@ const POLICY_API_KEY: (&str, &str, &str) = (
 );
 
 /// The variables that the SDK sets for its child processes: name, child, meaning.
-const SET: [(&str, &str, &str); 16] = [
+const SET: [(&str, &str, &str); 19] = [
     ("AVAILABLE_ADDR_LIST", "rank", "The addresses of all ranks, as a Python list."),
     ("AVAILABLE_PORT_LIST", "rank", "A reserved port of each rank, as a Python list."),
     (
@@ -122,6 +140,8 @@ const SET: [(&str, &str, &str); 16] = [
         "every child",
         "Identifies the launcher, so that all processes that a child started can be ended.",
     ),
+    ("GYM_NODE_AGENT", "node agent on Ray", "What the agent has of its node, and its join secret, as JSON."),
+    ("GYM_RAY_SPEC", "job on Ray", "What the job reserves and starts, as JSON."),
     ("GYM_UCX_RESTARTED", "`rgym`", "Set when the program has executed itself again with the variables of UCX."),
     ("GYM_WORKER", "rank", "What the rank runs, as JSON."),
     ("LOCAL_RANK", "rank", "The number of the rank on its node, from 0."),
@@ -132,13 +152,14 @@ const SET: [(&str, &str, &str); 16] = [
     ("NODE_RANK", "rank", "The number of the node, from 0."),
     ("PYTHONUNBUFFERED", "Python server", "`1`, so that lines of output arrive at once."),
     ("RANK", "rank", "The number of the rank in its group, from 0."),
+    ("RAY_JOB_STOP_WAIT_TIME_S", "job on Ray", "The seconds that Ray gives the job to stop."),
     ("VLLM_PORT", "rank", "The port at which vLLM's ranks connect, for the leader of a tied group."),
     ("WORLD_SIZE", "rank", "The number of ranks of the group."),
     ("CUDA_VISIBLE_DEVICES", "rank", "The GPUs of the rank; empty without a GPU."),
 ];
 
 /// Variables of tests, benchmarks and fuzzing. No program of a user reads them.
-const OF_TESTS: [&str; 45] = [
+const OF_TESTS: [&str; 49] = [
     "CONDA_PREFIX",
     "GYM_ABSENT",
     "GYM_AFFINITY_SEEDS",
@@ -151,6 +172,8 @@ const OF_TESTS: [&str; 45] = [
     "GYM_KILL_SEED",
     "GYM_NODE_KILLS",
     "GYM_PEER_PYTHON",
+    "GYM_RAY_TEST_ADDRESS",
+    "GYM_RAY_TEST_CONTROL",
     "GYM_REFERENCE",
     "GYM_SAFETENSORS_PYTHON",
     "GYM_SIM_FROM",
@@ -180,6 +203,8 @@ const OF_TESTS: [&str; 45] = [
     "GYM_WORKERS_ON",
     "GYM_WORKER_KILLS",
     "NEMO_RECORDED",
+    "RAY_DASHBOARD_TEST_ADDRESS",
+    "RAY_DASHBOARD_TEST_SENDS",
     "RAY_USAGE_STATS_ENABLED",
     "SIMULATED_HOST",
     "TMPDIR",
@@ -188,7 +213,7 @@ const OF_TESTS: [&str; 45] = [
 
 /// Texts in capitals that are no variables of this program: parts of names, settings of UCX, variables of other launchers and of the
 /// children of tests, and names of other kinds.
-const NO_VARIABLES: [&str; 27] = [
+const NO_VARIABLES: [&str; 29] = [
     "A",
     "BIG",
     "CARGO_MANIFEST_DIR",
@@ -197,6 +222,7 @@ const NO_VARIABLES: [&str; 27] = [
     "F8_E4M3",
     "MM_FIFO_SIZE",
     "MM_RX_BUFS_GROW",
+    "NCCL_DEBUG",
     "NET_DEVICES",
     "OMPI_COMM_WORLD_RANK",
     "ONLY",
@@ -209,6 +235,7 @@ const NO_VARIABLES: [&str; 27] = [
     "SCREAMING_SNAKE_CASE",
     "SLURM_PROCID",
     "STEP_RANGE",
+    "STRICT_PACK",
     "STRICT_SPREAD",
     "TCP_TX_SEG_SIZE",
     "TX_SEG_SIZE",
@@ -286,7 +313,7 @@ fn every_variable_in_the_sources_is_in_a_table_and_the_other_way_round() {
 fn the_tables_are_sorted() {
     let sorted = |names: &[&str]| assert!(names.is_sorted(), "{names:?}");
     sorted(&READ.map(|(name, ..)| name));
-    sorted(&SET[..15].iter().map(|(name, ..)| *name).collect::<Vec<_>>());
+    sorted(&SET[..18].iter().map(|(name, ..)| *name).collect::<Vec<_>>());
     sorted(&OF_TESTS);
     sorted(&NO_VARIABLES);
 }

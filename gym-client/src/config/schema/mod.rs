@@ -50,9 +50,22 @@ pub struct GymConfig {
     ///
     /// [`ConfigLoader::with_servers_elsewhere`]: crate::config::ConfigLoader::with_servers_elsewhere
     pub elsewhere: Vec<MissingServer>,
+    /// The Ray cluster (`ray_head_node_address`), if one is set.
+    pub ray: Option<RayCluster>,
     /// The merged configuration before ports, hosts and paths of this machine were added.
     pub(crate) given: Node,
     pub(crate) raw: Node,
+}
+
+/// The Ray cluster of a configuration. `group::ray::RayAddress` knows the forms of an address.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RayCluster {
+    /// The address, as it was written.
+    pub address: String,
+    /// Where it was written.
+    pub origin: Origin,
+    /// The URL of the dashboard (`ray_dashboard_address`), if it is not the usual one.
+    pub dashboard: Option<String>,
 }
 
 /// A reference to a server that no file defines.
@@ -263,6 +276,7 @@ impl GymConfig {
             files: Vec::new(),
             warnings: Vec::new(),
             elsewhere: Vec::new(),
+            ray: None,
             given: Node::map(Vec::new(), &origin),
             raw: Node::map(Vec::new(), &origin),
         }

@@ -32,6 +32,13 @@ pub trait Provisioner: fmt::Debug + Send + Sync + 'static {
     async fn reserve(&self, cx: &CallContext, request: &ReserveRequest) -> Result<Arc<dyn Reservation>>;
 }
 
+#[async_trait]
+impl Provisioner for Box<dyn Provisioner> {
+    async fn reserve(&self, cx: &CallContext, request: &ReserveRequest) -> Result<Arc<dyn Reservation>> {
+        (**self).reserve(cx, request).await
+    }
+}
+
 /// Bundles that are held on nodes. Dropping the reservation and its deployments releases them.
 #[async_trait]
 pub trait Reservation: fmt::Debug + Send + Sync + 'static {

@@ -24,6 +24,8 @@ pub use deployment::{DEFAULT_START_TIMEOUT, Deployment, LaunchSpec, Provisioner,
 pub use events::{NodeEvent, NodeState, NodeStatus, RankEvent};
 pub use in_process::InProcessRanks;
 pub use local::{Local, LocalOptions};
+#[cfg(feature = "ray")]
+pub(crate) use nodes::{AGENT_ROLE, AgentLines, BundleMoves, NodeSource, move_bundles};
 pub use nodes::{NodeAgent, NodeOptions, Nodes, NodesOptions};
 pub use place::{BundleId, HeldPort, RankPlace, Rendezvous};
 pub use variables::Variables;

@@ -34,6 +34,8 @@ pub struct Group {
     monitor: Option<Arc<NodeMonitor>>,
     /// Released when the group is shut down or dropped: other groups can then use the bundles.
     registration: Mutex<Option<GroupRegistration>>,
+    /// The bundles of a group that has them for itself.
+    reservation: Option<Arc<dyn Reservation>>,
     _supervisor: AbortOnDropHandle<()>,
 }
 
@@ -59,7 +61,16 @@ impl Group {
         let reservation = provisioner.reserve(cx, &ReserveRequest::for_ranks(ranks)).await;
         let refused = |cause| StartError { group: Arc::clone(&spec.group), cause, failed: Vec::new() };
         let reservation = reservation.map_err(refused)?;
-        Self::start_on(cx, &*reservation, spec, options, None).await
+        match Self::start_on(cx, &*reservation, spec, options, None).await {
+            Ok(group) => Ok(Self { reservation: Some(reservation), ..group }),
+            Err(error) => {
+                // What it has held is nobody's now.
+                if let Err(error) = reservation.release(Duration::ZERO).await {
+                    tracing::warn!(group = %error.subject(), %error, "the bundles of a group that did not start were not released");
+                }
+                Err(error)
+            }
+        }
     }
 
     pub(crate) async fn start_on(
@@ -88,8 +99,16 @@ impl Group {
             registration.ends_by(GroupStop::of(&shared));
         }
         let registration = Mutex::new(registration);
-        let group =
-            Self { shared, layout, memory_limit_bytes, commands, monitor, registration, _supervisor: supervisor };
+        let group = Self {
+            shared,
+            layout,
+            memory_limit_bytes,
+            commands,
+            monitor,
+            registration,
+            reservation: None,
+            _supervisor: supervisor,
+        };
         match group.ready(cx).await {
             Ok(()) => Ok(group),
             Err(error) => {
@@ -316,7 +335,10 @@ impl Group {
     pub async fn shutdown(&self, grace: Duration) -> Result<()> {
         let stopped = self.shared.stop(grace).await;
         self.registration.lock().unwrap_or_else(PoisonError::into_inner).take();
-        stopped
+        match &self.reservation {
+            Some(reservation) => reservation.release(grace).await.and(stopped),
+            None => stopped,
+        }
     }
 }
 

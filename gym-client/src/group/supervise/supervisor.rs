@@ -9,7 +9,7 @@ use futures_util::stream::BoxStream;
 use futures_util::{FutureExt, StreamExt};
 use gym_core::group::health::HealthEvent;
 use gym_core::group::watch;
-use gym_core::group::{Backlog, Gate, GroupView, Rank, RankExit, RankState, STATUS_ROUTE, WorkerStatus};
+use gym_core::group::{Backlog, ExitCause, Gate, GroupView, Rank, RankExit, RankState, STATUS_ROUTE, WorkerStatus};
 use gym_core::transport::ConnectOptions;
 use gym_core::{CallContext, Channel, Endpoint, Error, Incarnation, Request, Result, Route};
 use tokio::sync::{mpsc, oneshot};
@@ -217,7 +217,12 @@ impl GroupSupervisor {
                 self.change(rank, incarnation, |record| record.memory_high = true);
             }
             RankEvent::Exited { rank, exit } => {
-                tracing::warn!(group = %self.shared.name, rank, incarnation = exit.incarnation, %exit, "rank ended");
+                let (group, incarnation) = (&self.shared.name, exit.incarnation);
+                if exit.cause == ExitCause::Stopped {
+                    tracing::info!(%group, rank, incarnation, %exit, "rank ended");
+                } else {
+                    tracing::warn!(%group, rank, incarnation, %exit, "rank ended");
+                }
                 let incarnation = Incarnation(exit.incarnation);
                 let ending = record::ended(&mut self.shared.records(), rank, exit, Instant::now(), &options);
                 self.shared.publish();

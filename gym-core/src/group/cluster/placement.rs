@@ -96,6 +96,30 @@ pub struct Placement {
 /// `ResourceExhausted`, with the requested resources and those of each node.
 pub fn place(spec: &ClusterSpec, nodes: &[NodeResources], unified: bool) -> Result<Placement> {
     spec.validate()?;
+    let allocation = Allocation::new(spec, nodes, &usable(spec, nodes)?);
+    place_by(spec, nodes, unified, |sets| allocation.assign(sets, spec.placement_group_strategy))
+}
+
+/// As [`place`], for an engine that has decided on the nodes: the first logical node of `spec` with bundles is placed on the first of `nodes`, and so
+/// on. If `unified`, each bundle has a node.
+///
+/// # Errors
+/// As [`place`]; `ResourceExhausted` if there is another number of nodes.
+pub fn place_each(spec: &ClusterSpec, nodes: &[NodeResources], unified: bool) -> Result<Placement> {
+    spec.validate()?;
+    let allocation = Allocation::new(spec, nodes, &vec![true; nodes.len()]);
+    place_by(spec, nodes, unified, |sets| {
+        let in_order = |allocation: &Allocation, host: usize| host == allocation.assigned.len();
+        (sets.len() == nodes.len()).then(|| allocation.try_each(sets, false, in_order))?
+    })
+}
+
+fn place_by(
+    spec: &ClusterSpec,
+    nodes: &[NodeResources],
+    unified: bool,
+    assign: impl FnOnce(&[BundleSet]) -> Option<Allocation>,
+) -> Result<Placement> {
     let ids = spec.gpus_of_nodes()?;
     let (mut sets, mut node_of) = (Vec::new(), Vec::new());
     for (node, &count) in (0..).zip(&spec.bundle_ct_per_node_list) {
@@ -108,8 +132,7 @@ pub fn place(spec: &ClusterSpec, nodes: &[NodeResources], unified: bool) -> Resu
         }
     }
     check_totals(spec, nodes)?;
-    let allocation = Allocation::new(spec, nodes, &usable(spec, nodes)?);
-    let Some(mut allocation) = allocation.assign(&sets, spec.placement_group_strategy) else {
+    let Some(mut allocation) = assign(&sets) else {
         check_ids(&sets, nodes)?;
         return Err(insufficient(spec, nodes, "they do not fit the nodes one by one"));
     };

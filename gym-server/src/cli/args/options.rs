@@ -68,6 +68,9 @@ pub(in crate::cli) enum Command {
     Workers(StatusArgs),
     /// Ask a worker to finish its rollouts, take no more, and end
     Drain(DrainArgs),
+    /// Show a Ray cluster and our jobs there, and stop them
+    #[cfg(feature = "ray")]
+    Ray(RayArgs),
     /// Create an environment that collects at once
     #[command(subcommand)]
     New(NewCommand),
@@ -261,6 +264,51 @@ pub(in crate::cli) struct DrainArgs {
     /// Head server to query [default: head_server of env.yaml, http://127.0.0.1:11000]
     #[arg(long, value_name = "URL", env = "HEAD_SERVER_URL")]
     pub(in crate::cli) head_url: Option<String>,
+}
+
+#[cfg(feature = "ray")]
+#[derive(Clone, Debug, Args)]
+pub(in crate::cli) struct RayArgs {
+    /// The cluster: ray://HOST:10001, HOST:6379, http://HOST:8265 or auto [default: ray_head_node_address of env.yaml, else RAY_ADDRESS]
+    #[arg(long, value_name = "ADDRESS", global = true)]
+    pub(in crate::cli) ray_address: Option<String>,
+    /// Print JSON
+    #[arg(long, global = true)]
+    pub(in crate::cli) json: bool,
+    #[command(subcommand)]
+    pub(in crate::cli) command: RayCommand,
+}
+
+#[cfg(feature = "ray")]
+#[derive(Clone, Debug, Subcommand)]
+pub(in crate::cli) enum RayCommand {
+    /// Show the nodes, what is in use, and our jobs
+    Status,
+    /// Show the resources: used and total
+    Resources,
+    /// Show the memory of each node
+    Memory,
+    /// List the tasks of the cluster
+    Tasks {
+        /// Maximum number of tasks
+        #[arg(long, value_name = "N", default_value_t = 20)]
+        limit: u32,
+    },
+    /// Print the log of a job
+    Logs {
+        /// Identifier of the job, as `ray status` lists it
+        #[arg(value_name = "JOB")]
+        job: String,
+    },
+    /// Stop a job of this SDK, or with --all every one; never the cluster, and no job of others
+    Stop {
+        /// Identifier of the job, as `ray status` lists it
+        #[arg(value_name = "JOB", required_unless_present = "all", conflicts_with = "all")]
+        job: Option<String>,
+        /// Stop all jobs of this SDK that run
+        #[arg(long)]
+        all: bool,
+    },
 }
 
 #[derive(Clone, Debug, Args)]

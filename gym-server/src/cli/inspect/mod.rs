@@ -4,5 +4,7 @@ pub(super) mod config;
 pub(super) mod doctor;
 mod finding;
 mod machine;
+#[cfg(feature = "ray")]
+pub(super) mod ray;
 pub(super) mod status;
 pub(super) mod workers;

@@ -6,5 +6,7 @@ pub(super) mod configuration;
 pub(super) mod head_server;
 mod interpreter;
 pub(super) mod models;
+#[cfg(feature = "ray")]
+pub(super) mod ray;
 pub(super) mod signals;
 pub(super) mod stack_options;

@@ -36,6 +36,7 @@ use address::ListenAddresses;
 use handshake::{WorkerAssignment, token};
 use process::{PendingHandshakes, ProcessStart, RankProcess};
 use worker::entered;
+pub(super) use {handshake::WORKER_ROLE, worker::set_entered};
 
 /// Pause between two samples of a group whose memory limit is enforced only by sampling. A sample costs some ten microseconds for
 /// each process of the machine. A worker that allocates 1 GB/s is detected within 250 MB of its limit.

@@ -14,7 +14,6 @@ use crate::group::provision::local::affinity::bind_to_gpu;
 use crate::group::provision::local::handshake::{ASSIGNMENT_VARIABLE, HandshakeReply, WORKER_ROLE, WorkerAssignment};
 use crate::group::provision::variables::process_variables;
 use crate::group::provision::workers::Workers;
-use crate::launch;
 
 /// Time for running calls after a worker process was asked to exit. The launcher's own grace period takes precedence if it is
 /// shorter.
@@ -24,22 +23,14 @@ const START_FAILED: i32 = 1;
 
 static ENTERED: AtomicBool = AtomicBool::new(false);
 
-impl Workers {
-    /// Runs the worker in a worker process; calls [`launch::enter`] too. Must be the first line of `main` in every program that has
-    /// worker processes.
-    ///
-    /// Worker processes are this program, run again with a hidden first argument. In such a process this function does not
-    /// return: the process creates its worker, reports its endpoints, and serves until it is asked to exit. In all other
-    /// processes it returns at once.
-    pub fn enter(&self) {
-        launch::enter();
-        if std::env::args_os().nth(1).is_some_and(|role| role == WORKER_ROLE) {
-            std::process::exit(self.be_worker());
-        }
-        ENTERED.store(true, Ordering::Release);
-    }
+/// Records that this process is no worker, so that the program may be run again as one.
+pub(in crate::group::provision) fn set_entered() {
+    ENTERED.store(true, Ordering::Release);
+}
 
-    fn be_worker(&self) -> i32 {
+impl Workers {
+    /// Runs the worker of a worker process until it is asked to exit, and returns the exit status.
+    pub(in crate::group::provision) fn be_worker(&self) -> i32 {
         // Must run before other threads exist.
         bind_to_gpu();
         let runtime = match tokio::runtime::Builder::new_multi_thread().enable_all().build() {

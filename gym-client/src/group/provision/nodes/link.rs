@@ -176,7 +176,7 @@ impl NodeLink {
     }
 
     /// Gives the node up.
-    fn lose(&self, why: String, fenced: Instant) -> NodeState {
+    pub(super) fn lose(&self, why: String, fenced: Instant) -> NodeState {
         let node = NodeState::Lost(why);
         self.state.send_replace(LinkState { node: node.clone(), fenced: Some(fenced) });
         node

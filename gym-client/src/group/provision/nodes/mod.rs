@@ -23,7 +23,7 @@ mod link;
 mod message;
 mod moving;
 mod reservation;
-mod session;
+mod source;
 mod state;
 
 use std::fmt;
@@ -33,17 +33,23 @@ use std::time::Duration;
 use async_trait::async_trait;
 use futures_util::StreamExt as _;
 use futures_util::stream::FuturesUnordered;
-use gym_core::registry::{MemberRegistry, MemberState};
+use gym_core::registry::MemberRegistry;
 use gym_core::{CallContext, Endpoint, Result};
 use tokio::time::{Instant, timeout_at};
 
 use crate::group::provision::deployment::{Provisioner, Reservation, ReserveRequest};
 use crate::transport::Transports;
+#[cfg(feature = "ray")]
+pub(crate) use agent::program::{AGENT_ROLE, AgentLines};
 pub use agent::{NodeAgent, NodeOptions};
 use lease::check_lease;
 use link::AgentClient;
 use message::NodeReport;
+#[cfg(feature = "ray")]
+pub(crate) use moving::{BundleMoves, move_bundles};
 use reservation::NodesReservation;
+pub(crate) use source::NodeSource;
+use source::{FixedAgents, MemberAgents};
 use state::NodesState;
 
 /// Limit of one look at an agent, and of one reservation.
@@ -64,7 +70,7 @@ const STRAGGLER_TIME: Duration = Duration::from_secs(1);
 /// ```
 #[derive(Clone)]
 pub struct Nodes {
-    source: NodeSource,
+    source: Arc<dyn NodeSource>,
     transports: Transports,
     secret: Arc<str>,
     options: NodesOptions,
@@ -94,13 +100,6 @@ impl Default for NodesOptions {
     }
 }
 
-/// Where the list of nodes comes from.
-#[derive(Clone)]
-enum NodeSource {
-    Members(Arc<dyn MemberRegistry>),
-    Fixed(Vec<Endpoint>),
-}
-
 impl fmt::Debug for Nodes {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Nodes").field("options", &self.options).finish_non_exhaustive()
@@ -111,15 +110,18 @@ impl Nodes {
     /// Uses the members of a cluster that run a node agent.
     #[must_use]
     pub fn of_cluster(members: Arc<dyn MemberRegistry>, transports: Transports, secret: impl Into<Arc<str>>) -> Self {
-        let (source, options) = (NodeSource::Members(members), NodesOptions::default());
-        Self { source, transports, secret: secret.into(), options }
+        Self::of(Arc::new(MemberAgents(members)), transports, secret.into())
     }
 
     /// Uses the agents at these endpoints, without a head server.
     #[must_use]
     pub fn at(agents: Vec<Endpoint>, transports: Transports, secret: impl Into<Arc<str>>) -> Self {
-        let (source, options) = (NodeSource::Fixed(agents), NodesOptions::default());
-        Self { source, transports, secret: secret.into(), options }
+        Self::of(Arc::new(FixedAgents(agents)), transports, secret.into())
+    }
+
+    /// Uses the agents of `source`.
+    pub(crate) fn of(source: Arc<dyn NodeSource>, transports: Transports, secret: Arc<str>) -> Self {
+        Self { source, transports, secret, options: NodesOptions::default() }
     }
 
     /// Replaces the options.
@@ -131,16 +133,7 @@ impl Nodes {
 
     /// Returns the agents that respond, with what they report, by name; and the errors of the others.
     async fn agents(&self, cx: &CallContext) -> Result<(Vec<(AgentClient, NodeReport)>, Vec<String>)> {
-        let candidates: Vec<(String, Vec<Endpoint>)> = match &self.source {
-            NodeSource::Fixed(agents) => {
-                agents.iter().map(|agent| (agent.as_str().to_owned(), vec![agent.clone()])).collect()
-            }
-            NodeSource::Members(registry) => {
-                let members = registry.members(cx).await?;
-                let serving = members.into_iter().filter(|member| member.state == MemberState::Serving);
-                serving.filter_map(|member| Some((member.spec.name, member.spec.node?.endpoints))).collect()
-            }
-        };
+        let candidates = self.source.agents(cx).await?;
         let asked = candidates.into_iter().map(|(name, endpoints)| async move {
             let client = AgentClient::new(endpoints, self.transports.clone(), &self.secret);
             let report = client.report(&cx.child().at_most(REPORT_TIME)).await;

@@ -11,7 +11,7 @@ use crate::group::provision::place::BundleId;
 
 /// The new hosts of lost bundles. A host is a position in the nodes that were offered, and in their sessions once they are held.
 #[derive(Debug, PartialEq)]
-pub(super) struct BundleMoves(pub(super) Vec<(BundleId, PlacedBundle)>);
+pub(crate) struct BundleMoves(pub(crate) Vec<(BundleId, PlacedBundle)>);
 
 /// Bundles that are placed on hosts: a whole placement, or those that move.
 pub(super) trait PlacedBundles {
@@ -36,7 +36,7 @@ impl PlacedBundles for BundleMoves {
 ///
 /// # Errors
 /// The errors of [`place`].
-pub(super) fn move_bundles(
+pub(crate) fn move_bundles(
     cluster: &ClusterSpec,
     unified: bool,
     placement: &Placement,

@@ -23,7 +23,7 @@ use crate::group::provision::events::{EventLog, NodeEvent, NodeState, NodeStatus
 use crate::group::provision::nodes::agent::build;
 use crate::group::provision::nodes::link::{AgentClient, LinkNews, LinkPoller, NodeLink};
 use crate::group::provision::nodes::message::{NodeReport, PortsBody, PortsReply, ReleaseBody, ReserveBody, millis};
-use crate::group::provision::nodes::moving::{PlacedBundles, move_bundles, moved};
+use crate::group::provision::nodes::moving::{PlacedBundles, moved};
 use crate::group::provision::nodes::{Nodes, REPORT_TIME, lock};
 use crate::group::provision::place::{BundleId, placed};
 use crate::group::usage::process::ProcessUsage;
@@ -141,7 +141,7 @@ impl NodesState {
             return Ok((placement, (0..simulated.len()).map(|host| host % agents.len()).collect()));
         }
         let free: Vec<NodeResources> = agents.iter().map(|(_, report)| self.request.counted(report.free())).collect();
-        let placement = place(&self.request.cluster, &free, self.request.unified)?;
+        let placement = self.nodes.source.place(&self.request, &free)?;
         Ok((placement, (0..agents.len()).collect()))
     }
 
@@ -403,10 +403,10 @@ impl NodesState {
         let (next, links) = if self.request.simulated.is_some() {
             self.move_simulated(cx, &lost, &hosts).await?
         } else {
+            let names = lost.iter().map(|host| (*host, hosts[*host].name().to_owned())).collect();
             let plan = |agents: &[(AgentClient, NodeReport)]| {
                 let free: Vec<_> = agents.iter().map(|(_, report)| self.request.counted(report.free())).collect();
-                let ReserveRequest { cluster, unified, .. } = &self.request;
-                let moves = move_bundles(cluster, *unified, &placement, &lost, &kept, &free)?;
+                let moves = self.nodes.source.move_lost(&self.request, &placement, &names, &kept, &free)?;
                 Ok((moves, (0..agents.len()).collect()))
             };
             // Only the moved bundles are held anew, on sessions that come after the known ones.
@@ -481,7 +481,13 @@ impl NodesState {
         // Their exits are reported while the sessions live.
         let stopped = join_all(self.all_ranks().iter().map(|ranks| ranks.stop(grace))).await;
         let links = distinct(&hosts).into_iter().filter(|link| !link.is_lost());
-        let released = join_all(links.map(|link| self.give_back(link, grace))).await;
+        let released = join_all(links.map(|link| async move {
+            self.give_back(link, grace).await?;
+            // Nothing of the session is left: whoever stops it again need not ask an agent, which may have ended meanwhile.
+            link.lose("its bundles were released".to_owned(), Instant::now());
+            Ok(())
+        }))
+        .await;
         lock(&self.tasks).abort_all();
         stopped.into_iter().chain(released).collect()
     }

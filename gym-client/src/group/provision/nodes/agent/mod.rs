@@ -1,5 +1,8 @@
 //! The agent of a node: starts ranks for controllers on other machines.
 
+pub(super) mod program;
+mod session;
+
 use std::collections::BTreeMap;
 use std::fmt;
 use std::fs::File;
@@ -10,7 +13,7 @@ use std::time::Duration;
 
 use futures_util::FutureExt as _;
 use futures_util::future::{BoxFuture, join_all};
-use gym_core::group::cluster::{NodeResources, Topology};
+use gym_core::group::cluster::{Devices, NodeResources, Topology};
 use gym_core::registry::{MemberNode, MemberSpec, MemberTiming};
 use gym_core::transport::{InProcess, ListenOptions, Transport, TransportPolicy, serve};
 use gym_core::{
@@ -19,6 +22,7 @@ use gym_core::{
 use serde_json::json;
 use tokio::sync::oneshot;
 use tokio::task::JoinSet;
+use tokio::time::Instant;
 
 use crate::group::provision::in_process::InProcessRanks;
 use crate::group::provision::local::{Local, LocalOptions};
@@ -29,11 +33,11 @@ use crate::group::provision::nodes::message::{
     KillBody, LaunchBody, NodeReport, PollBody, PortsBody, PortsReply, RanksBody, ReleaseBody, ReserveBody, StartBody,
     StopBody, is_allowed, read, reply,
 };
-use crate::group::provision::nodes::session::NodeSession;
 use crate::group::provision::workers::Workers;
 use crate::launch::{LineSink, prefixed};
 use crate::registry::{MemberAddress, MemberKeeper, MemberOptions, RemoteRegistry};
 use crate::transport::{HTTP, Transports};
+use session::NodeSession;
 
 /// Sessions of one node: controllers that hold something, or did until a moment ago.
 const SESSIONS_MAX: usize = 256;
@@ -139,6 +143,17 @@ struct AgentState {
     sessions: Mutex<BTreeMap<String, Arc<NodeSession>>>,
     /// Ends the sessions whose lease has ended.
     keepers: Mutex<JoinSet<()>>,
+    /// How the last session that has ended did.
+    ended: Mutex<Option<SessionEnd>>,
+}
+
+/// How a session ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum SessionEnd {
+    /// Its controller released it.
+    Released,
+    /// Its controller was silent for the lease.
+    Silent,
 }
 
 impl fmt::Debug for AgentState {
@@ -227,6 +242,7 @@ impl NodeAgent {
             address,
             sessions: Mutex::default(),
             keepers: Mutex::default(),
+            ended: Mutex::default(),
             options,
         });
         let changes = Arc::default();
@@ -276,6 +292,20 @@ impl NodeAgent {
     /// to drain; the head server then lists the node to no further controller.
     pub async fn released(&self) {
         while !lock(&self.state.sessions).is_empty() {
+            tokio::time::sleep(DRAIN_LOOK).await;
+        }
+    }
+
+    /// Waits until no controller has held anything of the node for `first`, or for `later` once a controller has.
+    async fn idle(&self, first: Duration, later: Duration) -> Option<SessionEnd> {
+        let mut since = Instant::now();
+        loop {
+            let ended = *lock(&self.state.ended);
+            if !lock(&self.state.sessions).is_empty() {
+                since = Instant::now();
+            } else if since.elapsed() >= if ended.is_some() { later } else { first } {
+                return ended;
+            }
             tokio::time::sleep(DRAIN_LOOK).await;
         }
     }
@@ -426,6 +456,7 @@ impl AgentState {
                 let ReleaseBody { session, grace_ms } = read(&body)?;
                 if let Ok(held) = self.session(&session) {
                     let ended = held.end(Duration::from_millis(grace_ms)).await;
+                    *lock(&self.ended) = Some(SessionEnd::Released);
                     lock(&self.sessions).remove(&session);
                     ended?;
                 }
@@ -446,8 +477,8 @@ impl AgentState {
         let held: Vec<String> = sessions.values().flat_map(held).collect();
         let NodeResources { cpus, gpus, topology: Topology { domain, rank }, .. } = self.options.resources.clone();
         let gpus = match gpus {
-            gym_core::group::cluster::Devices::Named(names) => names,
-            gym_core::group::cluster::Devices::Simulated(_) => Vec::new(),
+            Devices::Named(names) => names,
+            Devices::Simulated(_) => Vec::new(),
         };
         let held_cpus: u32 = sessions.values().map(|session| session.cpus).sum();
         let cpus = cpus.unwrap_or(u32::MAX);
@@ -526,6 +557,7 @@ impl AgentState {
                 if let Err(error) = session.end(Duration::ZERO).await {
                     tracing::error!(node = state.options.name, %error, "a rank could not be killed");
                 }
+                *lock(&state.ended) = Some(SessionEnd::Silent);
                 // Only now: whoever asks for the session afterwards learns that its ranks have ended.
                 lock(&state.sessions).remove(&name);
             }

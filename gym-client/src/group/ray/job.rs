@@ -1,0 +1,124 @@
+//! The jobs that we submit: what they are given, and how they are submitted.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use gym_core::{CallContext, Error, Result};
+use serde::Serialize;
+use serde_json::json;
+
+use crate::group::provision::{AGENT_ROLE, AgentLines};
+use crate::group::ray::RayOptions;
+use crate::group::ray::dashboard::{JobRequest, RayDashboard};
+use crate::group::ray::package::{PROGRAM_FILE, Package, SHIM_FILE};
+use crate::group::ray::share::SharePlan;
+
+/// Limit of a driver's own end, beyond the grace of the ranks.
+const DRIVER_GRACE: Duration = Duration::from_secs(2);
+/// Time that an agent waits for the next controller after the last one: it may only have been slow.
+const LATER: Duration = Duration::from_secs(10);
+/// Time between SIGTERM and SIGKILL for the ranks of a job that is stopped from outside.
+const RANK_GRACE: Duration = Duration::from_secs(2);
+
+/// What the driver is given.
+#[derive(Serialize)]
+struct ShimSpec<'a> {
+    run: &'a str,
+    strategy: &'a str,
+    bundles: &'a [BTreeMap<String, f64>],
+    /// The CPUs of each bundle, as its agent counts them.
+    cpus: &'a [u32],
+    command: [&'a str; 2],
+    variables: &'a BTreeMap<String, String>,
+    agent: AgentLines,
+    placement_attempts: u32,
+    placement_timeout_s: f64,
+    start_timeout_s: f64,
+    silence_s: f64,
+    grace_s: f64,
+    max_restarts: u32,
+}
+
+/// What each attempt of a job has in common.
+#[derive(Debug)]
+pub(super) struct JobTemplate {
+    pub(super) dashboard: Arc<RayDashboard>,
+    pub(super) plan: SharePlan,
+    pub(super) options: RayOptions,
+    pub(super) secret: String,
+}
+
+impl JobTemplate {
+    /// Uploads the files of a job that runs an agent on each share, and returns the job.
+    pub(super) async fn prepare(&self, cx: &CallContext, id: &str) -> Result<JobRequest> {
+        let Self { dashboard, plan, options, secret } = self;
+        // The program that runs, which `current_exe` does not find if its file was replaced.
+        let sent = options.program.is_none().then_some(Path::new("/proc/self/exe"));
+        let package = tokio::task::spawn_blocking(move || Package::pack(sent)).await;
+        let package = package.map_err(|error| Error::internal("pack the program for Ray").caused_by(error))??;
+        let working_dir = dashboard.upload(cx, &package.name, package.zip).await?;
+        let program = match &options.program {
+            None => format!("./{PROGRAM_FILE}"),
+            Some(path) => path.display().to_string(),
+        };
+        let lease = options.nodes.lease;
+        let spec = ShimSpec {
+            run: id,
+            strategy: plan.strategy,
+            bundles: &plan.bundles,
+            cpus: &plan.cpus,
+            command: [&program, AGENT_ROLE],
+            variables: &options.variables,
+            agent: AgentLines {
+                secret: secret.clone(),
+                first_s: (options.start_timeout + lease).as_secs_f64(),
+                later_s: LATER.as_secs_f64(),
+                grace_s: RANK_GRACE.as_secs_f64(),
+            },
+            placement_attempts: options.placement_attempts.max(1),
+            placement_timeout_s: options.placement_timeout.as_secs_f64(),
+            start_timeout_s: options.start_timeout.as_secs_f64(),
+            silence_s: lease.as_secs_f64(),
+            grace_s: (RANK_GRACE + Duration::from_secs(1)).as_secs_f64(),
+            max_restarts: options.max_restarts,
+        };
+        let written = |error| Error::internal("the specification of the job").caused_by(error);
+        let spec = serde_json::to_string(&spec).map_err(written)?;
+        let grace = (RANK_GRACE + DRIVER_GRACE + Duration::from_secs(1)).as_secs();
+        Ok(JobRequest {
+            // Ray's own environment may have either name.
+            entrypoint: format!("exec \"$(command -v python || command -v python3)\" {SHIM_FILE}"),
+            submission_id: id.to_owned(),
+            metadata: BTreeMap::from([("name".to_owned(), options.name.clone()), ("gym".to_owned(), id.to_owned())]),
+            runtime_env: json!({
+                "working_dir": working_dir,
+                "env_vars": {
+                    "GYM_RAY_SPEC": spec,
+                    "RAY_JOB_STOP_WAIT_TIME_S": grace.to_string(),
+                    "PYTHONUNBUFFERED": "1",
+                },
+            }),
+            entrypoint_resources: self.driver_resources(cx).await?,
+        })
+    }
+
+    /// Submits a job that was prepared.
+    pub(super) async fn submit(&self, cx: &CallContext, job: &JobRequest) -> Result<()> {
+        self.dashboard.submit(cx, job).await?;
+        tracing::info!(job = job.submission_id, ray = %self.dashboard.address(), "a job was submitted to Ray");
+        Ok(())
+    }
+
+    /// Puts the driver on a node other than the head, if that is requested. It takes no CPU, because a bundle may need all of a node's.
+    async fn driver_resources(&self, cx: &CallContext) -> Result<BTreeMap<String, f64>> {
+        if !self.options.driver_on_worker {
+            return Ok(BTreeMap::new());
+        }
+        let nodes = self.dashboard.nodes(cx).await?;
+        let workers: Vec<_> = nodes.iter().filter(|node| node.is_alive() && !node.is_head_node).collect();
+        let chosen = fastrand::choice(&workers).map(|node| (format!("node:{}", node.node_ip), 0.001));
+        Ok(chosen.into_iter().collect())
+    }
+}

@@ -1,0 +1,212 @@
+//! Ray as the engine past one machine: Ray decides where node agents run, and notices which machine died; everything between processes is ours.
+//!
+//! ```text
+//!   Ray ── REST ──► dashboard ──► job: one Python file ──► placement group, one actor for each share
+//!    │                                                        │ starts and ends with it
+//!    └── reserve, launch, calls, leases ────────────────────► NodeAgent (this program) ──► ranks
+//! ```
+//!
+//! A share is what one agent has: the bundles of a logical node, or one bundle of a unified cluster. A rank restarts without Ray; an agent that died, or
+//! whose node was lost, is started again by the job, and its ranks restart there when the lease of the old agent is over.
+//!
+//! ```no_run
+//! # use gym_core::{Result, group::cluster::ClusterSpec};
+//! # use gym_client::group::{VirtualCluster, Workers, ray::{Ray, RayAddress}};
+//! # fn example(workers: Workers) -> Result<()> {
+//! let address = RayAddress::parse("ray://10.0.0.1:10001", "--ray-address")?;
+//! let cluster = VirtualCluster::new(ClusterSpec::new([8, 8]), Ray::at(address, workers))?;
+//! # Ok(()) }
+//! ```
+//!
+//! Nothing of Ray is needed to build this program, and no Python unless an address is set.
+
+mod address;
+mod dashboard;
+mod event;
+mod job;
+mod package;
+mod run;
+mod share;
+mod source;
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use futures_util::stream::BoxStream;
+use gym_core::group::cluster::Placement;
+use gym_core::{CallContext, Result};
+
+use crate::group::provision::{
+    Deployment, LaunchSpec, Local, NodeEvent, NodeStatus, Nodes, NodesOptions, Provisioner, Reservation,
+    ReserveRequest, Workers,
+};
+pub use address::RayAddress;
+pub use dashboard::{RayDashboard, RayJob, RayMemory, RayNode, RayTask, RayVersion};
+use job::JobTemplate;
+use run::RayRun;
+use share::SharePlan;
+use source::Shares;
+
+/// Reserves bundles on the nodes of a Ray cluster, and starts ranks there.
+#[derive(Clone)]
+pub struct Ray {
+    address: RayAddress,
+    workers: Workers,
+    options: RayOptions,
+}
+
+/// Options of bundles on a Ray cluster.
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct RayOptions {
+    /// The name of our jobs in Ray's dashboard. Default: the name of this program's file.
+    pub name: String,
+    /// The path of this program on the nodes. It must be the same build. Default: none; the file of this program is sent, if Ray's limit of 100 MiB
+    /// for a compressed package allows it.
+    pub program: Option<PathBuf>,
+    /// Environment variables of the agents and their ranks, in addition to those of the node. Default: none.
+    pub variables: BTreeMap<String, String>,
+    /// Resources of each bundle in addition to its CPUs and its GPU, by the names of the cluster. Default: none.
+    pub resources: BTreeMap<String, f64>,
+    /// Runs the driver of a job on a node other than the head: for a cluster whose head restarts without losing its state (GCS fault tolerance). All
+    /// agents of a job end with its driver, and the job is then submitted again. Default: `false`; the driver runs on the head, as Ray does it.
+    pub driver_on_worker: bool,
+    /// Time for which a placement group waits for room, in each attempt. Default: 180 s, as NeMo RL.
+    pub placement_timeout: Duration,
+    /// The number of such attempts. Default: the variable `NRL_VIRTUAL_CLUSTER_MAX_RETRIES`, or 6, as NeMo RL.
+    pub placement_attempts: u32,
+    /// Waits even if no node of the cluster can ever have the bundles: for a cluster whose autoscaler adds nodes. Default: `false`.
+    pub wait_if_infeasible: bool,
+    /// Time for an agent to start, once Ray has placed it. Default: 60 s.
+    pub start_timeout: Duration,
+    /// How often the agent of one share may fail before the job is given up, and how often a job whose driver died is submitted again. Lost nodes of
+    /// agents do not count. Default: 10.
+    pub max_restarts: u32,
+    /// The lease of the agents. Default: that of [`NodesOptions`], with 180 s to wait for room, because Ray takes its time to notice that a node died.
+    pub nodes: NodesOptions,
+}
+
+impl Default for RayOptions {
+    fn default() -> Self {
+        let program =
+            std::env::current_exe().ok().and_then(|path| Some(path.file_stem()?.to_string_lossy().into_owned()));
+        let attempts = std::env::var("NRL_VIRTUAL_CLUSTER_MAX_RETRIES").ok().and_then(|text| text.parse().ok());
+        Self {
+            name: program.unwrap_or_else(|| "gym".to_owned()),
+            program: None,
+            variables: BTreeMap::new(),
+            resources: BTreeMap::new(),
+            driver_on_worker: false,
+            placement_timeout: Duration::from_secs(180),
+            placement_attempts: attempts.unwrap_or(6),
+            wait_if_infeasible: false,
+            start_timeout: Duration::from_secs(60),
+            max_restarts: 10,
+            nodes: NodesOptions { wait_for_room: Duration::from_secs(180), ..NodesOptions::default() },
+        }
+    }
+}
+
+impl fmt::Debug for Ray {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Ray").field("address", &self.address).field("options", &self.options).finish_non_exhaustive()
+    }
+}
+
+impl Ray {
+    /// Uses the cluster at this address. The program must have called [`Workers::enter`] first.
+    #[must_use]
+    pub fn at(address: RayAddress, workers: Workers) -> Self {
+        Self { address, workers, options: RayOptions::default() }
+    }
+
+    /// Replaces the options.
+    #[must_use]
+    pub fn with(mut self, options: RayOptions) -> Self {
+        self.options = options;
+        self
+    }
+}
+
+/// Returns the provisioner of a program that runs anywhere: the Ray cluster at `address`, or without one, processes of this machine.
+#[must_use]
+pub fn ray_or_local(address: Option<RayAddress>, workers: Workers) -> Box<dyn Provisioner> {
+    match address {
+        Some(address) => Box::new(Ray::at(address, workers)),
+        None => Box::new(Local::new(workers)),
+    }
+}
+
+#[async_trait]
+impl Provisioner for Ray {
+    async fn reserve(&self, cx: &CallContext, request: &ReserveRequest) -> Result<Arc<dyn Reservation>> {
+        request.cluster.validate()?;
+        let (dashboard, version) = RayDashboard::connect(cx, &self.address).await?;
+        let dashboard = Arc::new(dashboard);
+        tracing::info!(address = %self.address, ray = version.ray_version, "connected to the Ray cluster");
+        let subject = || format!("reserve bundles on the Ray cluster at {}", self.address.written());
+        let reserved = async {
+            let nodes = dashboard.nodes(cx).await?;
+            let plan = SharePlan::of(request, &nodes, &self.options.resources)?;
+            if !self.options.wait_if_infeasible {
+                plan.check_possible(request, &nodes)?;
+            }
+            // Short-lived, and known to whoever may read the jobs of the cluster, who may also run programs there.
+            let secret = format!("{:032x}", fastrand::u128(..));
+            let placed = plan.placed;
+            let job = JobTemplate { dashboard, plan, options: self.options.clone(), secret: secret.clone() };
+            let run = RayRun::submit(cx, job).await?;
+            let reserved = async {
+                run.ready(cx).await?;
+                let shares = Arc::new(Shares { run: Arc::clone(&run), placed });
+                let nodes = Nodes::of(shares, self.workers.transports(), secret.into());
+                nodes.with(self.options.nodes.clone()).reserve(cx, request).await
+            };
+            match reserved.await {
+                Ok(nodes) => Ok(Arc::new(RayReservation { nodes, run }) as Arc<dyn Reservation>),
+                Err(error) => {
+                    if let Err(error) = run.stop(Duration::ZERO).await {
+                        tracing::warn!(job = %run.id(), %error, "a job on Ray was not stopped");
+                    }
+                    Err(error)
+                }
+            }
+        };
+        reserved.await.map_err(|error| error.about(subject()))
+    }
+}
+
+/// Bundles on a Ray cluster. Its agents end with the job.
+#[derive(Debug)]
+struct RayReservation {
+    nodes: Arc<dyn Reservation>,
+    run: Arc<RayRun>,
+}
+
+#[async_trait]
+impl Reservation for RayReservation {
+    fn placement(&self) -> Arc<Placement> {
+        self.nodes.placement()
+    }
+
+    fn nodes(&self) -> Vec<NodeStatus> {
+        self.nodes.nodes()
+    }
+
+    fn events(&self) -> BoxStream<'static, NodeEvent> {
+        self.nodes.events()
+    }
+
+    async fn launch(&self, cx: &CallContext, spec: LaunchSpec) -> Result<Arc<dyn Deployment>> {
+        self.nodes.launch(cx, spec).await
+    }
+
+    async fn release(&self, grace: Duration) -> Result<()> {
+        let released = self.nodes.release(grace).await;
+        self.run.stop(grace).await.and(released)
+    }
+}

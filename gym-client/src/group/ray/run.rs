@@ -1,0 +1,328 @@
+//! A job of ours on a Ray cluster: followed by its log, submitted again if its driver dies, stopped.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::time::Duration;
+
+use gym_core::group::watch;
+use gym_core::{CallContext, Code, Error, Execution, Result};
+use tokio::time::{Instant, sleep};
+use tokio_util::task::AbortOnDropHandle;
+
+use crate::group::ray::dashboard::{RayJob, RayNode};
+use crate::group::ray::event::{NOT_PLACED, RunEnd, RunState};
+use crate::group::ray::job::JobTemplate;
+
+/// Pause between two looks at the log while an agent is awaited.
+const LOOK_SOON: Duration = Duration::from_millis(100);
+/// Pause between two looks at the log of a job that runs.
+const LOOK_LATER: Duration = Duration::from_secs(1);
+/// Pause between two looks at the status of the job.
+const STATUS_EVERY: Duration = Duration::from_secs(2);
+/// Limit of one look.
+const LOOK_TIME: Duration = Duration::from_secs(5);
+/// Time for which bundles wait before the program says so.
+const SAY_AFTER: Duration = Duration::from_secs(3);
+/// Time between two such messages.
+const SAY_EVERY: Duration = Duration::from_secs(10);
+/// Limit of a submission, with the upload of the program.
+const SUBMIT_TIME: Duration = Duration::from_secs(60);
+/// Limit of a request to stop.
+const STOP_TIME: Duration = Duration::from_secs(10);
+
+/// A job on the cluster. Dropping it stops the job.
+///
+/// If its driver dies, the job is submitted again: Ray has ended the agents with it.
+#[derive(Debug)]
+pub(super) struct RayRun {
+    job: JobTemplate,
+    name: String,
+    /// The identifier of the current attempt.
+    id: Mutex<Arc<str>>,
+    state: watch::Sender<RunState>,
+    stopped: AtomicBool,
+    /// `true` once the job has ended and is not submitted again.
+    over: AtomicBool,
+    follower: Mutex<Option<AbortOnDropHandle<()>>>,
+}
+
+impl RayRun {
+    /// Submits a job.
+    pub(super) async fn submit(cx: &CallContext, job: JobTemplate) -> Result<Arc<Self>> {
+        let name = format!("gym-{:012x}", fastrand::u64(..) >> 16);
+        let id: Arc<str> = format!("{name}-a1").into();
+        let request = job.prepare(cx, &id).await?;
+        let state = watch::Sender::new(RunState::new(job.plan.bundles.len()));
+        let (stopped, over) = (AtomicBool::new(false), AtomicBool::new(false));
+        // Made before the request is sent: from then on Ray may have the job, whose response may be lost, and dropping the run stops it.
+        let run = Arc::new(Self { job, name, id: Mutex::new(id), state, stopped, over, follower: Mutex::default() });
+        if let Err(error) = run.job.submit(cx, &request).await {
+            // Ray has rejected the job, or the name is that of another one.
+            run.stopped.store(error.execution() == Execution::Finished, Ordering::Release);
+            return Err(error);
+        }
+        let following = tokio::spawn(follow(Arc::downgrade(&run)));
+        *run.follower.lock().unwrap_or_else(PoisonError::into_inner) = Some(AbortOnDropHandle::new(following));
+        Ok(run)
+    }
+
+    /// Returns the identifier of the job.
+    pub(super) fn id(&self) -> Arc<str> {
+        Arc::clone(&self.id.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// Returns `true` if the job has ended and is not submitted again.
+    pub(super) fn is_over(&self) -> bool {
+        self.over.load(Ordering::Acquire)
+    }
+
+    pub(super) fn state(&self) -> RunState {
+        self.state.borrow().clone()
+    }
+
+    /// Waits until every share has an agent.
+    pub(super) async fn ready(&self, cx: &CallContext) -> Result<()> {
+        let wait_if_infeasible = self.job.options.wait_if_infeasible;
+        let mut state = self.state.subscribe();
+        let begin = Instant::now();
+        let mut said: Option<Instant> = None;
+        let mut infeasible_before = false;
+        loop {
+            let now = self.state.borrow().clone();
+            if now.is_ready() {
+                return Ok(());
+            }
+            if let Some(end) = &now.ended {
+                return Err(self.ended_early(cx, &now, end).await);
+            }
+            if let Err(end) = cx.check() {
+                let what = match now.waiting {
+                    Some(_) => self.unplaced("its bundles still wait for room").await,
+                    None => format!("the agents have not all started:\n  {}", now.missing()),
+                };
+                return Err(Error::new(end.code(), Execution::NotStarted, what));
+            }
+            let due = said.map_or(begin + SAY_AFTER, |said| said + SAY_EVERY);
+            if now.waiting.is_some() && Instant::now() >= due {
+                said = Some(Instant::now());
+                let infeasible = self.is_infeasible().await;
+                if infeasible && infeasible_before && !wait_if_infeasible {
+                    return Err(Error::not_started(
+                        Code::ResourceExhausted,
+                        self.unplaced("no node can ever have them").await,
+                    ));
+                }
+                infeasible_before = infeasible;
+                if infeasible && !wait_if_infeasible {
+                    // Ray says so for a moment while a node is joining: a second look decides.
+                    said = Some(Instant::now() - SAY_EVERY + Duration::from_secs(1));
+                } else {
+                    tracing::warn!(job = %self.id(), "{}", self.unplaced("they wait for room").await);
+                }
+            }
+            tokio::select! { biased;
+                _ = state.changed() => {}
+                () = sleep(LOOK_SOON) => {}
+            }
+        }
+    }
+
+    async fn is_infeasible(&self) -> bool {
+        let cx = CallContext::within(LOOK_TIME);
+        match self.job.dashboard.placement_group(&cx, &self.id()).await {
+            Ok(Some(group)) => group.stats.is_some_and(|stats| stats.scheduling_state == "INFEASIBLE"),
+            Ok(None) => false,
+            Err(error) => {
+                tracing::warn!(%error, "Ray was not asked why the bundles wait");
+                false
+            }
+        }
+    }
+
+    async fn ended_early(&self, cx: &CallContext, state: &RunState, end: &RunEnd) -> Error {
+        if end.code == Some(NOT_PLACED) {
+            return Error::not_started(Code::ResourceExhausted, self.unplaced(&end.why).await);
+        }
+        let mut message = format!("job {} has ended: {}", self.id(), end.why);
+        if state.shares.iter().any(|share| share.failure.is_some()) {
+            message = format!("{message}\n  {}", state.missing());
+        } else if let Ok(log) = self.job.dashboard.logs(&cx.child().at_most(LOOK_TIME), &self.id()).await {
+            // The driver itself has failed: its last words are the cause.
+            let lines: Vec<&str> = log.lines().filter(|line| !line.starts_with("@gym ")).collect();
+            let last = lines.len().saturating_sub(5);
+            message = lines[last..].iter().fold(message, |message, line| format!("{message}\n  | {line}"));
+        }
+        Error::not_started(Code::FailedPrecondition, message)
+    }
+
+    /// Explains what was asked for and what there is.
+    async fn unplaced(&self, why: &str) -> String {
+        let cx = CallContext::within(LOOK_TIME);
+        let has = match self.job.dashboard.nodes(&cx).await {
+            Ok(nodes) => {
+                let shown =
+                    |name: &str| !name.starts_with("node:") && name != "object_store_memory" && name != "memory";
+                let node = |node: &RayNode| {
+                    let resources = node.resources_total.iter().filter(|(name, _)| shown(name));
+                    let resources: Vec<String> = resources.map(|(name, many)| format!("{many} {name}")).collect();
+                    let resources = if resources.is_empty() { "nothing".to_owned() } else { resources.join(", ") };
+                    format!("{} has {resources}", node.node_ip)
+                };
+                let alive: Vec<String> = nodes.iter().filter(|node| node.is_alive()).map(node).collect();
+                alive.join("; ")
+            }
+            Err(error) => error.to_string(),
+        };
+        let used = self.job.dashboard.usage(&cx).await.unwrap_or_default();
+        let used = used.iter().filter(|(name, _)| matches!(name.as_str(), "CPU" | "GPU"));
+        let used: Vec<String> = used.map(|(name, (used, total))| format!("{used} of {total} {name}")).collect();
+        format!(
+            "Ray has not placed {} with {}: {why}\n  {has}\n  in use: {}\n  fix: ask for fewer or smaller bundles, wait for other jobs, or add nodes (`ray start \
+             --address=HEAD:6379`)",
+            self.job.plan.describe(),
+            self.job.plan.strategy,
+            if used.is_empty() { "unknown".to_owned() } else { used.join(", ") },
+        )
+    }
+
+    /// Stops the job, and waits until it has ended.
+    pub(super) async fn stop(&self, grace: Duration) -> Result<()> {
+        if self.stopped.swap(true, Ordering::AcqRel) {
+            return Ok(());
+        }
+        let cx = CallContext::within(grace + STOP_TIME);
+        self.job.dashboard.stop(&cx, &self.id()).await?;
+        loop {
+            match self.job.dashboard.job(&cx, &self.id()).await? {
+                Some(job) if !job.has_ended() => sleep(LOOK_SOON).await,
+                _ => return Ok(()),
+            }
+            cx.check().map_err(|error| error.about(format!("stop job {} on Ray", self.id())))?;
+        }
+    }
+}
+
+impl Drop for RayRun {
+    fn drop(&mut self) {
+        if self.stopped.load(Ordering::Acquire) {
+            return;
+        }
+        // Without this, the job would end when its agents find that they have no controller.
+        let Ok(runtime) = tokio::runtime::Handle::try_current() else { return };
+        let (dashboard, id) = (Arc::clone(&self.job.dashboard), self.id());
+        runtime.spawn(async move {
+            if let Err(error) = dashboard.stop(&CallContext::within(STOP_TIME), &id).await {
+                tracing::warn!(job = %id, %error, "a job on Ray was not stopped; it ends without us");
+            }
+        });
+    }
+}
+
+/// Returns why a job has ended. The message of a failed one has the last 20,000 characters of its log.
+fn reason(job: &RayJob) -> String {
+    let message = job.message.as_deref().unwrap_or(&job.status);
+    let message = message.split_once(", last available logs").map_or(message, |(message, _)| message);
+    message.trim().chars().take(2_000).collect()
+}
+
+/// Reads the log of the job until it is stopped, and keeps its state. Submits it again if its driver dies after it ran.
+async fn follow(run: Weak<RayRun>) {
+    let mut silent_since: Option<Instant> = None;
+    let mut status_due = Instant::now() + STATUS_EVERY;
+    let (mut was_ready, mut attempt) = (false, 1);
+    loop {
+        let Some(run) = run.upgrade() else { return };
+        let looked = if run.state.borrow().ended.is_none() {
+            run.look(&mut status_due).await
+        } else if was_ready && attempt <= run.job.options.max_restarts && !run.stopped.load(Ordering::Acquire) {
+            run.submit_again(&mut attempt).await
+        } else {
+            run.over.store(true, Ordering::Release);
+            return;
+        };
+        match looked {
+            Ok(()) => {
+                if let Some(since) = silent_since.take() {
+                    tracing::info!(job = %run.id(), after = ?since.elapsed(), "the head of the Ray cluster responds again");
+                }
+            }
+            // The log of a job that has just been submitted may not exist yet.
+            Err(error) if error.code() == Code::NotFound => {}
+            Err(error) if silent_since.is_none() => {
+                silent_since = Some(Instant::now());
+                tracing::warn!(
+                    job = %run.id(), %error,
+                    "the head of the Ray cluster does not respond: ranks go on, but no lost node is replaced until it responds again"
+                );
+            }
+            Err(_) => {}
+        }
+        let ready = run.state.borrow().is_ready();
+        was_ready |= ready;
+        drop(run);
+        sleep(if ready { LOOK_LATER } else { LOOK_SOON }).await;
+    }
+}
+
+impl RayRun {
+    /// Reads the log, and from time to time the status.
+    async fn look(&self, status_due: &mut Instant) -> Result<()> {
+        let (cx, id) = (CallContext::within(LOOK_TIME), self.id());
+        let log = self.job.dashboard.logs(&cx, &id).await;
+        if let Ok(log) = &log {
+            self.state.send_if_modified(|state| state.read(log));
+        }
+        if Instant::now() >= *status_due {
+            *status_due = Instant::now() + STATUS_EVERY;
+            let end = match self.job.dashboard.job(&cx, &id).await? {
+                Some(job) if job.has_ended() => {
+                    // Its last events may have come after the look above.
+                    if let Ok(log) = self.job.dashboard.logs(&cx, &id).await {
+                        self.state.send_if_modified(|state| state.read(&log));
+                    }
+                    RunEnd { code: job.driver_exit_code, why: reason(&job) }
+                }
+                // Ray takes a minute to notice it by itself.
+                Some(job) if self.is_dead(&cx, job.driver_node_id.as_deref()).await? => {
+                    RunEnd { code: None, why: "the node of its driver is lost".to_owned() }
+                }
+                Some(_) => return log.map(drop),
+                None => RunEnd { code: None, why: "the cluster was restarted, and does not know it".to_owned() },
+            };
+            self.state.send_if_modified(|state| {
+                let news = state.ended.is_none();
+                state.ended.get_or_insert(end);
+                news
+            });
+        }
+        let ended = self.state.borrow().ended.clone();
+        if let Some(end) = ended
+            && !self.stopped.load(Ordering::Acquire)
+        {
+            tracing::warn!(job = %id, why = end.why, "the job on Ray has ended; its agents have ended with it");
+        }
+        log.map(drop)
+    }
+
+    async fn is_dead(&self, cx: &CallContext, node: Option<&str>) -> Result<bool> {
+        let Some(node) = node else { return Ok(false) };
+        let nodes = self.job.dashboard.nodes(cx).await?;
+        Ok(nodes.iter().any(|known| known.node_id == node && !known.is_alive()))
+    }
+
+    async fn submit_again(&self, attempt: &mut u32) -> Result<()> {
+        let id: Arc<str> = format!("{}-a{}", self.name, *attempt + 1).into();
+        let cx = CallContext::within(SUBMIT_TIME);
+        let request = self.job.prepare(&cx, &id).await?;
+        // Before the request is sent: if its response is lost, this is the job to stop.
+        *self.id.lock().unwrap_or_else(PoisonError::into_inner) = Arc::clone(&id);
+        self.job.submit(&cx, &request).await?;
+        *attempt += 1;
+        self.state.send_replace(RunState::new(self.job.plan.bundles.len()));
+        if self.stopped.load(Ordering::Acquire) {
+            // It was stopped meanwhile.
+            self.job.dashboard.stop(&CallContext::within(STOP_TIME), &id).await?;
+        }
+        Ok(())
+    }
+}
