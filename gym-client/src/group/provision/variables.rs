@@ -18,8 +18,9 @@ use crate::group::provision::place::{RankPlace, Rendezvous};
 pub type Variables = BTreeMap<String, String>;
 
 /// Prefixes of variables that describe the place of *this* process in a launcher, and would mislead an MPI-aware engine in a
-/// worker.
-pub(crate) const EXCLUDED_PREFIXES: [&str; 6] = ["PMIX_", "PMI_", "MPI_", "OMPI_", "SLURM_", "RAY_"];
+/// worker. Those of a node agent have its join secret, which the code of a worker need not know.
+pub(crate) const EXCLUDED_PREFIXES: [&str; 8] =
+    ["PMIX_", "PMI_", "MPI_", "OMPI_", "SLURM_", "RAY_", "GYM_NODE_", "GYM_RAY_"];
 
 /// The layers of a rank's environment, lowest first; the rank's own layer comes from its place.
 #[derive(Clone, Debug, Default)]
