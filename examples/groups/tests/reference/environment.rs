@@ -213,13 +213,15 @@ const OF_TESTS: [&str; 49] = [
 
 /// Texts in capitals that are no variables of this program: parts of names, settings of UCX, variables of other launchers and of the
 /// children of tests, and names of other kinds.
-const NO_VARIABLES: [&str; 29] = [
+const NO_VARIABLES: [&str; 31] = [
     "A",
     "BIG",
     "CARGO_MANIFEST_DIR",
     "CARGO_PKG_VERSION",
     "EXTRA_OPTIONS",
     "F8_E4M3",
+    "GYM_NODE_",
+    "GYM_RAY_",
     "MM_FIFO_SIZE",
     "MM_RX_BUFS_GROW",
     "NCCL_DEBUG",
