@@ -41,7 +41,7 @@ use gym_core::group::cluster::Placement;
 use gym_core::{CallContext, Result};
 
 use crate::group::provision::{
-    Deployment, LaunchSpec, Local, NodeEvent, NodeStatus, Nodes, NodesOptions, Provisioner, Reservation,
+    Deployment, LaunchSpec, Local, NodeEvent, NodeSource, NodeStatus, Nodes, NodesOptions, Provisioner, Reservation,
     ReserveRequest, Workers,
 };
 pub use address::RayAddress;
@@ -49,7 +49,7 @@ pub use dashboard::{RayDashboard, RayJob, RayMemory, RayNode, RayTask, RayVersio
 use job::JobTemplate;
 use run::RayRun;
 use share::SharePlan;
-use source::Shares;
+use source::PlacedShares;
 
 /// Reserves bundles on the nodes of a Ray cluster, and starts ranks there.
 #[derive(Clone)]
@@ -162,7 +162,8 @@ impl Provisioner for Ray {
             let run = RayRun::submit(cx, job).await?;
             let reserved = async {
                 run.ready(cx).await?;
-                let shares = Arc::new(Shares { run: Arc::clone(&run), placed });
+                let shares: Arc<dyn NodeSource> =
+                    if placed { Arc::new(PlacedShares(Arc::clone(&run))) } else { Arc::clone(&run) as _ };
                 let nodes = Nodes::of(shares, self.workers.transports(), secret.into());
                 nodes.with(self.options.nodes.clone()).reserve(cx, request).await
             };

@@ -4,29 +4,23 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use async_trait::async_trait;
-use gym_core::group::cluster::{Devices, NodeResources, PlacedBundle, Placement, place, place_each};
+use gym_core::group::cluster::{Devices, NodeResources, PlacedBundle, Placement, place_each};
 use gym_core::{CallContext, Code, Endpoint, Error, Result};
 
-use crate::group::provision::{BundleMoves, NodeSource, ReserveRequest, move_bundles};
+use crate::group::provision::{BundleMoves, NodeSource, ReserveRequest};
 use crate::group::ray::run::RayRun;
 
-/// The agents of a job.
-#[derive(Debug)]
-pub(super) struct Shares {
-    pub(super) run: Arc<RayRun>,
-    pub(super) placed: bool,
-}
-
+/// The agents of a job, on which bundles are placed as on any nodes.
 #[async_trait]
-impl NodeSource for Shares {
+impl NodeSource for RayRun {
     async fn agents(&self, _: &CallContext) -> Result<Vec<(String, Vec<Endpoint>)>> {
-        let state = self.run.state();
+        let state = self.state();
         if let Some(end) = state.ended {
-            if !self.run.is_over() {
+            if !self.is_over() {
                 // The job is submitted again, and will have other agents.
                 return Ok(Vec::new());
             }
-            let message = format!("job {} on Ray has ended: {}", self.run.id(), end.why);
+            let message = format!("job {} on Ray has ended: {}", self.id(), end.why);
             return Err(Error::not_started(Code::FailedPrecondition, message));
         }
         let agents = (0..).zip(state.shares).filter_map(|(number, share): (usize, _)| {
@@ -35,32 +29,35 @@ impl NodeSource for Shares {
         });
         Ok(agents.collect())
     }
+}
+
+/// The agents of a job whose bundles Ray has placed: each share has its own.
+#[derive(Debug)]
+pub(super) struct PlacedShares(pub(super) Arc<RayRun>);
+
+#[async_trait]
+impl NodeSource for PlacedShares {
+    async fn agents(&self, cx: &CallContext) -> Result<Vec<(String, Vec<Endpoint>)>> {
+        self.0.agents(cx).await
+    }
 
     fn place(&self, request: &ReserveRequest, nodes: &[NodeResources]) -> Result<Placement> {
-        if self.placed {
-            place_each(&request.cluster, nodes, request.unified)
-        } else {
-            place(&request.cluster, nodes, request.unified)
-        }
+        place_each(&request.cluster, nodes, request.unified)
     }
 
     fn move_lost(
         &self,
-        request: &ReserveRequest,
+        _: &ReserveRequest,
         placement: &Placement,
         lost: &BTreeMap<usize, String>,
-        kept: &BTreeSet<String>,
+        _: &BTreeSet<String>,
         nodes: &[NodeResources],
     ) -> Result<BundleMoves> {
-        if self.placed {
-            return return_to_shares(placement, lost, nodes).ok_or_else(|| {
-                let missing = self.run.state().missing();
-                let message = format!("Ray has not started all lost shares again\n  {missing}");
-                Error::not_started(Code::ResourceExhausted, message)
-            });
-        }
-        let lost = lost.keys().copied().collect();
-        move_bundles(&request.cluster, request.unified, placement, &lost, kept, nodes)
+        return_to_shares(placement, lost, nodes).ok_or_else(|| {
+            let missing = self.0.state().missing();
+            let message = format!("Ray has not started all lost shares again\n  {missing}");
+            Error::not_started(Code::ResourceExhausted, message)
+        })
     }
 }
 

@@ -46,7 +46,7 @@ use lease::check_lease;
 use link::AgentClient;
 use message::NodeReport;
 #[cfg(feature = "ray")]
-pub(crate) use moving::{BundleMoves, move_bundles};
+pub(crate) use moving::BundleMoves;
 use reservation::NodesReservation;
 pub(crate) use source::NodeSource;
 use source::{FixedAgents, MemberAgents};

@@ -36,7 +36,7 @@ impl PlacedBundles for BundleMoves {
 ///
 /// # Errors
 /// The errors of [`place`].
-pub(crate) fn move_bundles(
+pub(super) fn move_bundles(
     cluster: &ClusterSpec,
     unified: bool,
     placement: &Placement,
