@@ -47,6 +47,7 @@ SERVERS = {
 EVERY = tuple(SERVERS)
 # The environment that replies as a user has an agent of its own, and a model that only quotes the question.
 TURNS = "example_multi_turn_gymnasium"
+STATEFUL = ("example_multi_step", "example_session_state_mgmt", TURNS)
 REPEATED = "example_tool_call_multireward"
 
 
@@ -88,12 +89,13 @@ class Suite:
 
     # What runs
 
-    def write_stock(self):
+    def write_stock(self, name="stock", servers=SERVERS):
         """The stock configuration of the environments that are tested; each one more starts three Python processes."""
         lines = (HERE / "configs" / "stock.yaml").read_text().split("\n")
-        others = [f"- resources_servers/{name}/" for name in EVERY if name not in SERVERS]
-        self.stock = self.work / "stock.yaml"
-        self.stock.write_text("\n".join(line for line in lines if not line.startswith(tuple(others))))
+        others = tuple(f"- resources_servers/{name}/" for name in EVERY if name not in servers)
+        path = self.work / f"{name}.yaml"
+        path.write_text("\n".join(line for line in lines if not line.startswith(others)))
+        return path
 
     def start_mock(self):
         process = self.processes.start("mock", [sys.executable, HERE / "mock_openai.py"])
@@ -126,9 +128,9 @@ class Suite:
         self.took(f"{name}: ready", began)
         return head, process
 
-    def start_python(self, name, extra=()):
+    def start_python(self, name, extra=(), stock=None):
         own = ["+skip_venv_if_present=true", f"+uv_venv_dir={self.venvs}", f"+policy_base_url={self.mock}"]
-        return self.start_stack(name, [self.gym, "env", "start"], self.stock, [*own, *extra])
+        return self.start_stack(name, [self.gym, "env", "start"], stock or self.stock, [*own, *extra])
 
     def start_ours(self, name, binary, config=None, extra=()):
         config = config or self.stock
@@ -357,14 +359,16 @@ class Suite:
             workers.append(self.start_worker("p-python", self.rgym, head, [*capacity, "--python", sys.executable]))
             below = "\n".join(workers[1].descendants())
             self.check("p has Python's environments", below.count("app.py") >= len(SERVERS), f"{below.count('app.py')} below p-python")
-            plans = self.plans()
+            plans = [plan for plan in self.plans() if plan[0] in (*STATEFUL, "mixed")]
             self.as_relayed(self.collect_all("p", self.python_collector, head, plans), "pool")
             self.check_against_reference("p", "p", plans, whole=True)
-            environment = next(iter(SERVERS))
+            environment = plans[0][0]
             runs = {name: self.runs_of(head, name, agent_of(environment)) for name in ("p-rust", "p-python")}
             self.check("p uses both workers", min(runs.values()) > 0, f"{runs}")
-            for environment in SERVERS:
-                self.run_examples("p", head, environment)
+            # Environments with a state. Two at a time, as the collections.
+            with concurrent.futures.ThreadPoolExecutor(self.jobs) as pool:
+                stateful = [name for name in SERVERS if name in STATEFUL]
+                list(pool.map(lambda environment: self.run_examples("p", head, environment), stateful))
         finally:
             for worker in workers:
                 self.check(f"{worker.name} stops", self.processes.stop(worker, 60), "on SIGINT")
@@ -413,7 +417,7 @@ class Suite:
         shim = [*address, f"++{place}.entrypoint={os.path.relpath(HERE / 'placeholder.py', folder)}"]
         _, model = self.start_ours("r-model-alone", self.rgym, "model.yaml", address)
         try:
-            head, python = self.start_python("r-stack", shim)
+            head, python = self.start_python("r-stack", shim, self.write_stock("r-stock", [environment]))
             try:
                 collect("r-model", self.python_collector, head)
                 collect("r-collector", self.our_collector, head)
@@ -488,7 +492,7 @@ class Suite:
             self.processes.stop(process, 60)
 
     def run(self, cases):
-        self.write_stock()
+        self.stock = self.write_stock()
         self.link_venvs()
         self.start_mock()
         steps = [] if cases == ["o"] else [("reference", self.make_reference)]
