@@ -10,6 +10,7 @@ The program finds these variables:
 
 - GYM_RAY_TEST_ADDRESS: the address of Ray's dashboard and of its REST API
 - GYM_RAY_TEST_PYTHON: the interpreter of the Ray processes
+- GYM_RAY_TEST_FAULT_TOLERANT: 1 with --fault-tolerant
 - GYM_RAY_TEST_CONTROL: a Unix socket that takes requests, one line of JSON each, and answers each with {"ok": true, …} or
   {"ok": false, "error": "…"}
 
@@ -19,9 +20,10 @@ The program finds these variables:
 | {"do": "kill_node", "node": "n1"} | kills all processes at once; connections are reset, unless a partition comes first |
 | {"do": "kill_raylet", "node": "n1"} | kills Ray's node manager only |
 | {"do": "start_node", "node": "n1"} | starts a node, again or for the first time, and returns its "node_id" once it is alive; takes "cpus", "gpus", "labels", "resources" |
+| {"do": "drain_node", "node": "n1", "seconds": 20} | lets Ray drain a node, as an autoscaler does before it takes the machine away: Ray starts nothing new there |
 | {"do": "partition", "node": "n1"} | takes the link down |
 | {"do": "heal", "node": "n1"} | takes the link up |
-| {"do": "kill_head"}, {"do": "start_head"} | the same for the head, which starts as a new cluster: the nodes must be started again |
+| {"do": "kill_head"}, {"do": "start_head"} | the same for the head, which starts as a new cluster: the nodes must be started again. With --fault-tolerant, it goes on as the same cluster, and the nodes stay |
 | {"do": "list_processes", "node": "n1", "containing": "text"} | returns "processes", pid and command of each whose command line or environment has the text |
 | {"do": "kill_process", "pid": 4711, "signal": 9} | sends a signal to a process of a node |
 """
@@ -43,6 +45,7 @@ import threading
 import time
 
 HEAD, PORT, DASHBOARD = "10.88.0.1", 6379, 8265
+REDIS, REDIS_PORT = "10.88.0.2", 6390
 NETWORKS = pathlib.Path("/run/netns")
 CLONE_NEWNET = 0x40000000
 PREFIX = "gymray"
@@ -190,7 +193,24 @@ class Cluster:
         if node.name == "head" and not self.options.no_fault_tolerance_settings:
             # A killed node is declared dead after 2 to 4 s, and one that is cut off after 5 to 6 s. With Ray's settings it takes 17 s and 64 s.
             values |= {"RAY_health_check_period_ms": 1_000, "RAY_health_check_timeout_ms": 1_000, "RAY_health_check_failure_threshold": 3}
+        if node.name == "head" and self.options.fault_tolerant:
+            values |= {"RAY_REDIS_ADDRESS": f"{REDIS}:{REDIS_PORT}", "RAY_external_storage_namespace": ID}
         return {name: str(value) for name, value in values.items()}
+
+    def start_redis(self):
+        """Starts the store of a head that keeps its state. It ends with the processes of its host."""
+        self.add_host("redis", REDIS)
+        command = ["redis-server", "--bind", REDIS, "--port", REDIS_PORT, "--save", "", "--protected-mode", "no", "--dir", FOLDER]
+        with open(FOLDER / "redis.log", "wb") as log:
+            subprocess.Popen(["nsenter", f"--net={NETWORKS / f'{ID}-redis'}", *map(str, command)], stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+
+        def listens():
+            with contextlib.suppress(OSError):
+                socket.create_connection((REDIS, REDIS_PORT), timeout=1).close()
+                return True
+            return False
+
+        wait("Redis listens", listens, KILL_S, 0.02)
 
     def launch(self, node, settings):
         """Starts the processes of a node, and does not wait for them."""
@@ -204,6 +224,9 @@ class Cluster:
             arguments += ["--head", f"--port={PORT}", f"--dashboard-host={HEAD}", f"--dashboard-port={DASHBOARD}", f"--temp-dir={FOLDER / 'ray'}"]
         else:
             arguments.append(f"--address={HEAD}:{PORT}")
+        # One NVLink domain, in which the nodes are numbered.
+        if node.name != "head":
+            settings = {"labels": {"nvlink_domain": "rack1", "topo_rank": int(node.name[1:])}, **settings}
         for option, value in settings.items():
             if option == "labels":
                 value = ",".join(f"{key}={text}" for key, text in value.items())
@@ -242,7 +265,7 @@ class Cluster:
         """Returns the nodes that the dashboard lists; none while it does not answer."""
         connection = http.client.HTTPConnection(HEAD, DASHBOARD, timeout=5)
         try:
-            connection.request("GET", "/api/v0/nodes?detail=1&limit=1000")
+            connection.request("GET", "/api/v0/nodes?detail=1&limit=1000", headers={"User-Agent": "gym"})
             return json.loads(connection.getresponse().read())["data"]["result"]["result"]
         except (OSError, ValueError, KeyError, TypeError, http.client.HTTPException):
             return []
@@ -250,6 +273,8 @@ class Cluster:
             connection.close()
 
     def start(self):
+        if self.options.fault_tolerant:
+            self.start_redis()
         head = self.node("head", add=True)
         self.launch(head, head.settings)
 
@@ -298,6 +323,12 @@ class Cluster:
                 return {"node_id": node.node_id}
             if action == "kill_node":
                 node.kill()
+            elif action == "drain_node":
+                arguments = ["drain-node", f"--address={HEAD}:{PORT}", f"--node-id={node.node_id}", f"--deadline-remaining-seconds={request['seconds']}"]
+                arguments += ["--reason=DRAIN_NODE_REASON_PREEMPTION", "--reason-message=a test"]
+                done = subprocess.run([self.bin / "ray", *arguments], env=self.environment(node), capture_output=True, text=True, timeout=START_S, check=False)
+                if done.returncode != 0:
+                    raise Failed(f"ray drain-node: {done.stderr.strip() or done.stdout.strip()}")
             elif action == "kill_raylet":
                 found = [pid for pid in node.pids() if self.command(pid).split(" ")[0].endswith("/raylet")]
                 if not found:
@@ -346,6 +377,8 @@ class Cluster:
             **os.environ, "GYM_RAY_TEST_ADDRESS": f"http://{HEAD}:{DASHBOARD}", "GYM_RAY_TEST_CONTROL": str(FOLDER / "control"),
             "GYM_RAY_TEST_PYTHON": str(self.bin / "python"),
         }
+        if self.options.fault_tolerant:
+            environment["GYM_RAY_TEST_FAULT_TOLERANT"] = "1"
         status = subprocess.call(program, env=environment)
         return 128 - status if status < 0 else status
 
@@ -373,6 +406,7 @@ def main():
     parser.add_argument("--cpus", type=int, default=4, help="CPUs that each node pretends to have")
     parser.add_argument("--gpus", type=int, default=4, help="GPUs that each node pretends to have")
     parser.add_argument("--no-fault-tolerance-settings", action="store_true", help="leave the health checks of the head as Ray has them")
+    parser.add_argument("--fault-tolerant", action="store_true", help="keep the state of the head in Redis, so that it can restart")
     parser.add_argument("--inside", metavar="NODE", help="run the program on this node, not on a machine of its own")
     parser.add_argument("--keep", action="store_true", help="keep the folder with the files of Ray")
     options = parser.parse_args(own)
@@ -380,6 +414,9 @@ def main():
         parser.error("no program after --")
     if os.geteuid() != 0 or not all(map(shutil.which, ("ip", "nsenter", "unshare"))):
         print("ray: needs root, iproute2 and util-linux: network namespaces", file=sys.stderr)
+        return 77
+    if options.fault_tolerant and not shutil.which("redis-server"):
+        print("ray: --fault-tolerant needs redis-server", file=sys.stderr)
         return 77
     remove_earlier_runs()
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):

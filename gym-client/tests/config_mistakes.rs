@@ -281,6 +281,16 @@ fn a_ray_cluster_is_known_with_its_place_and_the_highest_layer_wins() {
     assert_eq!((address.as_str(), place.as_str()), ("ray://other:1", "command line"));
     let error = Case::main("ray_head_node_address: [a]\n").load().unwrap_err().to_string();
     assert!(error.contains("main.yaml:1: ray_head_node_address: expected an address"), "{error}");
+
+    // Python servers get the address of the head that was started; workers on other machines get what was written.
+    let mut config = Case::main("ray_head_node_address: local\n").load().unwrap();
+    config.set_ray_address_of_python("127.0.0.1:6379");
+    assert!(
+        config.to_global_yaml().contains(r#"ray_head_node_address: "127.0.0.1:6379""#),
+        "{}",
+        config.to_global_yaml()
+    );
+    assert_eq!(config.ray.unwrap().address, "local");
 }
 
 #[test]

@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use gym_core::group::health::RetryBudgets;
 use gym_core::group::{
-    Balancer, Batch, Dispatch, Free, Gathered, Handles, InProcessGroup, InProcessOptions, Method, Methods, Payload,
-    Rank, RankLayout, Tensor, Worker, WorkerEnv, WorkerGroup, WorkerGroupExt,
+    Balancer, Batch, Dispatch, Free, Gathered, GroupView, Handles, InProcessGroup, InProcessOptions, Member, Method,
+    Methods, Payload, Rank, RankLayout, Tensor, Worker, WorkerEnv, WorkerGroup, WorkerGroupExt, watch,
 };
 use gym_core::registry::Balance;
 use gym_core::testing::conformance::TestWorker;
@@ -272,6 +272,56 @@ async fn balanced_calls_pass_over_dead_ranks_and_fail_when_none_is_left() {
     group.kill(1).unwrap();
     let error = balancer.submit(&cx, Record, ("x".to_owned(), 1), Batch::empty()).await.unwrap_err();
     assert_eq!((error.cause().code(), error.execution()), (Code::Unavailable, Execution::NotStarted));
+}
+
+/// A group some of whose ranks are on nodes that are about to be taken away.
+#[derive(Debug)]
+struct Drained {
+    group: Arc<InProcessGroup>,
+    view: watch::Sender<Arc<GroupView>>,
+}
+
+impl Drained {
+    fn of(group: Arc<InProcessGroup>, drained: &[Rank]) -> Arc<Self> {
+        let members = group.view().borrow().members().to_vec();
+        let drains = |mut member: Member| {
+            member.draining = drained.contains(&member.rank);
+            member
+        };
+        let view = GroupView::new(1, members.into_iter().map(drains).collect());
+        Arc::new(Self { group, view: watch::Sender::new(Arc::new(view)) })
+    }
+}
+
+impl WorkerGroup for Drained {
+    fn name(&self) -> &Arc<str> {
+        self.group.name()
+    }
+
+    fn layout(&self) -> &RankLayout {
+        self.group.layout()
+    }
+
+    fn view(&self) -> watch::Receiver<Arc<GroupView>> {
+        self.view.subscribe()
+    }
+}
+
+#[tokio::test]
+async fn ranks_whose_node_is_taken_away_are_the_last_choice_of_balanced_calls() {
+    let cx = CallContext::within(SOON);
+    for balance in [Balance::RoundRobin, Balance::LeastPending, Balance::Weighted(vec![9, 1, 1])] {
+        let group = Drained::of(line(3).await, &[0]);
+        let balancer = Balancer::new(Arc::clone(&group) as _, balance.clone()).unwrap();
+        let items: Vec<_> = (0..40).map(|number| (number.to_string(), number)).collect();
+        let replies = balancer.map(&cx, Record, items, 2).await.unwrap();
+        assert!(replies.iter().all(|reply| reply.rank != 0), "{balance:?}");
+        // Calls to all ranks reach it.
+        assert_eq!(group.call(Record, ("x".to_owned(), 1)).deadline(SOON).await.unwrap().replies().len(), 3);
+    }
+    let all = Drained::of(line(2).await, &[0, 1]);
+    let balancer = Balancer::new(all as _, Balance::RoundRobin).unwrap();
+    balancer.submit(&cx, Record, ("x".to_owned(), 1), Batch::empty()).await.expect("there is no other");
 }
 
 /// Fails with an error of the rank on rank 0, and with an error of the data if its argument is `true`.

@@ -9,6 +9,9 @@ mod collect;
 mod fixture;
 #[path = "cli/models.rs"]
 mod models;
+#[cfg(feature = "ray")]
+#[path = "cli/ray.rs"]
+mod ray;
 #[path = "cli/serve.rs"]
 mod serve;
 #[path = "cli/summary.rs"]
@@ -69,6 +72,7 @@ fn main() -> ExitCode {
     let wanted = std::env::args().nth(1).filter(|argument| !argument.starts_with('-')).unwrap_or_default();
     let cases: &[(&str, fn())] = cases![
         serve::run_announces_serves_and_stops_in_order,
+        serve::status_and_workers_show_the_ray_cluster_of_the_configuration,
         serve::a_second_signal_stops_at_once,
         serve::services_run_in_processes_of_their_own,
         transports::ucx_is_chosen_by_configuration_alone,
@@ -91,7 +95,16 @@ fn main() -> ExitCode {
         summary::the_summary_has_the_figures_of_the_rows_on_the_disk,
         summary::status_shows_the_oldest_rollout_in_flight,
     ];
-    for (name, case) in cases {
+    #[cfg(feature = "ray")]
+    let of_ray: &[(&str, fn())] = cases![
+        ray::local_starts_one_ray_head_and_stops_only_that,
+        ray::a_killed_command_leaves_no_ray_head,
+        ray::a_ray_head_that_cannot_start_is_explained,
+        ray::a_taken_port_of_the_dashboard_is_named_and_another_one_used,
+    ];
+    #[cfg(not(feature = "ray"))]
+    let of_ray: &[(&str, fn())] = &[];
+    for (name, case) in cases.iter().chain(of_ray) {
         if name.contains(&wanted) {
             println!("{name}");
             case();

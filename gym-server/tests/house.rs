@@ -42,7 +42,7 @@ const ROOMS: &[(&str, &[&[&str]])] = &[
             &["base"],
         ],
     ),
-    ("gym-transport-http", &[&["backend"], &["http1"], &["frames"], &["wire"]]),
+    ("gym-transport-http", &[&["backend"], &["http1"], &["frames"], &["wire", "https"]]),
     (
         "gym-transport-rdma",
         &[&["backend", "fuzzing"], &["transport"], &["messaging"], &["fabric"], &["ucx"], &["sys", "memory", "probe"]],

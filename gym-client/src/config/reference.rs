@@ -186,8 +186,8 @@ pub const TOP_LEVEL_KEYS: [ConfigKey; 46] = [
         "ray_head_node_address",
         KeyType::Text,
         "",
-        "The Ray cluster on which worker groups run: `ray://HOST:10001`, `HOST:6379`, `http://HOST:8265` or `auto`. By default none: nothing of Ray is \
-         contacted. `RAY_ADDRESS` sets it too, with the lowest precedence.",
+        "The Ray cluster on which worker groups run: `ray://HOST:10001`, `HOST:6379`, `http://HOST:8265`, `auto`, or `local` for a head of this \
+         machine, which `rgym run` starts and ends. By default none: nothing of Ray is contacted. `RAY_ADDRESS` sets it too, with the lowest precedence.",
     ),
     key("ray_dashboard_address", KeyType::Text, "", "The URL of Ray's dashboard, if it is not `http://HOST:8265`."),
     key("port_range_low", PORT, "10001", "The first port from which the ports of servers are chosen."),

@@ -43,12 +43,15 @@
 //! - A controller that is process 1 of a container inherits orphans as zombies; run an init in the container.
 //! - Children get no terminal and an empty standard input.
 //!
+//! [`LimitedProgram`] is for code that a model wrote: it runs once, within limits, and is not supervised.
+//!
 //! Supports only Linux.
 
 mod child;
 mod context;
 mod error;
 pub(crate) mod launcher;
+mod limited;
 mod lines;
 mod prepare;
 pub(crate) mod process;
@@ -59,6 +62,7 @@ pub use crate::transport::report::ucx_report;
 pub use child::{ChildHandle, ChildState, ExitReport};
 pub use error::LaunchError;
 pub use launcher::{Launcher, LauncherBuilder};
+pub use limited::{Limit, LimitedProgram, LimitedRun, Limits};
 pub use lines::{LineSink, Stream, prefixed};
 pub use prepare::prepare;
 pub use spec::{ChildSpec, RestartPolicy};

@@ -14,7 +14,7 @@ use crate::launch::error::LaunchError;
 /// The kernel's limit for one argument or one `NAME=value`, including the terminating zero byte (`MAX_ARG_STRLEN`).
 const TEXT_BYTES_MAX: usize = 128 * 1024;
 /// Search path for programs if the child's environment is cleared and has no `PATH`.
-const DEFAULT_PATH: &str = "/usr/local/bin:/usr/bin:/bin";
+pub(super) const DEFAULT_PATH: &str = "/usr/local/bin:/usr/bin:/bin";
 
 /// Number and delays of the restarts of a child that exits; the default is five in ten minutes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -113,7 +113,7 @@ class Shim:
             "run": "gym-test-a1", "strategy": "PACK", "bundles": [{"CPU": 2.0, "GPU": 2.0}] * bundles, "cpus": [2] * bundles,
             "command": [str(self.program), "--gym-node-agent"], "variables": {"TEST_PLAN": json.dumps(plan or {}), "TEST_FOLDER": str(self.folder)},
             "agent": {"secret": "s", "first_s": 60.0, "later_s": 10.0, "grace_s": 2.0},
-            "placement_attempts": 2, "placement_timeout_s": 20.0, "start_timeout_s": 20.0, "silence_s": 0.2, "grace_s": 5.0, "max_restarts": 1, **spec,
+            "selectors": [], "placement_attempts": 2, "placement_timeout_s": 20.0, "start_timeout_s": 20.0, "silence_s": 0.2, "grace_s": 5.0, "max_restarts": 1, **spec,
         }
         environment = {
             "PATH": os.environ["PATH"], "LANG": "C.UTF-8", "PYTHONPATH": str(HERE / "stub"), "PYTHONDONTWRITEBYTECODE": "1", "PYTHONUNBUFFERED": "1",
@@ -268,9 +268,10 @@ class ShimTest(unittest.TestCase):
     def test_agents_are_reported_with_their_place_and_given_what_they_need(self):
         nodes = [
             {"id": "a", "ip": "10.1.0.1", "alive": True, "resources": {"CPU": 8.0, "nvlink_domain_7": 1.0, "topo_rank": 3.0}},
-            {"id": "b", "ip": "10.1.0.2", "alive": True, "resources": {"CPU": 8.0}},
+            {"id": "b", "ip": "10.1.0.2", "alive": True, "resources": {"CPU": 8.0}, "labels": {"nvlink_domain": "rack", "topo_rank": "12"}},
         ]
-        shim = Shim(self, 3, cluster={"nodes": nodes}, cpus=[2, 3, 4], strategy="SPREAD")
+        selectors = [{}, {"nvlink_domain": "rack"}, {}]
+        shim = Shim(self, 3, cluster={"nodes": nodes}, cpus=[2, 3, 4], strategy="SPREAD", selectors=selectors)
         started = shim.event("shim")
         self.assertEqual((started["pid"], started["ray"]), (shim.process.pid, "stub"))
         self.assertLess(abs(started["t"] - time.time()), LIMIT_S)
@@ -283,7 +284,7 @@ class ShimTest(unittest.TestCase):
             self.assertEqual(agent["pid"], life["pid"])
             actor = next(entry for entry in shim.journal("start_actor") if entry["name"] == f"gym-test-a1-share{share}-1")
             self.assertEqual((actor["cpus"], actor["gpus"]), (2.0, 2.0))
-            domain, domain_rank = ("7", 3) if node == "a" else (None, None)
+            domain, domain_rank = ("7", 3) if node == "a" else ("rack", 12)
             self.assertEqual(life["assignment"], {
                 "name": f"share{share:04}@{ip}", "host": ip, "gpus": gpus, "cpus": share + 2, "domain": domain, "domain_rank": domain_rank,
                 "parent": actor["pid"], **shim.spec["agent"],
@@ -295,6 +296,7 @@ class ShimTest(unittest.TestCase):
             self.assertEqual(life["variables"]["TEST_FOLDER"], str(shim.folder))
         (group,) = shim.journal("create_group")
         self.assertEqual((group["name"], group["strategy"], group["bundles"]), ("gym-test-a1", "SPREAD", shim.spec["bundles"]))
+        self.assertEqual(group["labels"], {"bundle_label_selector": selectors})
         for share in range(3):
             shim.signal_agent(signal.SIGUSR1, share)
             exited = shim.event("exited", share)
@@ -539,6 +541,24 @@ class ShimTest(unittest.TestCase):
         shim.lose_node(0)
         self.assertEqual(shim.event("lost", 0)["cause"], "node")
         self.assertEqual(shim.event("agent", 0)["node_id"], "node1")
+        shim.terminate()
+        shim.expect_end(143, "stopped")
+
+    def test_node_that_ray_drains_is_reported_once_for_each_agent(self):
+        shim = Shim(self)
+        shim.expect_agents()
+        end = time.time() + 30
+        shim.change_cluster(draining={"node0": int(end * 1000), "node7": 0})
+        drained = shim.event("draining", 0)
+        self.assertEqual(drained["node_id"], "node0")
+        self.assertLess(abs(drained["seconds"] - 30), LIMIT_S)
+        # Ray starts nothing there, so the next agent starts when the node is gone.
+        shim.signal_agent(signal.SIGKILL)
+        shim.event("exited", 0)
+        time.sleep(2.0)
+        self.assertEqual(len(shim.lives()), 1)
+        shim.change_cluster(draining={"node1": 0})
+        self.assertEqual(shim.event("agent", 0)["incarnation"], 2)
         shim.terminate()
         shim.expect_end(143, "stopped")
 

@@ -201,6 +201,26 @@ async fn a_head_that_is_away_for_a_while_changes_nothing() {
     assert_eq!(fake.stops(), [id]);
 }
 
+/// Ray is about to end a node: its holder learns of it once, and the node serves on.
+#[tokio::test(start_paused = true)]
+async fn a_node_that_ray_drains_is_an_event_and_serves_on() {
+    let fake = Fake::start().await;
+    let (reservation, id, _agents) = reserved(&fake).await;
+    for (seq, node, seconds) in [(6, "node-10.0.0.12", 30.2), (7, "node-10.0.0.12", 20.0), (8, "another", 1.0)] {
+        write(&fake, &id, &event(seq, "draining", json!({"share": 1, "node_id": node, "seconds": seconds})));
+        read_again(&fake, &id).await;
+    }
+    assert_serving(&*reservation);
+    let mut events = reservation.events();
+    let so_far: Vec<_> = std::iter::from_fn(|| events.next().now_or_never().flatten()).collect();
+    let expected = NodeEvent::Draining {
+        node: "share0001@127.0.0.1".to_owned(),
+        why: "Ray drains it: it is to be taken away in 30 s".to_owned(),
+    };
+    assert_eq!(so_far[2..], [expected]);
+    reservation.release(Duration::from_secs(1)).await.expect("releases");
+}
+
 /// Case 32: a job that fails after it ran is submitted again, as the next attempt.
 #[tokio::test(start_paused = true)]
 async fn a_job_that_fails_after_it_ran_is_submitted_again_as_the_next_attempt() {

@@ -170,3 +170,15 @@ async fn a_token_that_did_not_arrive_is_not_called_missing() {
     assert!(!said.contains("this process has none") && said.contains("token from RAY_AUTH_TOKEN"), "{said}");
     assert!(!said.contains(TOKEN), "{said}");
 }
+
+#[cfg(not(feature = "tls"))]
+#[tokio::test]
+async fn an_https_dashboard_without_tls_names_the_feature() {
+    let address = RayAddress::parse("https://ray.example", "env.yaml:3").expect("an address");
+    let error = refused(&cx(), &address).await;
+    assert_eq!(error.code(), Code::Unimplemented);
+    let text = error.to_string();
+    for part in ["https://ray.example", "env.yaml:3", "fix: build it with the feature `tls` of gym-client"] {
+        assert!(text.contains(part), "{part} is not in: {text}");
+    }
+}

@@ -18,7 +18,7 @@ pub(crate) fn options() -> RayOptions {
     let mut options = RayOptions::default();
     "trainer".clone_into(&mut options.name);
     options.program = Some("/opt/gym/trainer".into());
-    options.placement_attempts = 1;
+    options.placement_attempts = Some(1);
     options
 }
 
@@ -354,18 +354,45 @@ async fn what_the_nodes_could_not_have_even_if_they_were_empty_is_rejected_befor
 }
 
 #[tokio::test]
-async fn what_ray_decides_itself_is_rejected_before_a_job_is_submitted() {
+async fn gpus_that_ray_chooses_and_unknown_domains_are_rejected_before_a_job_is_submitted() {
     let fake = Fake::start().await;
-    let (mut gpus, mut segments) = (ClusterSpec::new([1]), ClusterSpec::new([1]));
+    let (mut gpus, mut segments) = (ClusterSpec::new([1]), ClusterSpec::new([4, 4]));
     gpus.gpu_ids = GpuIds::Flat(vec![3]);
-    segments.segment_size = NonZeroU32::new(1);
+    segments.segment_size = NonZeroU32::new(2);
     let error = refused(&fake, &ReserveRequest::new(gpus)).await;
     assert_eq!(error.code(), Code::InvalidArgument);
     assert_contains(&error, &["gpu_ids is set", "fix: leave gpu_ids out"]);
-    let error = refused(&fake, &ReserveRequest::new(segments)).await;
-    assert_eq!(error.code(), Code::Unimplemented);
-    assert_contains(&error, &["segment_size", "fix: "]);
+    let segments = ReserveRequest::new(segments);
+    let error = refused(&fake, &segments).await;
+    assert_eq!(error.code(), Code::ResourceExhausted);
+    assert_contains(&error, &["segment_size", "no node announces its NVLink domain", "fix: "]);
+    // Two domains of one node each are no segment of two.
+    fake.with(|cluster| {
+        for (node, domain) in [(1, "a"), (2, "b")] {
+            cluster.nodes[node]["labels"]["nvlink_domain"] = json!(domain);
+        }
+    });
+    let error = refused(&fake, &segments).await;
+    assert_eq!(error.code(), Code::ResourceExhausted);
+    assert_contains(&error, &["cannot form 1 segments of 2 nodes: the domains have [1, 1] nodes"]);
     assert!(fake.lines().iter().all(|line| line == VERSION || line == NODES), "{:?}", fake.lines());
+}
+
+#[tokio::test(start_paused = true)]
+async fn shares_of_a_segment_are_requested_in_one_domain() {
+    let fake = Fake::start().await;
+    let mut cluster = ClusterSpec::new([4, 4]);
+    cluster.segment_size = NonZeroU32::new(2);
+    let request = ReserveRequest::new(cluster);
+    fake.with(|cluster| {
+        for (node, rank) in [(1, "1"), (2, "2")] {
+            cluster.nodes[node]["labels"]["nvlink_domain"] = json!("rack");
+            cluster.nodes[node]["labels"]["topo_rank"] = json!(rank);
+        }
+    });
+    let spec = submitted(&fake, options(), &request).await.expect("submitted").spec();
+    assert_eq!(spec["selectors"], json!([{"nvlink_domain": "rack"}, {"nvlink_domain": "rack"}]));
+    assert_eq!(spec["bundles"], json!([{"CPU": 4.0, "GPU": 4.0}, {"CPU": 4.0, "GPU": 4.0}]));
 }
 
 /// Case 33 in part: a head that restarted without its state knows no job.
@@ -428,7 +455,7 @@ async fn a_job_is_submitted_as_it_is_documented() {
     let spec = job.spec();
     assert_eq!((&spec["run"], &spec["strategy"]), (&json!(id), &json!("STRICT_SPREAD")));
     assert_eq!(spec["bundles"], json!([{"CPU": 8.0, "GPU": 4.0, "disk": 2.0}, {"CPU": 4.0, "GPU": 2.0, "disk": 1.0}]));
-    assert_eq!(spec["cpus"], json!([8, 4]));
+    assert_eq!((&spec["cpus"], &spec["selectors"]), (&json!([8, 4]), &json!([])));
     assert_eq!(spec["command"], json!(["/opt/gym/trainer", "--gym-node-agent"]));
     assert_eq!(spec["variables"], json!({"NCCL_DEBUG": "INFO"}));
     assert_eq!((&spec["placement_attempts"], &spec["placement_timeout_s"]), (&json!(1), &json!(2.5)));

@@ -49,6 +49,29 @@ async fn a_package_is_sent_once_and_is_the_same_for_the_same_files() {
     }
 }
 
+/// A cluster whose nodes are not ready yet answers so for some seconds.
+#[tokio::test(start_paused = true)]
+async fn a_job_is_submitted_again_while_the_cluster_starts() {
+    let fake = Fake::start().await;
+    let mut starts = [
+        Answer::text(500, "Traceback\nRuntimeError: No available agent to submit job, please try again later."),
+        Answer::text(503, "starting"),
+    ]
+    .into_iter();
+    fake.before(move |seen| if seen.line == SUBMIT { starts.next() } else { None });
+    assert_eq!(refused(&fake).await.code(), Code::ResourceExhausted, "the job has run");
+    let sent = submissions(&fake);
+    assert_eq!(sent.len(), 3);
+    assert!(sent.iter().all(|job| job == &sent[0]), "the same job");
+    // Within the deadline.
+    let fake = Fake::start().await;
+    fake.before(|seen| (seen.line == SUBMIT).then(|| Answer::text(500, "RuntimeError: No available agent")));
+    let reserved =
+        ray(&fake, options()).reserve(&CallContext::within(std::time::Duration::from_secs(5)), &two_nodes()).await;
+    let text = reserved.map(drop).expect_err("it never starts").to_string();
+    assert!(text.contains("No available agent"), "{text}");
+}
+
 /// Case 10, as Ray says it; the limit of the client itself needs a program of more than 100 MiB.
 #[tokio::test(start_paused = true)]
 async fn a_package_that_ray_finds_too_large_is_explained() {

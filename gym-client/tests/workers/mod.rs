@@ -29,11 +29,14 @@ mod provisioner;
 mod ranks;
 #[cfg(feature = "ray")]
 mod ray;
+#[cfg(feature = "ray")]
+mod ray_faults;
 mod start;
 mod tied;
 mod types;
 #[cfg(feature = "rdma")]
 mod ucx;
+mod verify;
 
 use harness::{Case, Running, run_cases};
 use types::{Init, workers};
@@ -128,6 +131,9 @@ pub(crate) fn main() {
         nodes::ranks_of_a_stopped_node_are_dead_before_others_start,
         nodes::a_node_without_its_controller_ends_its_ranks,
         nodes::killed_nodes_leave_no_orphan_and_no_second_incarnation,
+        verify::items_are_verified_in_batches_by_time_and_share_an_input_by_reference,
+        verify::an_item_at_which_the_verifier_panics_fails_alone,
+        verify::an_item_that_ends_its_rank_fails_alone_and_is_no_verdict,
         bad_input::bad_input_gets_an_error_that_names_the_place_and_harms_nobody_else,
         bad_input::the_table_of_bad_input_has_these_cases,
         kills::workers_killed_during_calls_leave_no_doubt,
@@ -148,10 +154,17 @@ pub(crate) fn main() {
         ray::ray_r24_a_killed_rank_restarts_without_ray,
         ray::ray_r25_a_killed_actor_takes_its_agent_along,
         ray::ray_r27_ranks_of_a_lost_machine_restart_elsewhere,
+        ray::ray_r28_ranks_wait_for_a_machine_that_is_added,
         ray::ray_r29_ranks_of_a_machine_that_was_cut_off_end_before_others_start,
         ray::ray_r31_a_killed_controller_leaves_nothing,
         ray::ray_r32_a_killed_driver_leaves_no_process_and_the_job_is_submitted_again,
+        ray::ray_ranks_of_a_drained_machine_get_no_balanced_calls,
+        ray::ray_r33_ranks_serve_without_a_head_and_return_with_the_next_cluster,
+        ray::ray_ft_r34_nothing_restarts_with_a_head_that_keeps_its_state,
+        ray::ray_r36_each_node_verifies_its_share_in_batches_and_a_panic_fails_one_item,
+        ray::ray_r38_a_machine_lost_in_mid_run_costs_no_item,
         ray::ray_ranks_without_a_cluster_run_on_all_nodes,
+        ray_faults::ray_faults_leave_no_orphan_and_no_second_incarnation,
     ]);
     run_cases(cases, &arguments, run);
 }

@@ -10,12 +10,14 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
+use futures_util::StreamExt as _;
 use gym_client::group::ray::{Ray, RayAddress, RayDashboard, RayOptions};
 use gym_client::group::{
-    Group, GroupOptions, GroupRequest, NodesOptions, Provisioner, Reservation, ReserveRequest, VirtualCluster,
+    Group, GroupOptions, GroupRequest, NodeEvent, NodesOptions, Provisioner, Reservation, ReserveRequest,
+    VirtualCluster,
 };
 use gym_core::group::cluster::{ClusterSpec, PlacementStrategy};
-use gym_core::group::{RankState, WorkerGroupExt};
+use gym_core::group::{Batch, Dispatch, RankState, WorkerGroupExt};
 use gym_core::{CallContext, Code, Result};
 use rustix::process::Signal;
 use serde_json::{Value, json};
@@ -23,15 +25,15 @@ use tokio::io::AsyncBufReadExt as _;
 use tokio::time::{Instant, sleep, timeout};
 
 use super::types::{Describe, Init, workers};
-use super::{LONG, options, signal, spec, status, stop, transports, until};
+use super::{LONG, options, signal, spec, status, stop, transports, until, verify};
 
 /// Shorter than Ray's detection of a lost node, even of a cluster with short intervals.
-const LEASE: Duration = Duration::from_secs(3);
+pub(super) const LEASE: Duration = Duration::from_secs(3);
 /// The command line of an agent contains it.
-const AGENT: &str = "--gym-node-agent";
+pub(super) const AGENT: &str = "--gym-node-agent";
 
 /// Returns the address of the cluster, or says that there is none.
-fn cluster_address() -> Option<RayAddress> {
+pub(super) fn cluster_address() -> Option<RayAddress> {
     match std::env::var("GYM_RAY_TEST_ADDRESS") {
         Ok(address) => Some(RayAddress::parse(&address, "GYM_RAY_TEST_ADDRESS").expect("an address")),
         Err(_) => {
@@ -41,19 +43,19 @@ fn cluster_address() -> Option<RayAddress> {
     }
 }
 
-fn ray_options() -> RayOptions {
+pub(super) fn ray_options() -> RayOptions {
     let mut options = RayOptions::default();
     // The nodes share the files of this machine, and a test with debug information is large.
     options.program = Some(std::env::current_exe().expect("own path"));
     options.placement_timeout = Duration::from_secs(20);
-    options.placement_attempts = 1;
+    options.placement_attempts = Some(1);
     options.nodes = NodesOptions::default();
     options.nodes.lease = LEASE;
     options.nodes.wait_for_room = LONG;
     options
 }
 
-fn ray(address: RayAddress, options: RayOptions) -> Ray {
+pub(super) fn ray(address: RayAddress, options: RayOptions) -> Ray {
     Ray::at(address, workers()).with(options)
 }
 
@@ -70,7 +72,7 @@ impl Provisioner for OnRay {
 }
 
 /// Asks the program that runs the cluster to do something with it.
-fn control(request: &Value) -> Value {
+pub(super) fn control(request: &Value) -> Value {
     let path = std::env::var("GYM_RAY_TEST_CONTROL").expect("a cluster");
     let mut stream = UnixStream::connect(path).expect("the program that runs the cluster");
     stream.set_read_timeout(Some(2 * LONG)).expect("a timeout");
@@ -83,7 +85,7 @@ fn control(request: &Value) -> Value {
 }
 
 /// Returns the processes of a node with this argument.
-fn processes(node: &str, argument: &str) -> Vec<i32> {
+pub(super) fn processes(node: &str, argument: &str) -> Vec<i32> {
     let reply = control(&json!({"do": "list_processes", "node": node, "containing": argument}));
     let all = reply["processes"].as_array().expect("a list").clone();
     let named = |process: &&Value| {
@@ -101,13 +103,13 @@ fn addresses() -> BTreeMap<String, String> {
 }
 
 /// Returns the name, as the cluster's program has it, of the node of each rank.
-fn nodes_of(group: &Group) -> Vec<String> {
+pub(super) fn nodes_of(group: &Group) -> Vec<String> {
     let addresses = addresses();
     let node = |name: &str| addresses[name.split_once('@').expect("share@address").1].clone();
     group.worker_status().iter().map(|rank| node(rank.node_name.as_deref().expect("it is on a node"))).collect()
 }
 
-async fn no_process_of_ours_within(limit: Duration, what: &str) {
+pub(super) async fn no_process_of_ours_within(limit: Duration, what: &str) {
     let begin = Instant::now();
     loop {
         let left: Vec<_> = ["n1", "n2"].iter().flat_map(|node| processes(node, "--gym-")).collect();
@@ -128,7 +130,7 @@ fn request(options: GroupOptions) -> GroupRequest {
     GroupRequest::new("policy", "obedient", &Init::default(), options).expect("JSON")
 }
 
-fn cx() -> CallContext {
+pub(super) fn cx() -> CallContext {
     CallContext::within(2 * LONG)
 }
 
@@ -148,7 +150,10 @@ fn spread(counts: &[u32]) -> ClusterSpec {
 /// Cases 11, 14 and 19: two shares on two nodes, each rank with its own GPU; the same in Ray's own list.
 pub(crate) async fn ray_r11_bundles_spread_over_nodes_and_each_rank_has_its_gpu() {
     let Some(address) = cluster_address() else { return };
-    let cluster = cluster(spread(&[4, 4]), &address);
+    let mut spec = spread(&[4, 4]);
+    // The nodes announce their domain by a label.
+    spec.segment_size = std::num::NonZeroU32::new(2);
+    let cluster = cluster(spec, &address);
     let group = start(&cluster, options()).await;
     let nodes = nodes_of(&group);
     assert_eq!(nodes.iter().collect::<BTreeSet<_>>().len(), 2, "{nodes:?}");
@@ -302,14 +307,18 @@ async fn broken(what: &str, break_node: impl FnOnce(&str), mend: impl FnOnce(&st
     println!("    {what}: the cluster stopped in {:.2} s", begin.elapsed().as_secs_f64());
 }
 
+pub(super) fn parent(pid: i32) -> i32 {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).expect("a process");
+    let parent = status.lines().find_map(|line| line.strip_prefix("PPid:")).expect("a parent");
+    parent.trim().parse().expect("a pid")
+}
+
 /// Case 25: the actor that holds an agent is killed: the kernel ends the agent and its rank with it.
 pub(crate) async fn ray_r25_a_killed_actor_takes_its_agent_along() {
     let kill = |node: &str| {
         let agents = processes(node, AGENT);
         assert_eq!(agents.len(), 1, "{agents:?}");
-        let stat = std::fs::read_to_string(format!("/proc/{}/status", agents[0])).expect("a process");
-        let parent = stat.lines().find_map(|line| line.strip_prefix("PPid:")).expect("a parent");
-        signal(parent.trim().parse().expect("a pid"), Signal::KILL);
+        signal(parent(agents[0]), Signal::KILL);
     };
     broken("an actor is killed", kill, |_| {}).await;
 }
@@ -318,6 +327,192 @@ pub(crate) async fn ray_r25_a_killed_actor_takes_its_agent_along() {
 pub(crate) async fn ray_r27_ranks_of_a_lost_machine_restart_elsewhere() {
     let kill = |node: &str| drop(control(&json!({"do": "kill_node", "node": node})));
     broken("a machine is lost", kill, |node| drop(control(&json!({"do": "start_node", "node": node})))).await;
+}
+
+/// Case 28: a machine is lost, and no other has room. The other ranks serve, and those of the lost machine come back on a machine that is added.
+pub(crate) async fn ray_r28_ranks_wait_for_a_machine_that_is_added() {
+    let Some(address) = cluster_address() else { return };
+    let cluster = cluster(spread(&[1, 1]), &address);
+    let mut options = options();
+    options.restart_on_failure = true;
+    let group = start(&cluster, options).await;
+    let nodes = nodes_of(&group);
+    control(&json!({"do": "kill_node", "node": nodes[1]}));
+    let begin = Instant::now();
+    until("the rank has ended for the group", || status(&group, 1).state != RankState::Healthy).await;
+    // Ray needs some seconds to notice it; meanwhile and later, calls to the lost rank fail at once, and the other one serves.
+    while begin.elapsed() < 3 * LEASE {
+        let asked = Instant::now();
+        let error = group.call(Describe, ()).deadline(LONG).await.expect_err("a rank is missing");
+        assert!(asked.elapsed() < Duration::from_secs(5), "{error}");
+        group.call(Describe, ()).dispatch(Dispatch::rank(0)).deadline(LONG).await.expect("it serves");
+        sleep(Duration::from_millis(500)).await;
+    }
+    assert_ne!(status(&group, 1).state, RankState::Healthy);
+    let added = Instant::now();
+    control(&json!({"do": "start_node", "node": "n3"}));
+    println!("    a node is added: alive after {:.2} s", added.elapsed().as_secs_f64());
+    until("rank 1 is back", || status(&group, 1).state == RankState::Healthy).await;
+    println!("    a node is added: its rank is back after {:.2} s", added.elapsed().as_secs_f64());
+    assert_eq!(nodes_of(&group)[1], "n3");
+    assert_eq!((status(&group, 0).incarnation.0, status(&group, 1).incarnation.0), (1, 2), "one restart");
+    group.call(Describe, ()).deadline(LONG).await.expect("answers");
+    stop(&group).await;
+    cluster.shutdown(Duration::from_secs(2)).await.expect("stops");
+    control(&json!({"do": "kill_node", "node": "n3"}));
+    control(&json!({"do": "start_node", "node": nodes[1]}));
+}
+
+/// A machine is drained before it is taken away: balanced calls go elsewhere, the others go on, and its ranks start elsewhere at the end.
+pub(crate) async fn ray_ranks_of_a_drained_machine_get_no_balanced_calls() {
+    let Some(address) = cluster_address() else { return };
+    let cluster = cluster(ClusterSpec::new([1, 1]), &address);
+    let mut options = options();
+    options.restart_on_failure = true;
+    let group = Arc::new(start(&cluster, options).await);
+    let nodes = nodes_of(&group);
+    assert_ne!(nodes[0], nodes[1], "spread");
+    let mut events = cluster.node_events(&cx()).await.expect("reserved");
+    let begin = Instant::now();
+    control(&json!({"do": "drain_node", "node": nodes[1], "seconds": 60}));
+    let drained = async {
+        loop {
+            if let NodeEvent::Draining { node, why } = events.next().await.expect("an event") {
+                return (node, why);
+            }
+        }
+    };
+    let (node, why) = timeout(LONG, drained).await.expect("in time");
+    println!("    known after {:.2} s: {node}: {why}", begin.elapsed().as_secs_f64());
+    assert!(node.starts_with("share0001@") && why.contains("Ray drains it"), "{node}: {why}");
+    let balancer = group.balancer().expect("no weights");
+    for _ in 0..20 {
+        let reply = balancer.submit(&cx(), Describe, (), Batch::empty()).await.expect("answers");
+        assert_eq!(reply.value.variables["RANK"], "0");
+    }
+    group.call(Describe, ()).deadline(LONG).await.expect("the drained rank serves until the end");
+    assert_eq!(status(&group, 1).incarnation.0, 1);
+    // Whoever has drained it takes it away.
+    let begin = Instant::now();
+    control(&json!({"do": "kill_node", "node": nodes[1]}));
+    until("rank 1 is elsewhere", || {
+        let rank = status(&group, 1);
+        rank.incarnation.0 == 2 && rank.state == RankState::Healthy
+    })
+    .await;
+    println!("    its rank serves elsewhere after {:.2} s", begin.elapsed().as_secs_f64());
+    assert_eq!(nodes_of(&group)[1], nodes[0]);
+    let cx = cx();
+    let replies = (0..8).map(|_| balancer.submit(&cx, Describe, (), Batch::empty()));
+    let ranks: BTreeSet<String> = futures_util::future::join_all(replies)
+        .await
+        .into_iter()
+        .map(|reply| reply.expect("answers").value.variables["RANK"].clone())
+        .collect();
+    assert_eq!(ranks.len(), 2, "the new incarnation is on a machine that stays");
+    stop(&group).await;
+    cluster.shutdown(Duration::from_secs(2)).await.expect("stops");
+    control(&json!({"do": "start_node", "node": nodes[1]}));
+}
+
+/// Case 33: the head is lost, without fault tolerance. The ranks serve; when there is a cluster again, the job is submitted again.
+pub(crate) async fn ray_r33_ranks_serve_without_a_head_and_return_with_the_next_cluster() {
+    let Some(address) = cluster_address() else { return };
+    let cluster = cluster(spread(&[1, 1]), &address);
+    let mut options = options();
+    options.restart_on_failure = true;
+    let group = start(&cluster, options).await;
+    control(&json!({"do": "kill_head"}));
+    let begin = Instant::now();
+    while begin.elapsed() < 2 * LEASE {
+        group.call(Describe, ()).deadline(LONG).await.expect("the ranks serve without the head");
+        sleep(Duration::from_millis(200)).await;
+    }
+    println!("    the head is lost: its ranks serve after {:.2} s", begin.elapsed().as_secs_f64());
+    control(&json!({"do": "start_head"}));
+    // A node that outlives its head ends after a minute; here, it is started again at once.
+    for node in ["n1", "n2"] {
+        control(&json!({"do": "kill_node", "node": node}));
+        control(&json!({"do": "start_node", "node": node}));
+    }
+    let begin = Instant::now();
+    let back = |rank| status(&group, rank).incarnation.0 >= 2 && status(&group, rank).state == RankState::Healthy;
+    until("both ranks are back", || back(0) && back(1)).await;
+    println!("    a new cluster: both ranks are back after {:.2} s", begin.elapsed().as_secs_f64());
+    group.call(Describe, ()).deadline(LONG).await.expect("answers");
+    stop(&group).await;
+    cluster.shutdown(Duration::from_secs(2)).await.expect("stops");
+    no_process_of_ours_within(Duration::from_secs(5), "after the stop").await;
+}
+
+/// Case 34: a head that keeps its state restarts. No rank does, and no call fails.
+pub(crate) async fn ray_ft_r34_nothing_restarts_with_a_head_that_keeps_its_state() {
+    let Some(address) = cluster_address() else { return };
+    if std::env::var_os("GYM_RAY_TEST_FAULT_TOLERANT").is_none() {
+        println!("  skipped: the head of this cluster keeps no state (`.ci/test ray` starts one that does)");
+        return;
+    }
+    let mut on_ray = ray_options();
+    on_ray.driver_on_worker = true;
+    let cluster = VirtualCluster::new(spread(&[1, 1]), ray(address.clone(), on_ray)).expect("valid");
+    let mut options = options();
+    options.restart_on_failure = true;
+    let group = Arc::new(start(&cluster, options).await);
+    let ours = async || {
+        let (dashboard, _) = RayDashboard::connect(&cx(), &address).await?;
+        let jobs = dashboard.jobs(&cx()).await?;
+        Ok::<_, gym_core::Error>(
+            jobs.into_iter().filter(|job| job.ours().is_some() && job.status == "RUNNING").collect::<Vec<_>>(),
+        )
+    };
+    let before = ours().await.expect("lists");
+    assert_eq!(before.len(), 1, "{before:?}");
+    control(&json!({"do": "kill_head"}));
+    let begin = Instant::now();
+    let calling = tokio::spawn({
+        let group = Arc::clone(&group);
+        async move {
+            loop {
+                group
+                    .call(Describe, ())
+                    .dispatch(Dispatch::rank(0))
+                    .deadline(LONG)
+                    .await
+                    .expect("it serves all the time");
+                sleep(Duration::from_millis(100)).await;
+            }
+        }
+    });
+    sleep(LEASE).await;
+    group.kill(1).await.expect("kills");
+    let killed = Instant::now();
+    until("rank 1 is back", || status(&group, 1).incarnation.0 == 2 && status(&group, 1).state == RankState::Healthy)
+        .await;
+    println!("    without a head, a killed rank is back after {:.2} s", killed.elapsed().as_secs_f64());
+    control(&json!({"do": "start_head"}));
+    let listed = async {
+        loop {
+            match ours().await {
+                Ok(jobs) if !jobs.is_empty() => return jobs,
+                _ => sleep(Duration::from_millis(100)).await,
+            }
+        }
+    };
+    let after = timeout(LONG, listed).await.expect("the head lists the job");
+    println!("    the head is back, with its jobs, {:.2} s after it was killed", begin.elapsed().as_secs_f64());
+    assert_eq!(after[0].submission_id, before[0].submission_id, "the same job");
+    // The controller looks at the log and at the status of the job again.
+    sleep(Duration::from_secs(5)).await;
+    assert!(!calling.is_finished(), "a call failed");
+    calling.abort();
+    assert_eq!(
+        (status(&group, 0).incarnation.0, status(&group, 1).incarnation.0),
+        (1, 2),
+        "none but the killed one restarted"
+    );
+    stop(&group).await;
+    cluster.shutdown(Duration::from_secs(5)).await.expect("stops");
+    no_process_of_ours_within(Duration::from_secs(5), "after the stop").await;
 }
 
 /// Case 29: a machine is cut off. Its ranks end by themselves before others start.
@@ -390,6 +585,65 @@ pub(crate) async fn ray_r31_a_killed_controller_leaves_nothing() {
     }
     println!("    the ranks of a killed controller ended after {:.2} s", begin.elapsed().as_secs_f64());
     no_process_of_ours_within(Duration::from_secs(30), "after the controller was killed").await;
+}
+
+/// Two verifiers on each of two nodes, and a table that they fetch from this process.
+async fn verifiers(address: &RayAddress) -> (VirtualCluster, Arc<Group>, verify::Table) {
+    let cluster = cluster(spread(&[2, 2]), address);
+    let mut options = options();
+    options.restart_on_failure = true;
+    let request = GroupRequest::new("verifiers", "verifier", &(), options).expect("JSON");
+    let group = Arc::new(cluster.start(&cx(), request).await.expect("starts"));
+    // The nodes reach this program here.
+    (cluster, group, verify::Table::at("10.88.0.9").await)
+}
+
+/// Cases 36, 37 and 39: two nodes share the items of a list in bounded batches, and a panic of the verifier fails one item.
+pub(crate) async fn ray_r36_each_node_verifies_its_share_in_batches_and_a_panic_fails_one_item() {
+    let Some(address) = cluster_address() else { return };
+    let (cluster, group, table) = verifiers(&address).await;
+    let nodes = nodes_of(&group);
+    let begin = Instant::now();
+    let results = verify::check(&group, &table, verify::answers(1_000)).await;
+    println!("    1,000 items of 2 ms on 4 ranks in {:.2} s", begin.elapsed().as_secs_f64());
+    let mut by_node: BTreeMap<&str, usize> = BTreeMap::new();
+    for (rank, count) in verify::all_checked(&results, 1_000) {
+        *by_node.entry(&nodes[rank as usize]).or_default() += count;
+    }
+    println!("    by node: {by_node:?}; the shared input was fetched {} times", table.fetches());
+    assert!(by_node.len() == 2 && by_node.values().all(|count| *count >= 350), "{by_node:?}");
+    verify::batches_are_bounded(&results, 4);
+    verify::a_panic_names_its_item(&group, &table).await;
+    stop(&group).await;
+    cluster.shutdown(Duration::from_secs(2)).await.expect("stops");
+}
+
+/// Case 38: a machine is lost in mid-run; its batches are handed out again, and each item has one result.
+pub(crate) async fn ray_r38_a_machine_lost_in_mid_run_costs_no_item() {
+    let Some(address) = cluster_address() else { return };
+    let (cluster, group, table) = verifiers(&address).await;
+    let lost = nodes_of(&group)[2].clone();
+    let begin = Instant::now();
+    let verified = async {
+        let results = verify::check(&group, &table, verify::answers(2_000)).await;
+        println!("    2,000 items of 2 ms on 4 ranks, of which 2 were lost, in {:.2} s", begin.elapsed().as_secs_f64());
+        results
+    };
+    let node = lost.clone();
+    let kill = async {
+        sleep(Duration::from_millis(300)).await;
+        let killed = tokio::task::spawn_blocking(move || control(&json!({"do": "kill_node", "node": node})));
+        killed.await.expect("kills");
+        println!("    {lost} was killed after {:.2} s", begin.elapsed().as_secs_f64());
+    };
+    let (results, ()) = tokio::join!(verified, kill);
+    let by_rank = verify::all_checked(&results, 2_000);
+    println!("    by rank: {by_rank:?}");
+    assert!(by_rank[&2] > 0 && by_rank[&0] > by_rank[&2], "it was lost in mid-run: {by_rank:?}");
+    assert_eq!(status(&group, 0).incarnation.0, 1, "the other node was not touched");
+    control(&json!({"do": "start_node", "node": lost}));
+    stop(&group).await;
+    cluster.shutdown(Duration::from_secs(2)).await.expect("stops");
 }
 
 /// Case 1: without an address nothing of Ray is tried, which the other cases show; a group without a cluster runs on all nodes.

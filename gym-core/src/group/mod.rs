@@ -62,8 +62,9 @@ pub use batch::{
 #[doc(hidden)]
 pub use call::{Backlog, Gate, Permit, RankMonitor};
 pub use call::{
-    Balancer, ExitCause, FailureKind, Gathered, GroupCall, GroupError, GroupView, InProcessGroup, InProcessOptions,
-    Member, Pending, RankExit, RankOutcome, RankReply, Submitted, WorkerGroup, WorkerGroupExt,
+    Balancer, BatchOptions, ExitCause, FailureKind, Gathered, GroupCall, GroupError, GroupView, InProcessGroup,
+    InProcessOptions, ItemError, Member, Pending, RankExit, RankOutcome, RankReply, Submitted, WorkerGroup,
+    WorkerGroupExt,
 };
 pub use health::RankState;
 pub use layout::dispatch::{Assignment, Dispatch, Free, PlanError};

@@ -14,7 +14,7 @@ use crate::cli::args::options::{ClusterArgs, RunArgs};
 use crate::cli::console::{self, Console};
 use crate::cli::exit::{FAILED, Failure, Outcome};
 use crate::cli::setup::cluster::{HeadOptions, head_registry, load_worker, look_up};
-use crate::cli::setup::configuration::{Need, load, nothing_named};
+use crate::cli::setup::configuration::{LoadedConfig, Need, load, nothing_named};
 use crate::cli::setup::head_server;
 use crate::cli::setup::models::ModelWatch;
 use crate::cli::setup::signals::StopSignals;
@@ -51,7 +51,7 @@ pub(super) async fn run(
     }
     let pulled_from = args.pull_from.as_deref().map(pull_from).transpose()?;
     let world = World::real();
-    let mut loaded = if joins {
+    let loaded = if joins {
         let head = HeadOptions { url: args.head_url.as_deref(), url_given: head_url_given, wait: cluster.join_timeout };
         load_worker(&args.sources, overrides, servers, &head, &world, console).await?
     } else {
@@ -63,7 +63,32 @@ pub(super) async fn run(
     prepare_transports(&loaded, servers, console);
     loaded.config.warnings.iter().for_each(|warning| console.warn(warning));
     #[cfg(feature = "ray")]
-    crate::cli::setup::ray::announce(&loaded.config, console).await?;
+    let (loaded, ray) = crate::cli::setup::ray::announce(loaded, args.sources.python.as_deref(), console).await?;
+    let serving =
+        Serving { args, cluster, loaded, world, by_variable, joins, serves_head, head_url_given, pulled_from };
+    let ended = Box::pin(serve(serving, overrides, servers, console)).await;
+    #[cfg(feature = "ray")]
+    crate::cli::setup::ray::stop(ray, console).await;
+    ended
+}
+
+/// What a command serves, after its configuration was loaded.
+struct Serving {
+    args: RunArgs,
+    cluster: ClusterArgs,
+    loaded: LoadedConfig,
+    world: World,
+    by_variable: bool,
+    joins: bool,
+    serves_head: bool,
+    head_url_given: bool,
+    pulled_from: Option<Endpoint>,
+}
+
+/// Starts the servers, and serves until a signal arrives.
+async fn serve(serving: Serving, overrides: &[String], servers: &Servers, console: &Console) -> Outcome {
+    let Serving { args, cluster, mut loaded, world, by_variable, joins, serves_head, head_url_given, pulled_from } =
+        serving;
     let head = head_server::endpoint(args.head_url.as_deref(), head_url_given, overrides, &loaded.config)?;
     let own = format!("http://{}:{}", loaded.config.head.host, loaded.config.head.port);
     if let Some(other) = args.head_url.as_deref().filter(|url| by_variable && serves_head && *url != own) {

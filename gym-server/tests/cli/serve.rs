@@ -31,6 +31,23 @@ pub(crate) fn run_announces_serves_and_stops_in_order() {
     }
 }
 
+/// A Ray cluster that does not respond hides nothing of the rest.
+pub(crate) fn status_and_workers_show_the_ray_cluster_of_the_configuration() {
+    let folder = TestFolder::new();
+    let _started = folder.start(&[]);
+    for (command, rest) in [("status", "4 of 4 servers healthy"), ("workers", "no worker has joined")] {
+        let port = folder.port();
+        let mut command = folder.command(&[command, &port]);
+        let output = command.env("RAY_ADDRESS", "http://127.0.0.1:1").output().unwrap();
+        let (text, _) = ended_with(&output, 0);
+        assert!(text.contains(rest), "{text}");
+        let ray = "Ray at http://127.0.0.1:1, address http://127.0.0.1:1 (RAY_ADDRESS): ";
+        assert!(text.contains(ray) && text.contains("does not respond") && text.contains("fix: "), "{text}");
+        let (text, _) = ended_with(&command.env_remove("RAY_ADDRESS").output().unwrap(), 0);
+        assert!(!text.contains("Ray"), "{text}");
+    }
+}
+
 pub(crate) fn a_second_signal_stops_at_once() {
     let folder = TestFolder::new();
     let port = folder.port();

@@ -1,5 +1,7 @@
 //! Verifies answers to math problems in parallel: `cargo run --release -p gym-group-examples --bin verify`.
 //!
+//! The list takes items one by one and hands them out in batches that take 20 ms, least busy rank first. The batches of a lost rank are handed out again.
+//!
 //! The ranks are processes of this machine. With the address of a Ray cluster in `RAY_ADDRESS`, they run on its nodes, without another change:
 //! `RAY_ADDRESS=10.0.0.1:6379 cargo run --release -p gym-group-examples --bin verify`.
 
@@ -10,6 +12,7 @@ use std::time::Duration;
 use gym_client::Transports;
 use gym_client::group::ray::{RayAddress, ray_or_local};
 use gym_client::group::{Group, GroupOptions, LaunchSpec, RankPlace, WorkerKind, Workers};
+use gym_core::group::BatchOptions;
 use gym_core::group::health::RetryBudgets;
 use gym_core::group::prelude::*;
 use serde::{Deserialize, Serialize};
@@ -17,8 +20,6 @@ use tokio::time::Instant;
 
 const RANKS: u32 = 4;
 const ITEMS: u64 = 1_000;
-/// Items of a batch, which takes some 20 ms: at least four batches for each rank.
-const BATCH: u64 = 25;
 
 /// A problem, and the answer of a model.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -31,10 +32,10 @@ struct Verifier(u32);
 worker! {
     impl Worker for Verifier as verifier {
         fn start(env: WorkerEnv, (): ()) -> Result<Self> { Ok(Self(env.rank)) }
-        /// Returns the rank, and for each item whether the answer is the number of primes up to the number. May be repeated on another rank.
-        blocking(idempotent) fn check(&mut self, _: &CallContext, call: Payload<Vec<Item>>) -> Result<Payload<(u32, Vec<bool>)>> {
-            let right = call.value.iter().map(|item| primes(item.number) == item.answer).collect();
-            Ok((self.0, right).into())
+        /// Returns for each item whether the answer is the number of primes up to the number, and the rank. May be repeated on another rank.
+        blocking(idempotent) fn check(&mut self, _: &CallContext, call: Payload<Vec<Item>>) -> Result<Payload<Vec<(bool, Rank)>>> {
+            let check = |item: &Item| (primes(item.number) == item.answer, self.0);
+            Ok(call.value.iter().map(check).collect::<Vec<_>>().into())
         }
     }
 }
@@ -70,20 +71,22 @@ async fn verify() -> anyhow::Result<()> {
     // Every second answer is wrong.
     let items: Vec<Item> =
         (0..ITEMS).map(|at| Item { number: 10_000 + at, answer: primes(10_000 + at) + at % 2 }).collect();
-    let batches = items.chunks(BATCH as usize).map(<[Item]>::to_vec).collect();
     let begin = Instant::now();
-    let checked = group.balancer()?.again(RetryBudgets::default()).map(&cx, verifier::check, batches, 2).await?;
+    let balancer = group.balancer()?.again(RetryBudgets::default());
+    let checked = balancer.map_batched(&cx, verifier::check, items, &BatchOptions::default()).await;
     let seconds = begin.elapsed().as_secs_f64();
 
-    let right = checked.iter().flat_map(|(_, right)| right).filter(|right| **right).count();
+    // An item whose verifier fails would fail alone: its error names it, and the others have their results. Here, none does.
+    let checked = checked.into_iter().collect::<Result<Vec<_>, _>>()?;
+    let right = checked.iter().filter(|(right, _)| *right).count();
     let nodes: Vec<String> = group
         .worker_status()
         .iter()
         .map(|rank| rank.node_name.as_deref().unwrap_or("this machine").to_owned())
         .collect();
     let mut by_node: BTreeMap<&str, usize> = BTreeMap::new();
-    for (rank, right) in &checked {
-        *by_node.entry(&nodes[*rank as usize]).or_default() += right.len();
+    for (_, rank) in &checked {
+        *by_node.entry(&nodes[*rank as usize]).or_default() += 1;
     }
     println!("{right} of {ITEMS} answers are right; verified by node: {by_node:?}");
     println!("{:.0} items/s on {RANKS} ranks", ITEMS as f64 / seconds);

@@ -132,7 +132,7 @@ const POLICY_API_KEY: (&str, &str, &str) = (
 );
 
 /// The variables that the SDK sets for its child processes: name, child, meaning.
-const SET: [(&str, &str, &str); 19] = [
+const SET: [(&str, &str, &str); 20] = [
     ("AVAILABLE_ADDR_LIST", "rank", "The addresses of all ranks, as a Python list."),
     ("AVAILABLE_PORT_LIST", "rank", "A reserved port of each rank, as a Python list."),
     (
@@ -144,6 +144,7 @@ const SET: [(&str, &str, &str); 19] = [
     ("GYM_RAY_SPEC", "job on Ray", "What the job reserves and starts, as JSON."),
     ("GYM_UCX_RESTARTED", "`rgym`", "Set when the program has executed itself again with the variables of UCX."),
     ("GYM_WORKER", "rank", "What the rank runs, as JSON."),
+    ("LANG", "limited program", "`C.UTF-8`. A limited program has no variable of its parent."),
     ("LOCAL_RANK", "rank", "The number of the rank on its node, from 0."),
     ("MASTER_ADDR", "rank", "The address for the rendezvous of torch."),
     ("MASTER_PORT", "rank", "The port for the rendezvous of torch."),
@@ -159,7 +160,7 @@ const SET: [(&str, &str, &str); 19] = [
 ];
 
 /// Variables of tests, benchmarks and fuzzing. No program of a user reads them.
-const OF_TESTS: [&str; 49] = [
+const OF_TESTS: [&str; 53] = [
     "CONDA_PREFIX",
     "GYM_ABSENT",
     "GYM_AFFINITY_SEEDS",
@@ -167,13 +168,17 @@ const OF_TESTS: [&str; 49] = [
     "GYM_BAD_INPUT_CASE",
     "GYM_BAD_INPUT_TABLE",
     "GYM_DATA_PYTHON",
+    "GYM_FAULT_SEED",
     "GYM_FUZZ_TARGET",
     "GYM_KILLS",
     "GYM_KILL_SEED",
     "GYM_NODE_KILLS",
     "GYM_PEER_PYTHON",
+    "GYM_RAY_FAULTS",
     "GYM_RAY_TEST_ADDRESS",
     "GYM_RAY_TEST_CONTROL",
+    "GYM_RAY_TEST_FAULT_TOLERANT",
+    "GYM_RAY_TEST_PYTHON",
     "GYM_REFERENCE",
     "GYM_SAFETENSORS_PYTHON",
     "GYM_SIM_FROM",

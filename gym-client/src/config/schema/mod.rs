@@ -406,6 +406,17 @@ impl GymConfig {
         self.raw = self.with_live(live);
     }
 
+    /// Sets the address that Python servers of this machine pass to `ray.init`, for an address such as `local` that only this program understands.
+    /// Workers on other machines get the configuration as it was given.
+    pub fn set_ray_address_of_python(&mut self, address: &str) {
+        if let Some(map) = self.raw.as_map_mut() {
+            map.set(
+                Key::Text("ray_head_node_address".to_owned()),
+                Node::text(address, &Origin::of("Ray head of this machine")),
+            );
+        }
+    }
+
     /// Returns the merged configuration with `****` instead of keys, tokens, passwords and other secrets.
     #[must_use]
     pub fn masked(&self) -> Value {

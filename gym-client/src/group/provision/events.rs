@@ -50,6 +50,13 @@ pub enum NodeEvent {
         /// The reason.
         why: String,
     },
+    /// The node is to be taken away, says the engine that placed it. Its ranks serve until then, and balancers choose others if they can.
+    Draining {
+        /// The name of the node.
+        node: String,
+        /// The reason.
+        why: String,
+    },
     /// The node was given up: its ranks have ended, or end with their lease.
     Lost {
         /// The name of the node.
@@ -121,6 +128,13 @@ pub enum RankEvent {
         /// The limit in bytes.
         limit_bytes: u64,
     },
+    /// The node of the rank is about to be taken away.
+    Draining {
+        /// The rank.
+        rank: Rank,
+        /// The incarnation.
+        incarnation: Incarnation,
+    },
     /// The rank and all its descendants have exited.
     Exited {
         /// The rank.
@@ -132,7 +146,7 @@ pub enum RankEvent {
 
 /// A log of events. Each reader receives the events so far, then new ones as they happen.
 ///
-/// No event is dropped. An incarnation has at most five events, and the restart budget bounds the incarnations.
+/// No event is dropped. An incarnation has at most six events, and the restart budget bounds the incarnations.
 #[derive(Debug)]
 pub(crate) struct EventLog<E = RankEvent> {
     events: Arc<Mutex<Vec<E>>>,

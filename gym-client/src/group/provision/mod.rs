@@ -25,7 +25,7 @@ pub use events::{NodeEvent, NodeState, NodeStatus, RankEvent};
 pub use in_process::InProcessRanks;
 pub use local::{Local, LocalOptions};
 #[cfg(feature = "ray")]
-pub(crate) use nodes::{AGENT_ROLE, AgentLines, BundleMoves, NodeSource};
+pub(crate) use nodes::{AGENT_ROLE, AgentLines, BundleMoves, NodeSource, NodesReservation};
 pub use nodes::{NodeAgent, NodeOptions, Nodes, NodesOptions};
 pub use place::{BundleId, HeldPort, RankPlace, Rendezvous};
 pub use variables::Variables;

@@ -8,7 +8,9 @@ use gym_core::{Code, Endpoint, Error, Result};
 /// The port of Ray's dashboard, which serves its REST interface.
 pub(super) const DASHBOARD_PORT: u16 = 8265;
 /// The forms, for errors.
-const FORMS: &str = "ray://HOST:10001, HOST:6379, HOST, http://HOST:8265, https://HOST, or auto";
+const FORMS: &str = "ray://HOST:10001, HOST:6379, HOST, http://HOST:8265, https://HOST, auto, or local";
+/// The word for a head of this machine.
+const LOCAL: &str = "local";
 
 /// The address of a Ray cluster, and where it was given.
 ///
@@ -16,6 +18,7 @@ const FORMS: &str = "ray://HOST:10001, HOST:6379, HOST, http://HOST:8265, https:
 /// |---|---|
 /// | `ray://HOST:10001`, `HOST:6379`, `HOST` | `http://HOST:8265`; the given port is that of another service, and is not used |
 /// | `http://HOST:PORT`, `https://HOST` | as written |
+/// | `local` | `http://127.0.0.1:8265`, that of a head of this machine, which [`LocalHead`](crate::group::ray::LocalHead) starts if there is none |
 /// | `auto` | `RAY_API_SERVER_ADDRESS`, or else `RAY_ADDRESS`, as Ray itself looks for it |
 ///
 /// ```
@@ -64,6 +67,10 @@ impl RayAddress {
             let (name, value) = found.ok_or_else(|| wrong("neither RAY_API_SERVER_ADDRESS nor RAY_ADDRESS is set"))?;
             return Self::find(&value, format!("auto from {source}, {name}"), environment);
         }
+        if text == LOCAL {
+            let dashboard = format!("http://127.0.0.1:{DASHBOARD_PORT}");
+            return Ok(Self { written: LOCAL.to_owned(), source, dashboard });
+        }
         let dashboard = match text.split_once("://") {
             Some(("http" | "https", rest)) => {
                 host_of(rest.trim_end_matches('/'))
@@ -91,6 +98,12 @@ impl RayAddress {
     pub fn with_dashboard(mut self, url: &str) -> Result<Self> {
         let url = url.trim().trim_end_matches('/');
         let host = url.strip_prefix("http://").or_else(|| url.strip_prefix("https://")).and_then(host_of);
+        if self.is_local() && (!url.starts_with("http://") || !matches!(host, Some("127.0.0.1" | "localhost"))) {
+            return Err(Error::invalid(format!(
+                "ray_dashboard_address is '{url}', and ray_head_node_address is {LOCAL}, from {}\n  fix: write http://127.0.0.1:PORT, or leave it out",
+                self.source
+            )));
+        }
         if host.is_none() {
             return Err(Error::invalid(format!(
                 "ray_dashboard_address is '{url}'\n  fix: write a URL such as http://10.0.0.1:{DASHBOARD_PORT}"
@@ -98,6 +111,24 @@ impl RayAddress {
         }
         url.clone_into(&mut self.dashboard);
         Ok(self)
+    }
+
+    /// Returns the address of a head of this machine.
+    pub(super) fn of_local_head(cluster: &str, source: &str, dashboard_port: u16) -> Self {
+        let dashboard = format!("http://127.0.0.1:{dashboard_port}");
+        Self { written: cluster.to_owned(), source: format!("{LOCAL} from {source}"), dashboard }
+    }
+
+    /// Returns the port of the dashboard's URL.
+    pub(super) fn dashboard_port(&self) -> u16 {
+        let usual = if self.dashboard.starts_with("https:") { 443 } else { 80 };
+        self.dashboard.rsplit_once(':').and_then(|(_, port)| port.parse().ok()).unwrap_or(usual)
+    }
+
+    /// Returns `true` for `local`: a head of this machine, which may have to be started first.
+    #[must_use]
+    pub fn is_local(&self) -> bool {
+        self.written == LOCAL
     }
 
     /// Returns the address as it was written.
@@ -212,6 +243,7 @@ mod tests {
             ("[fd00::1]:6379", "http://[fd00::1]:8265"),
             ("http://h:9000/", "http://h:9000"),
             ("https://ray.example", "https://ray.example"),
+            ("local", "http://127.0.0.1:8265"),
         ] {
             assert_eq!(find(written, &[]).unwrap().dashboard(), dashboard, "{written}");
         }
@@ -232,6 +264,10 @@ mod tests {
         let error = find("h", &[]).unwrap().with_dashboard("h:8265").unwrap_err().to_string();
         assert!(error.contains("ray_dashboard_address"), "{error}");
         assert_eq!(find("h", &[]).unwrap().with_dashboard("http://d:80/").unwrap().dashboard(), "http://d:80");
+        let local = find("local", &[]).unwrap();
+        let error = local.clone().with_dashboard("http://d:80").unwrap_err().to_string();
+        assert!(error.contains("main.yaml:4") && error.contains("write http://127.0.0.1:PORT"), "{error}");
+        assert_eq!(local.with_dashboard("http://127.0.0.1:9000").unwrap().dashboard(), "http://127.0.0.1:9000");
     }
 
     #[test]

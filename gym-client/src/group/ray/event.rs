@@ -44,6 +44,12 @@ enum ShimEventKind {
     Suspect {
         share: usize,
     },
+    Draining {
+        share: usize,
+        node_id: String,
+        /// Until the machine is taken away; `None` if that is not known.
+        seconds: Option<f64>,
+    },
     Lost {
         share: usize,
         cause: String,
@@ -87,6 +93,8 @@ pub(super) const NOT_PLACED: i32 = 3;
 #[derive(Clone, Debug, Default)]
 pub(super) struct ShareState {
     pub(super) agent: Option<ShareAgent>,
+    /// Why the node of the agent is about to be taken away.
+    pub(super) draining: Option<String>,
     /// The last failure, for errors.
     pub(super) failure: Option<String>,
 }
@@ -133,7 +141,11 @@ impl RunState {
             }
             ShimEventKind::Agent { share, node_id, ip, endpoints } => {
                 if let Some(state) = self.shares.get_mut(share) {
-                    *state = ShareState { agent: Some(ShareAgent { node_id, ip, endpoints }), failure: None };
+                    *state = ShareState {
+                        agent: Some(ShareAgent { node_id, ip, endpoints }),
+                        draining: None,
+                        failure: None,
+                    };
                 }
             }
             ShimEventKind::Exited { share, code, error, stderr } => {
@@ -148,6 +160,15 @@ impl RunState {
                 self.failed(share, failure);
             }
             ShimEventKind::Suspect { share } => tracing::warn!(share, "a process of the Ray job does not respond"),
+            ShimEventKind::Draining { share, node_id, seconds } => {
+                let state = self.shares.get_mut(share);
+                let on_node =
+                    |state: &&mut ShareState| state.agent.as_ref().is_some_and(|agent| agent.node_id == node_id);
+                if let Some(state) = state.filter(on_node) {
+                    let when = seconds.map_or(String::new(), |seconds| format!(" in {:.0} s", seconds.max(0.0)));
+                    state.draining = Some(format!("Ray drains it: it is to be taken away{when}"));
+                }
+            }
             ShimEventKind::Lost { share, cause, node_id, why } => {
                 let node = node_id.unwrap_or_default();
                 tracing::warn!(share, cause, node, why, "Ray has lost a share of the job, and starts it again");
@@ -169,13 +190,28 @@ impl RunState {
 
     fn failed(&mut self, share: usize, failure: String) {
         if let Some(state) = self.shares.get_mut(share) {
-            *state = ShareState { agent: None, failure: Some(failure) };
+            *state = ShareState { agent: None, draining: None, failure: Some(failure) };
         }
     }
 
     /// Returns `true` if every share has an agent.
     pub(super) fn is_ready(&self) -> bool {
         self.shares.iter().all(|share| share.agent.is_some())
+    }
+
+    /// Returns a warning if all shares are on one node.
+    pub(super) fn crowded(&self) -> Option<String> {
+        let mut agents = self.shares.iter().filter_map(|share| share.agent.as_ref());
+        let first = agents.next()?;
+        if self.shares.len() < 2 || agents.any(|agent| agent.node_id != first.node_id) {
+            return None;
+        }
+        Some(format!(
+            "SPREAD was asked for, and all {} shares are on the node {}, because there is no other node with room for one\n  fix: see `rgym ray status` for nodes and \
+             `rgym ray resources` for what is in use; STRICT_SPREAD waits for room on other nodes instead",
+            self.shares.len(),
+            first.ip
+        ))
     }
 
     /// Describes the shares without an agent.
@@ -213,6 +249,8 @@ mod tests {
         );
         assert!(state.read(&log));
         assert!(state.is_ready() && state.waiting.is_none());
+        let crowded = state.crowded().unwrap();
+        assert!(crowded.contains("all 2 shares are on the node 10.0.0.0") && crowded.contains("fix: "), "{crowded}");
         let more = format!(
             "{log}@gym {{\"seq\":7,\"t\":4,\"kind\":\"exited\",\"share\":1,\"incarnation\":1,\"code\":-9,\"stderr\":[\"out of memory\"]}}\n"
         );
@@ -222,5 +260,19 @@ mod tests {
         assert_eq!(state.shares[1].agent.as_ref().unwrap().endpoints[0].as_str(), "http://10.0.0.1:3");
         assert!(state.read("@gym {\"seq\":9,\"t\":9,\"kind\":\"ended\",\"code\":3,\"why\":\"no room\"}\n"));
         assert_eq!(state.ended, Some(RunEnd { code: Some(NOT_PLACED), why: "no room".to_owned() }));
+
+        let draining = |seq: u64, node: &str| {
+            format!(
+                "@gym {{\"seq\":{seq},\"t\":9,\"kind\":\"draining\",\"share\":1,\"node_id\":\"{node}\",\"seconds\":29.6}}\n"
+            )
+        };
+        assert!(state.read(&draining(10, "another")));
+        assert_eq!(state.shares[1].draining, None);
+        assert!(state.read(&draining(11, "n")));
+        assert_eq!(state.shares[1].draining.as_deref(), Some("Ray drains it: it is to be taken away in 30 s"));
+        state.shares[1].agent.as_mut().unwrap().node_id = "m".to_owned();
+        assert_eq!(state.crowded(), None);
+        state.shares.pop();
+        assert_eq!(state.crowded(), None, "one share has nothing to be spread");
     }
 }

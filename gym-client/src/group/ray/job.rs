@@ -30,6 +30,8 @@ struct ShimSpec<'a> {
     bundles: &'a [BTreeMap<String, f64>],
     /// The CPUs of each bundle, as its agent counts them.
     cpus: &'a [u32],
+    /// The labels that the node of each bundle must have; empty without labels.
+    selectors: &'a [BTreeMap<String, String>],
     command: [&'a str; 2],
     variables: &'a BTreeMap<String, String>,
     agent: AgentLines,
@@ -69,6 +71,7 @@ impl JobTemplate {
             strategy: plan.strategy,
             bundles: &plan.bundles,
             cpus: &plan.cpus,
+            selectors: if plan.selectors.iter().all(BTreeMap::is_empty) { &[] } else { &plan.selectors },
             command: [&program, AGENT_ROLE],
             variables: &options.variables,
             agent: AgentLines {
@@ -77,7 +80,7 @@ impl JobTemplate {
                 later_s: LATER.as_secs_f64(),
                 grace_s: RANK_GRACE.as_secs_f64(),
             },
-            placement_attempts: options.placement_attempts.max(1),
+            placement_attempts: options.attempts()?,
             placement_timeout_s: options.placement_timeout.as_secs_f64(),
             start_timeout_s: options.start_timeout.as_secs_f64(),
             silence_s: lease.as_secs_f64(),

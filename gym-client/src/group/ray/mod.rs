@@ -24,6 +24,7 @@ mod address;
 mod dashboard;
 mod event;
 mod job;
+mod local;
 mod package;
 mod run;
 mod share;
@@ -38,18 +39,21 @@ use std::time::Duration;
 use async_trait::async_trait;
 use futures_util::stream::BoxStream;
 use gym_core::group::cluster::Placement;
-use gym_core::{CallContext, Result};
+use gym_core::{CallContext, Error, Result};
+use tokio_util::task::AbortOnDropHandle;
 
 use crate::group::provision::{
-    Deployment, LaunchSpec, Local, NodeEvent, NodeSource, NodeStatus, Nodes, NodesOptions, Provisioner, Reservation,
-    ReserveRequest, Workers,
+    Deployment, LaunchSpec, Local, NodeEvent, NodeSource, NodeStatus, Nodes, NodesOptions, NodesReservation,
+    Provisioner, Reservation, ReserveRequest, Workers,
 };
 pub use address::RayAddress;
 pub use dashboard::{RayDashboard, RayJob, RayMemory, RayNode, RayTask, RayVersion};
 use job::JobTemplate;
+use local::HeadShare;
+pub use local::LocalHead;
 use run::RayRun;
 use share::SharePlan;
-use source::PlacedShares;
+use source::{PlacedShares, pass_on_drains};
 
 /// Reserves bundles on the nodes of a Ray cluster, and starts ranks there.
 #[derive(Clone)]
@@ -60,7 +64,7 @@ pub struct Ray {
 }
 
 /// Options of bundles on a Ray cluster.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, PartialEq)]
 #[non_exhaustive]
 pub struct RayOptions {
     /// The name of our jobs in Ray's dashboard. Default: the name of this program's file.
@@ -77,8 +81,8 @@ pub struct RayOptions {
     pub driver_on_worker: bool,
     /// Time for which a placement group waits for room, in each attempt. Default: 180 s, as NeMo RL.
     pub placement_timeout: Duration,
-    /// The number of such attempts. Default: the variable `NRL_VIRTUAL_CLUSTER_MAX_RETRIES`, or 6, as NeMo RL.
-    pub placement_attempts: u32,
+    /// The number of such attempts. Default: `None`, for the number in the variable `NRL_VIRTUAL_CLUSTER_MAX_RETRIES`, or 6, as NeMo RL.
+    pub placement_attempts: Option<u32>,
     /// Waits even if no node of the cluster can ever have the bundles: for a cluster whose autoscaler adds nodes. Default: `false`.
     pub wait_if_infeasible: bool,
     /// Time for an agent to start, once Ray has placed it. Default: 60 s.
@@ -94,7 +98,6 @@ impl Default for RayOptions {
     fn default() -> Self {
         let program =
             std::env::current_exe().ok().and_then(|path| Some(path.file_stem()?.to_string_lossy().into_owned()));
-        let attempts = std::env::var("NRL_VIRTUAL_CLUSTER_MAX_RETRIES").ok().and_then(|text| text.parse().ok());
         Self {
             name: program.unwrap_or_else(|| "gym".to_owned()),
             program: None,
@@ -102,12 +105,52 @@ impl Default for RayOptions {
             resources: BTreeMap::new(),
             driver_on_worker: false,
             placement_timeout: Duration::from_secs(180),
-            placement_attempts: attempts.unwrap_or(6),
+            placement_attempts: None,
             wait_if_infeasible: false,
             start_timeout: Duration::from_secs(60),
             max_restarts: 10,
             nodes: NodesOptions { wait_for_room: Duration::from_secs(180), ..NodesOptions::default() },
         }
+    }
+}
+
+/// The variable with the number of attempts to place the bundles.
+const ATTEMPTS_VARIABLE: &str = "NRL_VIRTUAL_CLUSTER_MAX_RETRIES";
+/// The number without it.
+const ATTEMPTS: u32 = 6;
+
+impl RayOptions {
+    /// Returns the number of attempts to place the bundles.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for a variable that is no number from 1.
+    fn attempts(&self) -> Result<u32> {
+        match (self.placement_attempts, std::env::var(ATTEMPTS_VARIABLE)) {
+            (Some(attempts), _) => Ok(attempts.max(1)),
+            (None, Ok(text)) => parse_attempts(&text),
+            (None, Err(_)) => Ok(ATTEMPTS),
+        }
+    }
+}
+
+fn parse_attempts(text: &str) -> Result<u32> {
+    match text.trim().parse() {
+        Ok(attempts) if attempts > 0 => Ok(attempts),
+        _ => Err(Error::invalid(format!(
+            "{ATTEMPTS_VARIABLE} is '{text}'\n  fix: write a number from 1, or unset it for {ATTEMPTS}"
+        ))),
+    }
+}
+
+impl fmt::Debug for RayOptions {
+    /// Leaves the values of the variables out: some of them are secrets.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let names: Vec<&String> = self.variables.keys().collect();
+        f.debug_struct("RayOptions")
+            .field("name", &self.name)
+            .field("program", &self.program)
+            .field("variables", &names)
+            .finish_non_exhaustive()
     }
 }
 
@@ -133,6 +176,8 @@ impl Ray {
 }
 
 /// Returns the provisioner of a program that runs anywhere: the Ray cluster at `address`, or without one, processes of this machine.
+///
+/// The address `local` starts a Ray head of this machine with the first reservation, and stops it with the last, as [`LocalHead`] says.
 #[must_use]
 pub fn ray_or_local(address: Option<RayAddress>, workers: Workers) -> Box<dyn Provisioner> {
     match address {
@@ -145,10 +190,43 @@ pub fn ray_or_local(address: Option<RayAddress>, workers: Workers) -> Box<dyn Pr
 impl Provisioner for Ray {
     async fn reserve(&self, cx: &CallContext, request: &ReserveRequest) -> Result<Arc<dyn Reservation>> {
         request.cluster.validate()?;
-        let (dashboard, version) = RayDashboard::connect(cx, &self.address).await?;
+        // A wrong variable is an error before anything is asked of the cluster.
+        self.options.attempts()?;
+        let (head, address) = if self.address.is_local() {
+            let (head, address) = HeadShare::take(cx, &self.address).await?;
+            (Some(head), address)
+        } else {
+            (None, self.address.clone())
+        };
+        let reserved = self.reserve_at(cx, request, &address).await;
+        match (reserved, head) {
+            (Ok((nodes, run)), head) => {
+                let drains = tokio::spawn(pass_on_drains(Arc::downgrade(&run), Arc::downgrade(&nodes)));
+                Ok(Arc::new(RayReservation { nodes, run, head, _drains: AbortOnDropHandle::new(drains) }))
+            }
+            (Err(error), Some(head)) => {
+                if let Err(error) = head.give_back().await {
+                    tracing::warn!(%error, "the Ray head of this machine was not stopped");
+                }
+                Err(error)
+            }
+            (Err(error), None) => Err(error),
+        }
+    }
+}
+
+impl Ray {
+    /// Reserves on the cluster at this address.
+    async fn reserve_at(
+        &self,
+        cx: &CallContext,
+        request: &ReserveRequest,
+        address: &RayAddress,
+    ) -> Result<(Arc<NodesReservation>, Arc<RayRun>)> {
+        let (dashboard, version) = RayDashboard::connect(cx, address).await?;
         let dashboard = Arc::new(dashboard);
-        tracing::info!(address = %self.address, ray = version.ray_version, "connected to the Ray cluster");
-        let subject = || format!("reserve bundles on the Ray cluster at {}", self.address.written());
+        tracing::info!(%address, ray = version.ray_version, "connected to the Ray cluster");
+        let subject = || format!("reserve bundles on the Ray cluster at {}", address.written());
         let reserved = async {
             let nodes = dashboard.nodes(cx).await?;
             let plan = SharePlan::of(request, &nodes, &self.options.resources)?;
@@ -165,10 +243,10 @@ impl Provisioner for Ray {
                 let shares: Arc<dyn NodeSource> =
                     if placed { Arc::new(PlacedShares(Arc::clone(&run))) } else { Arc::clone(&run) as _ };
                 let nodes = Nodes::of(shares, self.workers.transports(), secret.into());
-                nodes.with(self.options.nodes.clone()).reserve(cx, request).await
+                nodes.with(self.options.nodes.clone()).reserve_nodes(cx, request).await
             };
             match reserved.await {
-                Ok(nodes) => Ok(Arc::new(RayReservation { nodes, run }) as Arc<dyn Reservation>),
+                Ok(nodes) => Ok((nodes, run)),
                 Err(error) => {
                     if let Err(error) = run.stop(Duration::ZERO).await {
                         tracing::warn!(job = %run.id(), %error, "a job on Ray was not stopped");
@@ -184,8 +262,11 @@ impl Provisioner for Ray {
 /// Bundles on a Ray cluster. Its agents end with the job.
 #[derive(Debug)]
 struct RayReservation {
-    nodes: Arc<dyn Reservation>,
+    nodes: Arc<NodesReservation>,
     run: Arc<RayRun>,
+    /// The head of this machine, if the cluster is that.
+    head: Option<HeadShare>,
+    _drains: AbortOnDropHandle<()>,
 }
 
 #[async_trait]
@@ -208,6 +289,33 @@ impl Reservation for RayReservation {
 
     async fn release(&self, grace: Duration) -> Result<()> {
         let released = self.nodes.release(grace).await;
-        self.run.stop(grace).await.and(released)
+        let stopped = self.run.stop(grace).await;
+        let ended = match &self.head {
+            Some(head) => head.give_back().await,
+            None => Ok(()),
+        };
+        stopped.and(released).and(ended)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_wrong_number_of_attempts_is_an_error_that_names_the_variable() {
+        assert_eq!(parse_attempts(" 3 ").unwrap(), 3);
+        for text in ["0", "", "many", "-1", "1.5"] {
+            let error = parse_attempts(text).expect_err(text).to_string();
+            assert!(error.contains("NRL_VIRTUAL_CLUSTER_MAX_RETRIES is '") && error.contains("fix: "), "{error}");
+        }
+    }
+
+    #[test]
+    fn values_of_variables_are_not_shown() {
+        let mut options = RayOptions::default();
+        options.variables.insert("NCCL_DEBUG".to_owned(), "hunter2".to_owned());
+        let text = format!("{options:?}");
+        assert!(text.contains("NCCL_DEBUG") && !text.contains("hunter2"), "{text}");
     }
 }

@@ -80,6 +80,11 @@ impl RayRun {
         self.state.borrow().clone()
     }
 
+    /// Returns the state and its changes.
+    pub(super) fn watch(&self) -> watch::Receiver<RunState> {
+        self.state.subscribe()
+    }
+
     /// Waits until every share has an agent.
     pub(super) async fn ready(&self, cx: &CallContext) -> Result<()> {
         let wait_if_infeasible = self.job.options.wait_if_infeasible;
@@ -90,6 +95,9 @@ impl RayRun {
         loop {
             let now = self.state.borrow().clone();
             if now.is_ready() {
+                if let Some(warning) = self.job.plan.asks_for_several_nodes().then(|| now.crowded()).flatten() {
+                    tracing::warn!(job = %self.id(), "{warning}");
+                }
                 return Ok(());
             }
             if let Some(end) = &now.ended {
@@ -130,7 +138,11 @@ impl RayRun {
     async fn is_infeasible(&self) -> bool {
         let cx = CallContext::within(LOOK_TIME);
         match self.job.dashboard.placement_group(&cx, &self.id()).await {
-            Ok(Some(group)) => group.stats.is_some_and(|stats| stats.scheduling_state == "INFEASIBLE"),
+            Ok(Some(group)) if group.stats.as_ref().is_some_and(|stats| stats.scheduling_state == "INFEASIBLE") => true,
+            Ok(Some(_)) => {
+                let nodes = self.job.dashboard.nodes(&cx).await;
+                nodes.is_ok_and(|nodes| !nodes.is_empty() && self.job.plan.exceeds_every_node(&nodes))
+            }
             Ok(None) => false,
             Err(error) => {
                 tracing::warn!(%error, "Ray was not asked why the bundles wait");
@@ -230,6 +242,7 @@ async fn follow(run: Weak<RayRun>) {
     let mut silent_since: Option<Instant> = None;
     let mut status_due = Instant::now() + STATUS_EVERY;
     let (mut was_ready, mut attempt) = (false, 1);
+    let mut say_missing_at: Option<Instant> = None;
     loop {
         let Some(run) = run.upgrade() else { return };
         let looked = if run.state.borrow().ended.is_none() {
@@ -257,8 +270,17 @@ async fn follow(run: Weak<RayRun>) {
             }
             Err(_) => {}
         }
-        let ready = run.state.borrow().is_ready();
+        let (ready, has_ended) = {
+            let state = run.state.borrow();
+            (state.is_ready(), state.ended.is_some())
+        };
         was_ready |= ready;
+        if !was_ready || ready || has_ended {
+            say_missing_at = None;
+        } else if Instant::now() >= *say_missing_at.get_or_insert_with(|| Instant::now() + SAY_AFTER) {
+            run.say_missing().await;
+            say_missing_at = Some(Instant::now() + SAY_EVERY);
+        }
         drop(run);
         sleep(if ready { LOOK_LATER } else { LOOK_SOON }).await;
     }
@@ -302,6 +324,21 @@ impl RayRun {
             tracing::warn!(job = %id, why = end.why, "the job on Ray has ended; its agents have ended with it");
         }
         log.map(drop)
+    }
+
+    /// Says which shares wait for room after they were lost.
+    async fn say_missing(&self) {
+        let cx = CallContext::within(LOOK_TIME);
+        match self.job.dashboard.placement_group(&cx, &self.id()).await {
+            Ok(Some(group)) if group.waits() => {
+                let missing = self.state().missing();
+                tracing::warn!(job = %self.id(), "{}", self.unplaced(&format!("lost shares wait for room\n  {missing}")).await);
+            }
+            // Ray has placed them, and their agents start.
+            Ok(_) => {}
+            // The loop has said that the head does not respond.
+            Err(error) => tracing::debug!(%error, "Ray was not asked why lost shares wait"),
+        }
     }
 
     async fn is_dead(&self, cx: &CallContext, node: Option<&str>) -> Result<bool> {

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use gym_core::group::cluster::{ClusterSpec, GpuIds, NodeResources, PlacementStrategy, place};
+use gym_core::group::cluster::{ClusterSpec, GpuIds, NodeResources, PlacementStrategy, Topology, place};
 use gym_core::{Code, Error, Result};
 
 use crate::group::provision::ReserveRequest;
@@ -10,6 +10,13 @@ use crate::group::ray::RayNode;
 
 /// CPUs of a share whose ranks count none: Ray requires some resource.
 const SOME_CPU: f64 = 0.01;
+/// What a share takes of the resource that announces its domain: each node of the domain has 1.
+const SOME_DOMAIN: f64 = 0.001;
+/// A node announces its NVLink domain by a custom resource with this prefix, as NeMo RL's clusters do, or by the label [`DOMAIN_LABEL`].
+const DOMAIN_RESOURCE: &str = "nvlink_domain_";
+const DOMAIN_LABEL: &str = "nvlink_domain";
+/// The resource or label with the position of a node among all, from 1.
+const RANK_NAME: &str = "topo_rank";
 
 /// What is requested from Ray.
 #[derive(Debug, PartialEq)]
@@ -18,6 +25,8 @@ pub(super) struct SharePlan {
     pub(super) bundles: Vec<BTreeMap<String, f64>>,
     /// The CPUs that the agent of each share offers.
     pub(super) cpus: Vec<u32>,
+    /// The labels that the node of each share must have. Empty if no share requires a label.
+    pub(super) selectors: Vec<BTreeMap<String, String>>,
     pub(super) strategy: &'static str,
     /// `true` if each share has its own part of the request; otherwise the request is placed on all shares.
     pub(super) placed: bool,
@@ -38,6 +47,7 @@ impl SharePlan {
             return Ok(Self {
                 bundles: vec![bundle; shares],
                 cpus: vec![0; shares],
+                selectors: Vec::new(),
                 strategy: "SPREAD",
                 placed: false,
             });
@@ -45,10 +55,6 @@ impl SharePlan {
         if cluster.gpu_ids != GpuIds::Auto {
             let message = "gpu_ids is set, but Ray chooses the GPUs\n  fix: leave gpu_ids out";
             return Err(Error::invalid(message));
-        }
-        if cluster.segment_size.is_some() {
-            let message = "segment_size is not supported on Ray yet\n  fix: leave segment_size out";
-            return Err(Error::not_started(Code::Unimplemented, message));
         }
         let counts = cluster.bundle_ct_per_node_list.iter().copied().filter(|count| *count > 0);
         let sets: Vec<u32> =
@@ -63,12 +69,49 @@ impl SharePlan {
             bundle.extend(resources.iter().map(|(name, many)| (name.clone(), many * f64::from(*count))));
             bundle
         };
-        Ok(Self {
+        let mut plan = Self {
             bundles: sets.iter().map(bundle).collect(),
             cpus: sets.iter().map(|count| count * cluster.cpus_per_bundle()).collect(),
+            selectors: Vec::new(),
             strategy: strategy(cluster),
             placed: true,
-        })
+        };
+        if cluster.segment_size.is_some() {
+            plan.tie_to_domains(request, nodes)?;
+        }
+        Ok(plan)
+    }
+
+    /// Ties each share to the NVLink domain that a placement on the empty nodes gives it: Ray knows no segments. Within its domain, Ray chooses the node.
+    ///
+    /// # Errors
+    /// Those of [`place`]; `ResourceExhausted` if no node announces a domain.
+    fn tie_to_domains(&mut self, request: &ReserveRequest, nodes: &[RayNode]) -> Result<()> {
+        let alive: Vec<&RayNode> = nodes.iter().filter(|node| node.is_alive()).collect();
+        if alive.iter().all(|node| node.topology().domain.is_none()) {
+            let message = format!(
+                "segment_size is set, but no node announces its NVLink domain\n  fix: leave segment_size out, or start each node with `ray start --labels \
+                 {DOMAIN_LABEL}=NAME,{RANK_NAME}=NUMBER`"
+            );
+            return Err(Error::not_started(Code::ResourceExhausted, message));
+        }
+        let totals: Vec<NodeResources> = alive.iter().map(|node| total(node, request)).collect();
+        let placement = place(&request.cluster, &totals, request.unified)?;
+        // Each share has one bundle of a unified cluster, or all bundles of a logical node, which are on one host.
+        let hosts: Vec<usize> = match request.unified {
+            true => placement.groups.iter().flat_map(|group| &group.bundles).map(|bundle| bundle.host).collect(),
+            false => placement.groups.iter().filter_map(|group| Some(group.bundles.first()?.host)).collect(),
+        };
+        self.selectors = vec![BTreeMap::new(); self.bundles.len()];
+        for (share, host) in hosts.into_iter().enumerate() {
+            let node = alive[host];
+            match (node.domain_resource(), node.topology().domain) {
+                (Some(name), _) => drop(self.bundles[share].insert(name.to_owned(), SOME_DOMAIN)),
+                (None, Some(domain)) => drop(self.selectors[share].insert(DOMAIN_LABEL.to_owned(), domain)),
+                (None, None) => return Err(Error::internal("a segment has a node without a domain")),
+            }
+        }
+        Ok(())
     }
 
     /// Checks that the nodes could have the shares if nothing else ran there. Ray itself waits for ever for some requests that no node can have, such as
@@ -80,22 +123,34 @@ impl SharePlan {
         if !self.placed {
             return Ok(());
         }
-        #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "counts of a node")]
-        let whole = |node: &RayNode, name: &str| node.resources_total.get(name).map_or(0, |many| *many as u32);
-        let total = |node: &RayNode| {
-            let total = NodeResources::simulated(&node.node_ip, whole(node, "GPU"));
-            request.counted(NodeResources { cpus: Some(whole(node, "CPU")), ..total })
-        };
-        let nodes: Vec<_> = nodes.iter().filter(|node| node.is_alive()).map(total).collect();
+        let nodes: Vec<_> = nodes.iter().filter(|node| node.is_alive()).map(|node| total(node, request)).collect();
         place(&request.cluster, &nodes, request.unified).map(drop)
+    }
+
+    /// Returns `true` for shares that Ray spreads over nodes if it can.
+    pub(super) fn asks_for_several_nodes(&self) -> bool {
+        self.strategy == "SPREAD" && self.bundles.len() > 1
+    }
+
+    /// Returns `true` if a share needs more than any node that is alive has in total. Ray 2.51 does not report that of its own.
+    pub(super) fn exceeds_every_node(&self, nodes: &[RayNode]) -> bool {
+        let has = |node: &RayNode, (name, many): (&String, &f64)| {
+            node.resources_total.get(name).is_some_and(|total| total >= many)
+        };
+        let fits = |bundle: &BTreeMap<String, f64>, node: &RayNode| {
+            node.is_alive() && bundle.iter().all(|need| has(node, need))
+        };
+        !self.bundles.iter().all(|bundle| nodes.iter().any(|node| fits(bundle, node)))
     }
 
     /// Describes the shares, equal ones together.
     pub(super) fn describe(&self) -> String {
         let mut kinds: Vec<(usize, String)> = Vec::new();
-        for bundle in &self.bundles {
+        for (share, bundle) in self.bundles.iter().enumerate() {
             let resources: Vec<String> = bundle.iter().map(|(name, many)| format!("{many} {name}")).collect();
-            let text = resources.join(" and ");
+            let mut text = resources.join(" and ");
+            let labels = self.selectors.get(share).into_iter().flatten();
+            labels.for_each(|(name, value)| text.push_str(&format!(" on a node with {name}={value}")));
             match kinds.iter_mut().find(|(_, known)| *known == text) {
                 Some((many, _)) => *many += 1,
                 None => kinds.push((1, text)),
@@ -103,6 +158,32 @@ impl SharePlan {
         }
         kinds.iter().map(|(many, text)| format!("{many} × {text}")).collect::<Vec<_>>().join(", ")
     }
+}
+
+impl RayNode {
+    /// Returns the NVLink domain of the node and its position there: from the resources `nvlink_domain_NAME` and `topo_rank`, as NeMo RL's clusters
+    /// announce them, or from the labels `nvlink_domain` and `topo_rank`.
+    #[must_use]
+    pub fn topology(&self) -> Topology {
+        let named = self.domain_resource().map(|name| &name[DOMAIN_RESOURCE.len()..]);
+        let domain = named.or_else(|| self.labels.get(DOMAIN_LABEL).map(String::as_str)).map(str::to_owned);
+        #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a position")]
+        let of_resource = self.resources_total.get(RANK_NAME).map(|rank| *rank as u32);
+        Topology { domain, rank: of_resource.or_else(|| self.labels.get(RANK_NAME)?.parse().ok()) }
+    }
+
+    /// Returns the resource that announces the domain of the node.
+    fn domain_resource(&self) -> Option<&str> {
+        self.resources_total.keys().map(String::as_str).find(|name| name.starts_with(DOMAIN_RESOURCE))
+    }
+}
+
+/// Returns what a node has if nothing runs there, as far as the request counts it.
+fn total(node: &RayNode, request: &ReserveRequest) -> NodeResources {
+    #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "counts of a node")]
+    let whole = |name: &str| node.resources_total.get(name).map_or(0, |many| *many as u32);
+    let total = NodeResources::simulated(&node.node_ip, whole("GPU"));
+    request.counted(NodeResources { cpus: Some(whole("CPU")), topology: node.topology(), ..total })
 }
 
 fn strategy(cluster: &ClusterSpec) -> &'static str {
@@ -157,11 +238,77 @@ mod tests {
         assert_eq!(plan(&ReserveRequest::for_ranks(1)).bundles.len(), 1);
     }
 
+    fn in_domain(ip: &str, domain: &str, rank: u32, by_label: bool) -> RayNode {
+        let mut node = alive(ip, 4.0);
+        node.resources_total.insert("GPU".to_owned(), 4.0);
+        if by_label {
+            node.labels.insert(DOMAIN_LABEL.to_owned(), domain.to_owned());
+            node.labels.insert(RANK_NAME.to_owned(), rank.to_string());
+        } else {
+            node.resources_total.insert(format!("{DOMAIN_RESOURCE}{domain}"), 1.0);
+            node.resources_total.insert(RANK_NAME.to_owned(), f64::from(rank));
+        }
+        node
+    }
+
+    #[test]
+    fn shares_of_a_segment_are_tied_to_one_domain() {
+        let mut cluster = ClusterSpec::new([4, 4]);
+        (cluster.segment_size, cluster.num_gpus_per_node) =
+            (std::num::NonZeroU32::new(2), std::num::NonZeroU32::new(4).unwrap());
+        let request = ReserveRequest::new(cluster.clone());
+        for by_label in [true, false] {
+            // The domain of the lowest rank has one node, which is no whole segment.
+            let nodes = [("a", "small", 1), ("b", "big", 2), ("c", "big", 3)]
+                .map(|(ip, domain, rank)| in_domain(ip, domain, rank, by_label));
+            let plan = SharePlan::of(&request, &nodes, &BTreeMap::new()).unwrap();
+            if by_label {
+                assert_eq!(plan.bundles, [bundle(4.0, 4.0), bundle(4.0, 4.0)]);
+                assert_eq!(plan.selectors, vec![BTreeMap::from([(DOMAIN_LABEL.to_owned(), "big".to_owned())]); 2]);
+                assert_eq!(plan.describe(), "2 × 4 CPU and 4 GPU on a node with nvlink_domain=big");
+            } else {
+                assert_eq!(plan.selectors, vec![BTreeMap::new(); 2]);
+                assert_eq!(plan.describe(), "2 × 4 CPU and 4 GPU and 0.001 nvlink_domain_big");
+            }
+            let error = SharePlan::of(&request, &nodes[..2], &BTreeMap::new()).unwrap_err();
+            assert!(error.to_string().contains("cannot form 1 segments of 2 nodes"), "{error}");
+        }
+        let nodes = [("a", "x", 1), ("b", "y", 3), ("c", "x", 2), ("d", "y", 4)]
+            .map(|(ip, domain, rank)| in_domain(ip, domain, rank, true));
+        let mut unified = request.clone();
+        unified.unified = true;
+        unified.cluster.bundle_ct_per_node_list = vec![4; 4];
+        let plan = SharePlan::of(&unified, &nodes, &BTreeMap::new()).unwrap();
+        let domains: Vec<&str> = plan.selectors.iter().map(|labels| labels[DOMAIN_LABEL].as_str()).collect();
+        assert_eq!(domains.iter().filter(|domain| **domain == "x").count(), 8, "{domains:?}");
+        assert_eq!(domains.len(), 16);
+        let error = SharePlan::of(&request, &[alive("a", 4.0)], &BTreeMap::new()).unwrap_err();
+        assert!(error.to_string().contains("ray start --labels nvlink_domain=NAME"), "{error}");
+    }
+
     #[test]
     fn what_ray_decides_itself_is_rejected() {
         let mut cluster = ClusterSpec::new([1]);
         cluster.gpu_ids = GpuIds::Flat(vec![3]);
         let error = SharePlan::of(&ReserveRequest::new(cluster), &[], &BTreeMap::new()).unwrap_err();
         assert!(error.to_string().contains("Ray chooses the GPUs"), "{error}");
+    }
+
+    #[test]
+    fn a_share_that_no_node_can_have_is_found_without_ray() {
+        let disk = |many: f64| BTreeMap::from([("disk".to_owned(), many)]);
+        let request = || {
+            let mut cluster = ClusterSpec::new([1]);
+            cluster.use_gpus = false;
+            ReserveRequest::new(cluster)
+        };
+        let mut nodes = vec![alive("10.0.0.11", 4.0), alive("10.0.0.12", 4.0)];
+        assert!(!SharePlan::of(&request(), &nodes, &BTreeMap::new()).unwrap().exceeds_every_node(&nodes));
+        let plan = SharePlan::of(&request(), &nodes, &disk(2.0)).unwrap();
+        assert!(plan.exceeds_every_node(&nodes));
+        nodes[1].resources_total.insert("disk".to_owned(), 2.0);
+        assert!(!plan.exceeds_every_node(&nodes));
+        nodes[1].state = "DEAD".to_owned();
+        assert!(plan.exceeds_every_node(&nodes));
     }
 }

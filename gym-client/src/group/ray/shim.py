@@ -9,6 +9,7 @@ time (`t`) and its `kind`:
   agent    share, incarnation, node_id, ip, pid, gpus, endpoints      an agent listens
   exited   share, incarnation, code or error, stderr      an agent has ended, or has not started
   suspect  share                                          the process that holds a bundle does not respond (at most every 10 s)
+  draining share, node_id, seconds                        the node of a share is to be taken away, in so many seconds if that is known
   lost     share, cause (process or node), node_id, why   it has ended
   failed   share, why                                     a share was given up
   ended    code, why                                      the last event
@@ -33,6 +34,7 @@ import ray
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+DRAINS_EVERY_S = 1.0
 RELEASED, FAILED, NOT_PLACED, NO_CONTROLLER, STOPPED = 0, 1, 3, 75, 143
 LOG, STDERR_LINES, STDERR_LINE_CHARACTERS, STDERR_BYTES = "/proc/self/fd/2", 20, 500, 1 << 17
 
@@ -164,11 +166,22 @@ class Agent:
 
 
 def domain(node_id):
-    """Returns the NVLink domain of a node and its position there, as NeMo RL's clusters announce them: custom resources."""
-    resources = next((node["Resources"] for node in ray.nodes() if node["NodeID"] == node_id), {})
-    named = [name.removeprefix("nvlink_domain_") for name in resources if name.startswith("nvlink_domain_")]
-    rank = resources.get("topo_rank")
-    return {"domain": named[0] if named else None, "domain_rank": None if rank is None else int(rank)}
+    """Returns the NVLink domain of a node and its position there: by custom resources, as NeMo RL's clusters announce them, or by labels."""
+    node = next((node for node in ray.nodes() if node["NodeID"] == node_id), {})
+    resources, labels = node.get("Resources", {}), node.get("Labels", {})
+    named = sorted(name.removeprefix("nvlink_domain_") for name in resources if name.startswith("nvlink_domain_"))
+    rank = str(resources.get("topo_rank", labels.get("topo_rank", ""))).removesuffix(".0")
+    return {"domain": named[0] if named else labels.get("nvlink_domain"), "domain_rank": int(rank) if rank.isdigit() else None}
+
+
+def draining():
+    """Returns the nodes that Ray drains, with the time at which they are to be taken away in milliseconds since 1970, or 0. Ray has no public interface for it."""
+    try:
+        from ray._private.state import state
+
+        return state.get_draining_nodes()
+    except Exception:
+        return {}
 
 
 def tail(path, begin):
@@ -198,6 +211,8 @@ class Share:
         # A call that is due again, because its answer was lost.
         self.repeat = None
         self.suspected = -math.inf
+        # The node, and the incarnation there, of which it was said that Ray drains it.
+        self.drained = None
         # When its agent listened, and how many agents in a row found no controller.
         self.since = 0.0
         self.silences = 0
@@ -211,6 +226,10 @@ class Run:
         self.pending = {}
         self.seq = 0
         self.stopping = False
+        self.removed = False
+        # The nodes that are to be taken away, and when to look again.
+        self.leaving = set()
+        self.drains_due = 0.0
 
     def say(self, kind, **fields):
         self.seq += 1
@@ -243,7 +262,9 @@ class Run:
         """Waits for room. Returns the node of each bundle, or `None`."""
         attempts = self.spec["placement_attempts"]
         for attempt in range(1, attempts + 1):
-            self.group = placement_group(self.spec["bundles"], strategy=self.spec["strategy"], name=self.spec["run"])
+            # Without labels, the option is not used: older versions of Ray do not have it.
+            labels = {"bundle_label_selector": self.spec["selectors"]} if self.spec["selectors"] else {}
+            self.group = placement_group(self.spec["bundles"], strategy=self.spec["strategy"], name=self.spec["run"], **labels)
             begin = time.monotonic()
             said = False
             while not self.stopping:
@@ -282,8 +303,12 @@ class Run:
             if self.stopping:
                 return self.end(STOPPED, "stopped")
             now = time.monotonic()
+            if self.drains_due <= now:
+                self.drains_due = now + DRAINS_EVERY_S
+                self.look_at_drains()
             for share in self.shares:
-                if share.phase in ("start", "restart") and share.due <= now:
+                # Ray starts nothing on a node that is to be taken away. An actor that is requested before its bundle has moved waits for longer.
+                if share.phase in ("start", "restart") and share.due <= now and share.node not in self.leaving:
                     self.start(share)
                 elif share.phase == "silent" and share.due <= now:
                     # Without this limit, shares could take turns for ever to wait for a controller that has died.
@@ -295,12 +320,25 @@ class Run:
             done, _ = ray.wait(list(self.pending), num_returns=1, timeout=0.2) if self.pending else ([], time.sleep(0.2))
             for reference in done:
                 self.step(reference, *self.pending.pop(reference))
+            if self.removed:
+                return self.end(FAILED, "its placement group was removed")
             failed = [share for share in self.shares if share.phase == "failed"]
             if failed:
                 return self.end(FAILED, f"share {failed[0].number} failed")
             if all(share.phase in ("released", "silent") for share in self.shares):
                 silent = any(share.phase == "silent" for share in self.shares)
                 return self.end(*((NO_CONTROLLER, "no controller") if silent else (RELEASED, "released")))
+
+    def look_at_drains(self):
+        nodes = draining()
+        if nodes or self.leaving:
+            self.leaving = {node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] in nodes}
+        for share in self.shares:
+            of = (share.node, share.incarnation)
+            if share.phase == "running" and share.node in nodes and share.drained != of:
+                share.drained = of
+                deadline = nodes[share.node]
+                self.say("draining", share=share.number, node_id=share.node, seconds=deadline / 1000 - time.time() if deadline else None)
 
     def start(self, share):
         if share.actor is None:
@@ -346,6 +384,10 @@ class Run:
             share.actor = None
             if dead:
                 share.node = None
+            if placement_group_table(self.group).get("state") == "REMOVED":
+                # By somebody else. No actor can start in it again.
+                self.removed = True
+                return
             # The loss of a node is not the fault of the program.
             self.again(share, counts=not dead)
             return

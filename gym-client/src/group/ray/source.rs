@@ -1,13 +1,13 @@
 //! The agents of a job as those of a controller, and which bundles each of them has.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 use async_trait::async_trait;
 use gym_core::group::cluster::{Devices, NodeResources, PlacedBundle, Placement, place_each};
 use gym_core::{CallContext, Code, Endpoint, Error, Result};
 
-use crate::group::provision::{BundleMoves, NodeSource, ReserveRequest};
+use crate::group::provision::{BundleMoves, NodeSource, NodesReservation, ReserveRequest};
 use crate::group::ray::run::RayRun;
 
 /// The agents of a job, on which bundles are placed as on any nodes.
@@ -28,6 +28,32 @@ impl NodeSource for RayRun {
             Some((format!("share {number} on {}", agent.ip), agent.endpoints))
         });
         Ok(agents.collect())
+    }
+}
+
+/// Tells a reservation which of its nodes Ray drains, until either ends.
+pub(super) async fn pass_on_drains(run: Weak<RayRun>, nodes: Weak<NodesReservation>) {
+    let Some(mut state) = run.upgrade().map(|run| run.watch()) else { return };
+    let mut told: BTreeSet<(usize, String)> = BTreeSet::new();
+    loop {
+        let news: Vec<(usize, String)> = {
+            let state = state.borrow_and_update();
+            let shares = (0..).zip(&state.shares);
+            let drained = shares.filter_map(|(number, share): (usize, _)| {
+                let (agent, why) = (share.agent.as_ref()?, share.draining.as_ref()?);
+                told.insert((number, agent.node_id.clone())).then(|| (number, why.clone()))
+            });
+            drained.collect()
+        };
+        let Some(nodes) = nodes.upgrade() else { return };
+        for (number, why) in news {
+            let share = share_name(number);
+            nodes.drain(|name| share_of(name) == Some(&share), &why);
+        }
+        drop(nodes);
+        if state.changed().await.is_err() {
+            return;
+        }
     }
 }
 
@@ -61,7 +87,12 @@ impl NodeSource for PlacedShares {
     }
 }
 
-/// Returns the number of a share, from the name of its node: `share0003@10.0.0.1`.
+/// Returns the name of a share in those of its nodes.
+fn share_name(number: usize) -> String {
+    format!("share{number:04}")
+}
+
+/// Returns the name of a share, from the name of its node: `share0003@10.0.0.1`.
 fn share_of(name: &str) -> Option<&str> {
     name.split_once('@').map(|(share, _)| share)
 }

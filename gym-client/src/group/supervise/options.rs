@@ -29,9 +29,10 @@ pub struct GroupOptions {
     /// The restart budget of each rank, for automatic restarts and for
     /// [`Group::restart_failed_workers`](crate::group::Group::restart_failed_workers). The default is 3.
     pub max_restarts: u32,
-    /// Pause before the first automatic restart of a rank, doubled for each further one. The default is 1 s.
+    /// Pause before the first automatic restart of a rank that has never served, doubled for each further restart in a row. A rank that has served
+    /// restarts at once the first time. The default is 1 s.
     pub backoff_min: Duration,
-    /// The longest pause. A rank that served for longer than this restarts after the shortest pause. The default is 30 s.
+    /// The longest pause. A rank that served for longer than this restarts at once again. The default is 30 s.
     pub backoff_max: Duration,
     /// Pause between two heartbeats of each rank. The default is 5 s.
     pub heartbeat: Duration,

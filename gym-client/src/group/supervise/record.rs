@@ -42,6 +42,8 @@ pub(crate) struct RankRecord {
     pub(crate) stuck: bool,
     pub(crate) probing: bool,
     pub(crate) memory_high: bool,
+    /// `true` once the node of this incarnation is about to be taken away.
+    pub(crate) draining: bool,
 }
 
 /// The last heartbeat of a rank's current incarnation, shared with the views of its group.
@@ -103,6 +105,7 @@ impl RankRecord {
             stuck: false,
             probing: false,
             memory_high: false,
+            draining: false,
         }
     }
 
@@ -139,7 +142,11 @@ impl RankRecord {
         if !options.restart_on_failure || !self.use_restart(options) {
             return AfterExit::Rest;
         }
-        let pause = options.backoff_min.saturating_mul(1_u32.checked_shl(self.streak).unwrap_or(u32::MAX));
+        let pause = match self.streak {
+            // It has served, so it is likely to serve again.
+            0 if served.is_some() => Duration::ZERO,
+            streak => options.backoff_min.saturating_mul(1_u32.checked_shl(streak).unwrap_or(u32::MAX)),
+        };
         self.streak = self.streak.saturating_add(1);
         AfterExit::Restart(pause.min(options.backoff_max))
     }
@@ -214,13 +221,14 @@ impl RankRecord {
         }
         .monitored_by(Arc::clone(&self.reported) as _);
         member.exit.clone_from(&self.exit);
+        member.draining = self.draining;
         member
     }
 
     fn reset(&mut self) {
         (self.channel, self.control, self.last_heartbeat, self.report, self.pid) = (None, None, None, None, None);
         (self.probing, self.memory_high, self.preparation) = (false, false, RestartPreparation::Pending);
-        (self.kill_reason, self.stuck) = (None, false);
+        (self.kill_reason, self.stuck, self.draining) = (None, false, false);
         // Replaced, not cleared: the views of this incarnation, and the errors of its calls, keep its last report.
         self.reported = Arc::default();
     }
@@ -338,7 +346,20 @@ mod tests {
     }
 
     #[test]
-    fn a_life_that_served_long_is_followed_by_the_shortest_pause_but_still_counts() {
+    fn the_first_restart_of_a_rank_that_served_begins_at_once_and_the_next_ones_do_not() {
+        let options = GroupOptions::new(Transports::new()).restarting(9);
+        let (mut record, now) = (record(), Instant::now());
+        for seconds in [0, 2, 4] {
+            record.serve(now, &options);
+            let exit = died(&record);
+            let next = record.ended(exit, now + Duration::from_secs(1), &options);
+            assert_eq!(next, AfterExit::Restart(Duration::from_secs(seconds)));
+            record.restarting(&options);
+        }
+    }
+
+    #[test]
+    fn a_rank_that_served_long_restarts_at_once_but_the_restart_counts() {
         let options = GroupOptions::new(Transports::new()).restarting(9);
         let (mut record, now) = (record(), Instant::now());
         for _ in 0..3 {
@@ -348,10 +369,7 @@ mod tests {
         }
         record.serve(now, &options);
         let exit = died(&record);
-        assert_eq!(
-            record.ended(exit, now + Duration::from_secs(31), &options),
-            AfterExit::Restart(Duration::from_secs(1))
-        );
+        assert_eq!(record.ended(exit, now + Duration::from_secs(31), &options), AfterExit::Restart(Duration::ZERO));
         assert_eq!(record.restarts_used(), 4);
     }
 

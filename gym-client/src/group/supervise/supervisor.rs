@@ -213,6 +213,9 @@ impl GroupSupervisor {
                 let connecting = async move { connect(&transports, incarnation, endpoints).await };
                 self.spawn(connecting, move |connected| JobResult::Connected(rank, incarnation, connected));
             }
+            RankEvent::Draining { rank, incarnation } => {
+                self.change(rank, incarnation, |record| record.draining = true);
+            }
             RankEvent::MemoryHigh { rank, incarnation, .. } => {
                 self.change(rank, incarnation, |record| record.memory_high = true);
             }

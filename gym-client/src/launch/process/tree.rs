@@ -48,6 +48,16 @@ pub(in crate::launch) struct TreeProcess {
     group: i32,
 }
 
+/// What the living processes of a tree use together.
+#[derive(Debug, Clone, Copy, Default)]
+pub(in crate::launch) struct TreeUsage {
+    pub(in crate::launch) processes: usize,
+    /// CPU time, with that of the processes for which they have waited, in clock ticks.
+    pub(in crate::launch) cpu_ticks: u64,
+    /// Resident memory, in pages. Shared pages count for each process.
+    pub(in crate::launch) resident_pages: u64,
+}
+
 /// The line that `/proc/PID/stat` reports for a process.
 #[derive(Debug, Clone, Copy)]
 #[cfg_attr(not(feature = "groups"), allow(dead_code, reason = "only the usage of workers asks for time and memory"))]
@@ -58,6 +68,8 @@ pub(crate) struct ProcessStat {
     pub(crate) session: i32,
     /// CPU time used, user and system, in clock ticks.
     pub(crate) cpu_ticks: u64,
+    /// CPU time of the processes for which it has waited, in clock ticks.
+    pub(in crate::launch) waited_ticks: u64,
     /// Start time, in clock ticks since boot.
     pub(crate) start_ticks: u64,
     /// Resident memory, in pages.
@@ -65,7 +77,8 @@ pub(crate) struct ProcessStat {
 }
 
 impl ProcessStat {
-    fn read(pid: i32) -> Option<Self> {
+    /// Reads the line of a process, which may be a zombie.
+    pub(in crate::launch) fn read(pid: i32) -> Option<Self> {
         Self::parse(&fs::read(format!("/proc/{pid}/stat")).ok()?)
     }
 
@@ -79,10 +92,11 @@ impl ProcessStat {
         let parent = fields.next()?.parse().ok()?;
         let group = fields.next()?.parse().ok()?;
         let session = fields.next()?.parse().ok()?;
-        // Fields 14, 15, 22 and 24 of the line (proc_pid_stat(5)), counted from 1; six were consumed above.
+        // Fields 14 to 17, 22 and 24 of the line (proc_pid_stat(5)), counted from 1; six were consumed above.
         let user: u64 = fields.nth(7)?.parse().ok()?;
         let system: u64 = fields.next()?.parse().ok()?;
-        let start_ticks = fields.nth(6)?.parse().ok()?;
+        let (waited_user, waited_system): (u64, u64) = (fields.next()?.parse().ok()?, fields.next()?.parse().ok()?);
+        let start_ticks = fields.nth(4)?.parse().ok()?;
         let resident_pages = fields.nth(1)?.parse().ok()?;
         Some(Self {
             state,
@@ -90,6 +104,7 @@ impl ProcessStat {
             group,
             session,
             cpu_ticks: user.saturating_add(system),
+            waited_ticks: waited_user.saturating_add(waited_system),
             start_ticks,
             resident_pages,
         })
@@ -154,6 +169,17 @@ impl ProcessTree {
             }
             found.extend(more.into_iter().map(|member| (member.pid, member)));
         }
+    }
+
+    /// Returns what all living members use together. Reads `/proc`, so call it outside of the runtime's threads.
+    pub(in crate::launch) fn usage(&self) -> io::Result<TreeUsage> {
+        let members = self.look()?;
+        let stats = members.iter().filter_map(|member| ProcessStat::read(member.pid));
+        Ok(stats.fold(TreeUsage::default(), |sum, stat| TreeUsage {
+            processes: sum.processes + 1,
+            cpu_ticks: sum.cpu_ticks + stat.cpu_ticks + stat.waited_ticks,
+            resident_pages: sum.resident_pages + stat.resident_pages,
+        }))
     }
 
     /// Returns `true` if the environment of `pid` contains the mark. An unreadable environment belongs to another user.
@@ -276,7 +302,7 @@ mod tests {
         let line = b"77 (a) b (c)) S 12 34 56 0 -1 4194560 1 2 3 4 5 6 7 8 20 0 1 0 987654 1 55 3";
         let stat = ProcessStat::parse(line).expect("parses");
         assert_eq!((stat.state, stat.parent, stat.group, stat.session), (b'S', 12, 34, 56));
-        assert_eq!((stat.start_ticks, stat.cpu_ticks, stat.resident_pages), (987_654, 11, 55));
+        assert_eq!((stat.start_ticks, stat.cpu_ticks, stat.waited_ticks, stat.resident_pages), (987_654, 11, 15, 55));
     }
 
     #[test]

@@ -1,4 +1,7 @@
-//! Load balancing of calls that any rank can run: single calls, and lists with more items than ranks.
+//! Load balancing of calls that any rank can run: single calls, lists with more items than ranks, and batches of small items.
+
+mod batched;
+mod sizes;
 
 use std::fmt;
 use std::pin::pin;
@@ -22,11 +25,18 @@ use crate::group::worker::Method;
 use crate::message::{CallContext, Incarnation};
 use crate::registry::{Balance, Picker};
 
+pub use batched::{BatchOptions, ItemError};
+
 /// Sends each call to the rank that the balancing rule chooses. The balancer counts calls as long as it exists.
+///
+/// It counts the calls in flight at each rank, whichever node the rank is on, and takes turns among ranks with as many calls. Calls therefore spread over
+/// the nodes of a group in proportion to the speed of their ranks. Calls of other balancers are not counted: use one for all callers of a group.
 ///
 /// A rank is ejected until its next incarnation if three consecutive calls fail because of the rank. That is, the rank
 /// disconnects or misses the deadline, even if it still answers status requests. The other ranks get its calls. If all ranks are
 /// ejected, they are called nevertheless.
+///
+/// A rank whose node is about to be taken away ([`Member::draining`]) is called only if there is no other.
 pub struct Balancer {
     group: Arc<dyn WorkerGroup>,
     picker: Picker,
@@ -230,10 +240,14 @@ impl Balancer {
         let view = Arc::clone(&self.group.view().borrow());
         let members = view.members();
         let mut observed = self.observed(&view);
-        let open = |index: usize| self.is_open(index, members);
-        if !(0..members.len()).any(open) {
+        let any_open = |index: usize| self.is_open(index, members);
+        if !(0..members.len()).any(any_open) {
             return Err(self.none_open(members));
         }
+        // A rank whose node is about to be taken away is the last choice.
+        let stays = |index: usize| self.is_open(index, members) && !members[index].draining;
+        let any_stays = (0..members.len()).any(stays);
+        let open = |index: usize| if any_stays { stays(index) } else { any_open(index) };
         let serving = observed.fleet.serving().into_iter().any(open);
         let fit = |index: usize, replica: &Replica| open(index) && replica.in_flight < calls_max;
         let fleet = &mut observed.fleet;

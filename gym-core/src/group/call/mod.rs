@@ -31,7 +31,7 @@ use futures_util::future::join_all;
 
 #[doc(hidden)]
 pub use backlog::Backlog;
-pub use balance::Balancer;
+pub use balance::{Balancer, BatchOptions, ItemError};
 pub use builder::{GroupCall, Pending, Submitted};
 pub use error::{FailureKind, GroupError, RankOutcome};
 #[doc(hidden)]

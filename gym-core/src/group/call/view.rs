@@ -37,6 +37,8 @@ pub struct Member {
     pub channel: Option<Channel>,
     /// The exit of the last incarnation that ended.
     pub exit: Option<Arc<RankExit>>,
+    /// `true` if the node of the rank is about to be taken away. The rank accepts calls; balancers choose others if they can.
+    pub draining: bool,
     /// Reports what the rank is doing, for the errors of calls that it does not answer.
     pub(crate) monitor: Option<Arc<dyn RankMonitor>>,
 }
@@ -131,7 +133,15 @@ impl Member {
     /// Creates the member of a rank whose `incarnation` is starting.
     #[must_use]
     pub fn starting(rank: Rank, incarnation: Incarnation) -> Self {
-        Self { rank, incarnation, state: RankState::Starting, channel: None, exit: None, monitor: None }
+        Self {
+            rank,
+            incarnation,
+            state: RankState::Starting,
+            channel: None,
+            exit: None,
+            draining: false,
+            monitor: None,
+        }
     }
 
     /// Returns the member with a monitor of its rank.

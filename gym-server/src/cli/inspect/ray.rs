@@ -4,10 +4,10 @@ use std::collections::BTreeMap;
 use std::process::ExitCode;
 use std::time::Duration;
 
-use gym_client::group::ray::{RayAddress, RayDashboard, RayJob, RayVersion};
-use gym_core::CallContext;
+use gym_client::config::GymConfig;
+use gym_client::group::ray::{RayAddress, RayDashboard, RayJob, RayNode, RayVersion};
+use gym_core::{CallContext, Error, Result};
 use serde::Serialize;
-use serde_json::json;
 
 use crate::cli::args::options::{RayArgs, RayCommand, Sources};
 use crate::cli::console;
@@ -18,6 +18,9 @@ use crate::stack::Servers;
 
 /// Limit of a command.
 const TIME: Duration = Duration::from_secs(10);
+
+/// Limit of the part of another command that shows the cluster.
+const PART_TIME: Duration = Duration::from_secs(3);
 
 /// Runs a command of `rgym ray`.
 pub(in crate::cli) async fn ray(args: RayArgs, overrides: &[String], servers: &Servers) -> Outcome {
@@ -59,45 +62,103 @@ fn mebibytes(bytes: u64) -> String {
     format!("{} MiB", bytes >> 20)
 }
 
-async fn ours(cx: &CallContext, dashboard: &RayDashboard) -> Result<Vec<RayJob>, Failure> {
-    let mut jobs = dashboard.jobs(cx).await?;
-    jobs.retain(|job| job.ours().is_some());
-    Ok(jobs)
+/// A Ray cluster as `rgym ray status`, `rgym status` and `rgym workers` show it.
+#[derive(Debug, Serialize)]
+pub(super) struct ClusterStatus {
+    address: String,
+    source: String,
+    dashboard: String,
+    /// `None` if the cluster does not respond.
+    ray_version: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    error: Option<String>,
+    nodes: Vec<RayNode>,
+    usage: BTreeMap<String, (f64, f64)>,
+    jobs: Vec<RayJob>,
+    /// The identifiers of our jobs whose bundles wait for room.
+    waiting: Vec<String>,
+}
+
+/// Returns the status of the cluster of a configuration; `None` if it has none. A cluster that does not respond is no error of a command that shows
+/// other things too.
+pub(super) async fn of_configuration(config: &GymConfig) -> Result<Option<ClusterStatus>, Failure> {
+    let Some(given) = address(config)? else { return Ok(None) };
+    let cx = CallContext::within(PART_TIME);
+    let status = async {
+        let (dashboard, version) = RayDashboard::connect(&cx, &given).await?;
+        ClusterStatus::of(&cx, &dashboard, &version).await
+    };
+    Ok(Some(status.await.unwrap_or_else(|error| ClusterStatus::silent(&given, &error))))
+}
+
+impl ClusterStatus {
+    async fn of(cx: &CallContext, dashboard: &RayDashboard, version: &RayVersion) -> Result<Self> {
+        let mut jobs = dashboard.jobs(cx).await?;
+        jobs.retain(|job| job.ours().is_some());
+        Ok(Self {
+            ray_version: Some(version.ray_version.clone()),
+            nodes: dashboard.nodes(cx).await?,
+            usage: dashboard.usage(cx).await?,
+            waiting: dashboard.waiting(cx).await?,
+            jobs,
+            ..Self::at(dashboard.address())
+        })
+    }
+
+    fn silent(address: &RayAddress, error: &Error) -> Self {
+        Self { error: Some(error.to_string()), ..Self::at(address) }
+    }
+
+    fn at(address: &RayAddress) -> Self {
+        Self {
+            address: address.written().to_owned(),
+            source: address.source().to_owned(),
+            dashboard: address.dashboard().to_owned(),
+            ray_version: None,
+            error: None,
+            nodes: Vec::new(),
+            usage: BTreeMap::new(),
+            jobs: Vec::new(),
+            waiting: Vec::new(),
+        }
+    }
+
+    /// Returns the tables for people.
+    pub(super) fn text(&self) -> String {
+        let at = format!("at {}, address {} ({})", self.dashboard, self.address, self.source);
+        let Some(version) = &self.ray_version else {
+            return format!("Ray {at}: {}", self.error.as_deref().unwrap_or("unknown"));
+        };
+        let rows = self.nodes.iter().map(|node| {
+            let has = |name: &str| number(node.resources_total.get(name).copied().unwrap_or_default());
+            let role = if node.is_head_node { "head" } else { "worker" };
+            let why = node.state_message.clone().unwrap_or_default();
+            [node.node_ip.clone(), role.to_owned(), node.state.to_lowercase(), has("CPU"), has("GPU"), why]
+        });
+        let nodes = console::table(["node", "role", "state", "CPUs", "GPUs", "reason"], rows);
+        let jobs = if self.jobs.is_empty() { "no job of this SDK".to_owned() } else { self.jobs() };
+        format!("Ray {version} {at}\n{nodes}\nin use: {}\n{jobs}", shown(&self.usage))
+    }
+
+    fn jobs(&self) -> String {
+        let rows = self.jobs.iter().map(|job| {
+            let id = job.submission_id.clone().unwrap_or_default();
+            let message = match self.waiting.contains(&id) {
+                true => "its bundles wait for room",
+                false => job.message.as_deref().and_then(|message| message.lines().next()).unwrap_or_default(),
+            };
+            [id, job.ours().unwrap_or_default().to_owned(), job.status.to_lowercase(), message.to_owned()]
+        });
+        console::table(["job", "name", "status", "message"], rows)
+    }
 }
 
 async fn status(cx: &CallContext, dashboard: &RayDashboard, version: &RayVersion, as_json: bool) -> Outcome {
-    let (nodes, jobs) = (dashboard.nodes(cx).await?, ours(cx, dashboard).await?);
-    let usage = dashboard.usage(cx).await?;
+    let status = ClusterStatus::of(cx, dashboard, version).await?;
     if as_json {
-        return print_json(&json!({
-            "address": dashboard.address().written(), "source": dashboard.address().source(), "dashboard": dashboard.address().dashboard(),
-            "ray_version": version.ray_version, "nodes": nodes, "usage": usage, "jobs": jobs,
-        }));
+        return print_json(&status);
     }
-    console::print(&format!(
-        "Ray {} at {}, address {}",
-        version.ray_version,
-        dashboard.address().dashboard(),
-        dashboard.address()
-    ));
-    let rows = nodes.iter().map(|node| {
-        let has = |name: &str| number(node.resources_total.get(name).copied().unwrap_or_default());
-        let role = if node.is_head_node { "head" } else { "worker" };
-        let why = node.state_message.clone().unwrap_or_default();
-        [node.node_ip.clone(), role.to_owned(), node.state.to_lowercase(), has("CPU"), has("GPU"), why]
-    });
-    console::print(&console::table(["node", "role", "state", "CPUs", "GPUs", "reason"], rows));
-    console::print(&format!("in use: {}", shown(&usage)));
-    if jobs.is_empty() {
-        console::print("no job of this SDK");
-    } else {
-        let rows = jobs.iter().map(|job| {
-            let first = job.message.as_deref().and_then(|message| message.lines().next()).unwrap_or_default();
-            let name = job.ours().unwrap_or_default().to_owned();
-            [job.submission_id.clone().unwrap_or_default(), name, job.status.to_lowercase(), first.to_owned()]
-        });
-        console::print(&console::table(["job", "name", "status", "message"], rows));
-    }
+    console::print(&status.text());
     Ok(ExitCode::SUCCESS)
 }
 
@@ -151,10 +212,10 @@ async fn tasks(cx: &CallContext, dashboard: &RayDashboard, limit: u32, as_json: 
 }
 
 async fn stop(cx: &CallContext, dashboard: &RayDashboard, wanted: Option<&str>) -> Outcome {
-    let running: Vec<String> = ours(cx, dashboard)
-        .await?
+    let jobs = dashboard.jobs(cx).await?;
+    let running: Vec<String> = jobs
         .into_iter()
-        .filter(|job| !job.has_ended())
+        .filter(|job| job.ours().is_some() && !job.has_ended())
         .filter_map(|job| job.submission_id)
         .collect();
     let stopped: Vec<&String> = running.iter().filter(|id| wanted.is_none_or(|wanted| *id == wanted)).collect();

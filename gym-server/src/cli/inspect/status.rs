@@ -16,6 +16,8 @@ use serde_json::Value;
 use crate::cli::args::options::{Sources, StatusArgs};
 use crate::cli::console;
 use crate::cli::exit::{Failure, Outcome};
+#[cfg(feature = "ray")]
+use crate::cli::inspect::ray::{self, ClusterStatus};
 use crate::cli::setup::configuration::{LoadedConfig, Need, load};
 use crate::cli::setup::head_server;
 use crate::cli::setup::models::in_progress;
@@ -34,6 +36,10 @@ const REASON_CHARS_MAX: usize = 80;
 struct Status {
     head: ServerHealth,
     servers: Vec<ServerHealth>,
+    /// The Ray cluster of the configuration.
+    #[cfg(feature = "ray")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    ray: Option<ClusterStatus>,
 }
 
 #[derive(Debug, Serialize)]
@@ -102,12 +108,19 @@ pub(in crate::cli) async fn status(
         start_time: None,
     };
     let (head, servers) = tokio::join!(health(&transports, head_entry, now), join_all(servers));
-    let status = Status { head, servers };
+    let status = Status {
+        head,
+        servers,
+        #[cfg(feature = "ray")]
+        ray: ray::of_configuration(&config).await?,
+    };
     if args.json {
         let text = serde_json::to_string_pretty(&status).map_err(|error| Failure::Failed(error.to_string()))?;
         console::print(&text);
     } else {
         console::print(&text(&status, &transports.known()));
+        #[cfg(feature = "ray")]
+        status.ray.iter().for_each(|ray| console::print(&format!("\n{}", ray.text())));
     }
     Ok(ExitCode::SUCCESS)
 }

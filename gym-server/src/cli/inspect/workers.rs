@@ -3,6 +3,7 @@
 use std::process::ExitCode;
 use std::time::Duration;
 
+use gym_client::config::GymConfig;
 use gym_client::registry::RemoteRegistry;
 use gym_core::registry::{Member, MemberRegistry, MemberState};
 use gym_core::{CallContext, Endpoint, World};
@@ -10,8 +11,10 @@ use gym_core::{CallContext, Endpoint, World};
 use crate::cli::args::options::{DrainArgs, Sources, StatusArgs};
 use crate::cli::console;
 use crate::cli::exit::{Failure, Outcome};
+#[cfg(feature = "ray")]
+use crate::cli::inspect::ray;
 use crate::cli::inspect::status::HEAD_TIMEOUT;
-use crate::cli::setup::configuration::{Need, load};
+use crate::cli::setup::configuration::{LoadedConfig, Need, load};
 use crate::cli::setup::head_server;
 use crate::stack::Servers;
 
@@ -25,7 +28,9 @@ pub(in crate::cli) async fn list(
     head_url_given: bool,
     servers: &Servers,
 ) -> Outcome {
-    let registry = registry(args.head_url.as_deref(), overrides, head_url_given, servers).await?;
+    let (config, registry) = configured(args.head_url.as_deref(), overrides, head_url_given, servers).await?;
+    #[cfg(not(feature = "ray"))]
+    drop(config);
     let members = registry.members(&CallContext::within(HEAD_TIMEOUT)).await?;
     if args.json {
         let text = serde_json::to_string_pretty(&members).map_err(|error| Failure::Failed(error.to_string()))?;
@@ -34,6 +39,13 @@ pub(in crate::cli) async fn list(
         console::print(&format!("no worker has joined {}", registry.head()));
     } else {
         console::print(&text(&members));
+    }
+    // Scripts read a list of members. The nodes of Ray are none: `rgym ray status --json` has them.
+    #[cfg(feature = "ray")]
+    if !args.json
+        && let Some(ray) = ray::of_configuration(&config).await?
+    {
+        console::print(&format!("\n{}", ray.text()));
     }
     Ok(ExitCode::SUCCESS)
 }
@@ -45,21 +57,21 @@ pub(in crate::cli) async fn drain(
     head_url_given: bool,
     servers: &Servers,
 ) -> Outcome {
-    let registry = registry(args.head_url.as_deref(), overrides, head_url_given, servers).await?;
+    let (_, registry) = configured(args.head_url.as_deref(), overrides, head_url_given, servers).await?;
     registry.drain(&CallContext::within(HEAD_TIMEOUT), &args.name).await?;
     console::print(&format!("{} gets no more work; it ends when its rollouts have ended", args.name));
     Ok(ExitCode::SUCCESS)
 }
 
-async fn registry(
+async fn configured(
     head_url: Option<&str>,
     overrides: &[String],
     head_url_given: bool,
     servers: &Servers,
-) -> Result<RemoteRegistry, Failure> {
-    let loaded = load(&Sources::default(), overrides, servers, Need::Values).await?;
-    let head: Endpoint = head_server::endpoint(head_url, head_url_given, overrides, &loaded.config)?;
-    Ok(RemoteRegistry::new(head, servers.transports(), World::real()))
+) -> Result<(GymConfig, RemoteRegistry), Failure> {
+    let LoadedConfig { config, .. } = load(&Sources::default(), overrides, servers, Need::Values).await?;
+    let head: Endpoint = head_server::endpoint(head_url, head_url_given, overrides, &config)?;
+    Ok((config, RemoteRegistry::new(head, servers.transports(), World::real())))
 }
 
 /// Returns the names of a member's servers, the first of them if there are many.

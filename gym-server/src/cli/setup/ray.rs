@@ -1,16 +1,20 @@
 //! The Ray cluster of a command.
 
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use gym_client::config::GymConfig;
-use gym_client::group::ray::{RayAddress, RayDashboard, RayVersion};
+use gym_client::group::ray::{LocalHead, RayAddress, RayDashboard, RayVersion};
 use gym_core::{CallContext, Result};
 
 use crate::cli::console::Console;
 use crate::cli::exit::Failure;
+use crate::cli::setup::configuration::LoadedConfig;
 
 /// Limit of a connection to the dashboard.
 const CONNECT_TIME: Duration = Duration::from_secs(8);
+/// Limit of the start of a head, which takes 5 s where Ray's files are in memory.
+const START_TIME: Duration = Duration::from_secs(120);
 
 /// Returns the address of the configuration, or else of `RAY_ADDRESS`, with its source.
 pub(in crate::cli) fn address(config: &GymConfig) -> Result<Option<RayAddress>> {
@@ -27,16 +31,76 @@ pub(in crate::cli) async fn connect(address: &RayAddress) -> Result<(RayDashboar
     RayDashboard::connect(&CallContext::within(CONNECT_TIME), address).await
 }
 
-/// Checks that the cluster of a configuration responds, and says so, as NeMo Gym does. Servers in Python connect to it themselves.
-pub(in crate::cli) async fn announce(config: &GymConfig, console: &Console) -> Result<(), Failure> {
-    let Some(address) = address(config)? else {
+/// Checks that the cluster of a configuration responds, and says so, as NeMo Gym does. Servers in Python connect to it themselves. Also returns the head
+/// that the address `local` has started, which ends when it is dropped.
+pub(in crate::cli) async fn announce(
+    mut loaded: LoadedConfig,
+    python: Option<&Path>,
+    console: &Console,
+) -> Result<(LoadedConfig, Option<LocalHead>), Failure> {
+    let Some(address) = address(&loaded.config)? else {
         console.line("Ray is not used: ray_head_node_address is not set");
-        return Ok(());
+        return Ok((loaded, None));
     };
+    if address.is_local() {
+        let head = local(&mut loaded, &address, python, console).await?;
+        return Ok((loaded, head));
+    }
     console.line(&format!("Connecting to Ray cluster at specified address: {address}"));
     let (dashboard, version) = connect(&address).await?;
+    already_initialized(&dashboard, &version, console).await?;
+    Ok((loaded, None))
+}
+
+/// Uses the head of this machine, and starts one if there is none.
+async fn local(
+    loaded: &mut LoadedConfig,
+    address: &RayAddress,
+    python: Option<&Path>,
+    console: &Console,
+) -> Result<Option<LocalHead>, Failure> {
+    let cx = CallContext::within(START_TIME);
+    let head = match LocalHead::find(&cx, address).await? {
+        Some(head) => head,
+        None => {
+            console.line("Starting Ray cluster...");
+            let python = loaded.python.as_ref().map(|python| python.path.as_path()).or(python);
+            LocalHead::start_new(&cx, address, &program(python)).await?
+        }
+    };
+    loaded.config.set_ray_address_of_python(head.cluster());
+    if head.is_own() {
+        if let Some(note) = head.note() {
+            console.warn(note);
+        }
+        console.line(&format!("Started Ray cluster at ray://{}", head.cluster()));
+        return Ok(Some(head));
+    }
+    console.line(&format!("Connecting to Ray cluster at specified address: {}", head.address()));
+    let (dashboard, version) = connect(head.address()).await?;
+    already_initialized(&dashboard, &version, console).await?;
+    Ok(None)
+}
+
+/// Returns the program `ray` of the environment of the Python servers, or else the one in `PATH`.
+fn program(python: Option<&Path>) -> PathBuf {
+    let beside = python.and_then(|python| std::path::absolute(python).ok()).map(|python| python.with_file_name("ray"));
+    beside.filter(|ray| ray.is_file()).unwrap_or_else(|| PathBuf::from("ray"))
+}
+
+async fn already_initialized(dashboard: &RayDashboard, version: &RayVersion, console: &Console) -> Result<(), Failure> {
     let nodes = dashboard.nodes(&CallContext::within(CONNECT_TIME)).await?;
     let alive = nodes.iter().filter(|node| node.is_alive()).count();
-    console.line(&format!("Ray already initialized: Ray {} with {alive} nodes", version.ray_version));
+    let nodes = if alive == 1 { "node" } else { "nodes" };
+    console.line(&format!("Ray already initialized: Ray {} with {alive} {nodes}", version.ray_version));
     Ok(())
+}
+
+/// Stops a head that this command has started.
+pub(in crate::cli) async fn stop(head: Option<LocalHead>, console: &Console) {
+    let Some(head) = head else { return };
+    match head.stop().await {
+        Ok(()) => console.line("stopped the Ray cluster"),
+        Err(error) => console.warn(error),
+    }
 }

@@ -141,6 +141,9 @@ impl NodesRanks {
             let (rank, incarnation, node) = (*rank, *incarnation, link.name().to_owned());
             let gpus = place.gpus.clone();
             self.log.push(RankEvent::Placed { rank, incarnation, node, gpus });
+            if link.is_draining() {
+                self.log.push(RankEvent::Draining { rank, incarnation });
+            }
         }
         let body = StartBody {
             session: link.session.clone(),
@@ -257,6 +260,14 @@ impl NodeRanks for NodesRanks {
             (known.ended, known.usage) = (true, None);
             let exit = RankExit::node_lost(known.incarnation, link.name(), why);
             self.log.push(RankEvent::Exited { rank: *rank, exit });
+        }
+    }
+
+    #[cfg(feature = "ray")]
+    fn draining(&self, link: &Arc<NodeLink>) {
+        let ranks = lock(&self.ranks);
+        for (rank, known) in ranks.iter().filter(|(_, known)| !known.ended && Arc::ptr_eq(&known.link, link)) {
+            self.log.push(RankEvent::Draining { rank: *rank, incarnation: known.incarnation });
         }
     }
 

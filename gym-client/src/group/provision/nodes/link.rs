@@ -1,6 +1,7 @@
 //! The controller's side of one session on a node.
 
 use std::net::IpAddr;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
@@ -85,6 +86,8 @@ pub(super) struct NodeLink {
     state: watch::Sender<LinkState>,
     /// The end of the lease, if the agent hears no more from us.
     lease_end: Mutex<Instant>,
+    /// `true` once an engine is about to take the node away.
+    draining: AtomicBool,
 }
 
 #[derive(Clone, Debug, PartialEq)]
@@ -129,7 +132,8 @@ impl NodeLink {
         let state = watch::Sender::new(LinkState { node: NodeState::Serving, fenced: None });
         let lease_end = Mutex::new(reserved_at + lease);
         let (address, incarnation) = (report.address, report.incarnation);
-        Self { resources, address, session, client, incarnation, lease, reconnect, state, lease_end }
+        let draining = AtomicBool::new(false);
+        Self { resources, address, session, client, incarnation, lease, reconnect, state, lease_end, draining }
     }
 
     pub(super) fn name(&self) -> &str {
@@ -139,6 +143,15 @@ impl NodeLink {
     pub(super) fn status(&self) -> NodeStatus {
         let state = self.state.borrow().node.clone();
         NodeStatus { resources: self.resources.clone(), address: self.client.endpoint().cloned(), state }
+    }
+
+    #[cfg(feature = "ray")]
+    pub(super) fn drain(&self) {
+        self.draining.store(true, Ordering::Release);
+    }
+
+    pub(super) fn is_draining(&self) -> bool {
+        self.draining.load(Ordering::Acquire)
     }
 
     pub(super) fn is_lost(&self) -> bool {

@@ -47,7 +47,7 @@ use link::AgentClient;
 use message::NodeReport;
 #[cfg(feature = "ray")]
 pub(crate) use moving::BundleMoves;
-use reservation::NodesReservation;
+pub(crate) use reservation::NodesReservation;
 pub(crate) use source::NodeSource;
 use source::{FixedAgents, MemberAgents};
 use state::NodesState;
@@ -167,11 +167,21 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-#[async_trait]
-impl Provisioner for Nodes {
-    async fn reserve(&self, cx: &CallContext, request: &ReserveRequest) -> Result<Arc<dyn Reservation>> {
+impl Nodes {
+    pub(crate) async fn reserve_nodes(
+        &self,
+        cx: &CallContext,
+        request: &ReserveRequest,
+    ) -> Result<Arc<NodesReservation>> {
         check_lease(self.options.lease)?;
         request.cluster.validate()?;
         Ok(Arc::new(NodesReservation(NodesState::reserve(self.clone(), cx, request.clone()).await?)))
+    }
+}
+
+#[async_trait]
+impl Provisioner for Nodes {
+    async fn reserve(&self, cx: &CallContext, request: &ReserveRequest) -> Result<Arc<dyn Reservation>> {
+        Ok(self.reserve_nodes(cx, request).await?)
     }
 }

@@ -15,7 +15,15 @@ use crate::group::provision::nodes::state::NodesState;
 
 /// A reservation on nodes.
 #[derive(Debug)]
-pub(super) struct NodesReservation(pub(super) Arc<NodesState>);
+pub(crate) struct NodesReservation(pub(super) Arc<NodesState>);
+
+#[cfg(feature = "ray")]
+impl NodesReservation {
+    /// Takes the news that an engine is about to take these nodes away.
+    pub(crate) fn drain(&self, is: impl Fn(&str) -> bool, why: &str) {
+        self.0.drain(is, why);
+    }
+}
 
 #[async_trait]
 impl Reservation for NodesReservation {

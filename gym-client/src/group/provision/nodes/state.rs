@@ -75,6 +75,10 @@ pub(super) trait NodeRanks: fmt::Debug + Send + Sync {
     /// Ends all ranks on a node that is lost.
     fn lost(&self, link: &Arc<NodeLink>, why: &str);
 
+    /// Reports that the node of these ranks is about to be taken away.
+    #[cfg(feature = "ray")]
+    fn draining(&self, link: &Arc<NodeLink>);
+
     /// Stops all ranks.
     async fn stop(&self, grace: Duration) -> Result<()>;
 }
@@ -314,6 +318,22 @@ impl NodesState {
                 self.log.push(NodeEvent::Suspect { node, why });
             }
             LinkNews::State(NodeState::Serving) => {}
+        }
+    }
+
+    /// Takes the news that an engine is about to take these nodes away.
+    #[cfg(feature = "ray")]
+    pub(super) fn drain(&self, is: impl Fn(&str) -> bool, why: &str) {
+        let hosts = lock(&self.held).hosts.clone();
+        for link in distinct(&hosts).into_iter().filter(|link| is(link.name()) && !link.is_lost()) {
+            tracing::warn!(
+                node = link.name(),
+                why,
+                "a node is about to be taken away; its ranks serve until then, and balancers choose others if they can"
+            );
+            link.drain();
+            self.log.push(NodeEvent::Draining { node: link.name().to_owned(), why: why.to_owned() });
+            self.all_ranks().iter().for_each(|ranks| ranks.draining(link));
         }
     }
 

@@ -2,7 +2,8 @@
 
 The variable GYM_RAY_STUB names a folder. The test may change `cluster.json` at any time:
 
-  nodes         id, ip, alive and resources of each node
+  nodes         id, ip, alive, resources and labels of each node
+  draining      the nodes that Ray drains, with the time of their end in milliseconds
   room          whether placement groups find room, at first and after the loss of a node
   lost_calls    for the name of a method, what happens to its first calls: `unsent` and `unanswered` fail with ActorUnavailableError, the second
                 kind although the method runs; `answered` is as usual
@@ -85,7 +86,7 @@ def shutdown():
 
 def nodes():
     check("nodes")
-    return [{"NodeID": node["id"], "Alive": node["alive"], "Resources": node["resources"]} for node in cluster()["nodes"]]
+    return [{"NodeID": node["id"], "Alive": node["alive"], "Resources": node["resources"], "Labels": node.get("labels", {})} for node in cluster()["nodes"]]
 
 
 class ObjectRef:

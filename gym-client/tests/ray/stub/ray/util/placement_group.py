@@ -38,10 +38,10 @@ class PlacementGroup:
         return {"node_id": node["id"], "ip": node["ip"], "gpus": gpus}
 
 
-def placement_group(bundles, *, strategy, name):
+def placement_group(bundles, *, strategy, name, **labels):
     if strategy not in ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"):
         raise ValueError(f"Invalid placement group strategy {strategy}")
-    ray.note(do="create_group", name=name, bundles=bundles, strategy=strategy)
+    ray.note(do="create_group", name=name, bundles=bundles, strategy=strategy, labels=labels)
     return PlacementGroup(bundles)
 
 

@@ -3,27 +3,28 @@
 //! Source: <https://docs.ray.io/en/releases-2.60.0/cluster/running-applications/job-submission/api.html> and the behavior of Ray 2.60. An error is text,
 //! often a Python traceback, so the status decides, and the last line is the message.
 
+mod connection;
+
 use std::collections::BTreeMap;
 use std::time::Duration;
 
 use bytes::Bytes;
-use gym_core::transport::{ConnectOptions, Connector as _, RetryPolicy, retry};
-use gym_core::{CallContext, Channel, Code, Endpoint, Error, Execution, Metadata, Request, Result, Route, Verb};
-use gym_transport_http::HttpConfig;
-use gym_transport_http::http1::HttpConnector;
+use gym_core::transport::{RetryPolicy, retry};
+use gym_core::{CallContext, Code, Error, Execution, Metadata, Result, Verb};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
-use tokio::sync::OnceCell;
+use tokio::time::sleep;
 
 use crate::group::ray::address::{DASHBOARD_PORT, RayAddress, RayToken, TOKEN_SOURCES};
+use connection::Connection;
 
 /// The version of the REST interface that this client was written for.
 const API_VERSION: &str = "4";
-/// Limit of a connection.
-const CONNECT_TIME: Duration = Duration::from_secs(2);
 /// Limit of a request, except uploads.
 const CALL_TIME: Duration = Duration::from_secs(5);
+/// Pause before a job is submitted again to a cluster that starts.
+const STARTS_PAUSE: Duration = Duration::from_millis(500);
 /// Limit of a response: a log, or the list of nodes.
 const RESPONSE_BYTES_MAX: usize = 64 << 20;
 /// What to do about a program that is too large.
@@ -37,9 +38,7 @@ const UPLOAD_BYTES_MAX: usize = 100 << 20;
 pub struct RayDashboard {
     address: RayAddress,
     token: Option<RayToken>,
-    endpoint: Endpoint,
-    connector: HttpConnector,
-    channel: OnceCell<Channel>,
+    connection: Connection,
 }
 
 /// The version of a cluster.
@@ -155,6 +154,13 @@ pub(super) struct RayPlacementGroup {
     pub(super) stats: Option<RayPlacementStats>,
 }
 
+impl RayPlacementGroup {
+    /// Returns `true` if bundles wait for room.
+    pub(super) fn waits(&self) -> bool {
+        matches!(self.state.as_str(), "PENDING" | "RESCHEDULING")
+    }
+}
+
 #[derive(Clone, Debug, Default, PartialEq, Deserialize)]
 #[serde(default)]
 pub(super) struct RayPlacementStats {
@@ -229,17 +235,7 @@ impl RayDashboard {
         token: Option<RayToken>,
     ) -> Result<(Self, RayVersion)> {
         let subject = || format!("connect to the Ray cluster at {address}");
-        if address.dashboard().starts_with("https:") {
-            let message = "a dashboard behind https is not supported yet\n  fix: use its http address inside the cluster's network";
-            return Err(Error::not_started(Code::Unimplemented, message).about(subject()));
-        }
-        let dashboard = Self {
-            endpoint: Endpoint::parse(address.dashboard())?,
-            address: address.clone(),
-            token,
-            connector: HttpConnector::new(HttpConfig { connect_timeout: CONNECT_TIME, ..HttpConfig::default() }),
-            channel: OnceCell::new(),
-        };
+        let dashboard = Self::to(address, token).map_err(|error| error.about(subject()))?;
         let version: RayVersion = dashboard.read(cx, "/api/version").await.map_err(|error| {
             let error = match error.code() {
                 Code::NotFound | Code::DataLoss => Error::not_started(
@@ -262,6 +258,26 @@ impl RayDashboard {
             );
         }
         Ok((dashboard, version))
+    }
+
+    /// Creates a client. Connects to nothing.
+    fn to(address: &RayAddress, token: Option<RayToken>) -> Result<Self> {
+        Ok(Self { connection: Connection::to(address.dashboard())?, address: address.clone(), token })
+    }
+
+    /// Connects to the dashboard at an address of this machine; `None` if nothing there responds like Ray.
+    ///
+    /// # Errors
+    /// `FailedPrecondition` if a Ray cluster there requires another token.
+    pub(super) async fn probe(cx: &CallContext, address: &RayAddress) -> Result<Option<(Self, RayVersion)>> {
+        let path = "/api/version";
+        let dashboard = Self::to(address, RayToken::find(&|name| std::env::var(name).ok())?)?;
+        let Ok(response) = dashboard.send(cx, Verb::Get, path, None).await else { return Ok(None) };
+        match response.status {
+            200 => Ok(Self::parse(path, &response).ok().map(|version| (dashboard, version))),
+            401 | 403 if response.message().contains("authentication token") => Err(dashboard.refused(path, &response)),
+            _ => Ok(None),
+        }
     }
 
     /// Returns the address.
@@ -323,6 +339,16 @@ impl RayDashboard {
         Ok(alive.map(memory).collect())
     }
 
+    /// Returns the identifiers of our jobs whose bundles wait for room, before they start or after the loss of a node.
+    ///
+    /// # Errors
+    /// Those of the connection.
+    pub async fn waiting(&self, cx: &CallContext) -> Result<Vec<String>> {
+        let groups: Vec<RayPlacementGroup> = self.state(cx, "/api/v0/placement_groups?detail=1&limit=10000").await?;
+        let waiting = groups.into_iter().filter(RayPlacementGroup::waits).map(|group| group.name);
+        Ok(waiting.filter(|name| name.starts_with("gym-")).collect())
+    }
+
     pub(super) async fn placement_group(&self, cx: &CallContext, name: &str) -> Result<Option<RayPlacementGroup>> {
         let groups: Vec<RayPlacementGroup> = self.state(cx, "/api/v0/placement_groups?detail=1&limit=10000").await?;
         Ok(groups.into_iter().find(|group| group.name == name && group.state != "REMOVED"))
@@ -376,11 +402,35 @@ impl RayDashboard {
 
     /// Submits a job. A repeated submission of the same job has no effect.
     pub(super) async fn submit(&self, cx: &CallContext, request: &JobRequest) -> Result<()> {
-        let body = serde_json::to_vec(request).map_err(|error| Error::internal("the job").caused_by(error))?;
-        let response = self.repeat(cx, Verb::Post, "/api/jobs/", Some(body.into())).await?;
-        if response.status == 200 {
-            return Ok(());
-        }
+        let body: Bytes =
+            serde_json::to_vec(request).map_err(|error| Error::internal("the job").caused_by(error))?.into();
+        let mut starting: Option<Error> = None;
+        let response = loop {
+            let response = match (self.repeat(cx, Verb::Post, "/api/jobs/", Some(body.clone())).await, starting.take())
+            {
+                (Ok(response), _) => response,
+                (Err(_), Some(starting)) if cx.check().is_err() => return Err(starting),
+                (Err(error), _) => return Err(error),
+            };
+            if response.status == 200 {
+                return Ok(());
+            }
+            // A cluster that has just started takes no jobs for some seconds, although its dashboard responds.
+            let starts = matches!(response.status, 502..=504)
+                || (response.status == 500 && response.message().contains("No available agent"));
+            if !starts {
+                break response;
+            }
+            let error = self.refused("/api/jobs/", &response);
+            let pause = async {
+                sleep(STARTS_PAUSE).await;
+                Ok(())
+            };
+            if cx.bound(Execution::NotStarted, pause).await.is_err() {
+                return Err(error);
+            }
+            starting = Some(error);
+        };
         // The response to an earlier attempt may have been lost.
         if let Some(known) = self.job(cx, &request.submission_id).await?
             && known.metadata.as_ref() == Some(&request.metadata)
@@ -442,25 +492,27 @@ impl RayDashboard {
         let mut own = if verb == Verb::Put { cx.child() } else { cx.child().at_most(CALL_TIME) };
         own.metadata = Metadata::new();
         own.reply_bytes_max = RESPONSE_BYTES_MAX;
+        // Ray 2.51 answers a request without this header with status 500.
+        own.metadata.push("user-agent", concat!("gym-client/", env!("CARGO_PKG_VERSION")));
         if let Some(token) = &self.token {
             own.metadata.push("authorization", format!("Bearer {}", token.token));
         }
-        let options = ConnectOptions::default();
-        let connect = || self.connector.connect(cx, &self.endpoint, &options);
-        let channel = self.channel.get_or_try_init(connect).await?;
-        let mut request = match body {
-            Some(body) => Request::post(own, Route::from(path.to_owned()), body),
-            None => Request::get(own, Route::from(path.to_owned())),
-        };
-        request.verb = verb;
-        let answer = channel.call(request).await.map_err(|error| self.unreachable(error))?;
-        Ok(RayResponse { status: answer.status.0, body: answer.message.head.to_bytes() })
+        let sent = self.connection.send(own, verb, path, body).await;
+        let (status, body) = sent.map_err(|error| self.unreachable(error))?;
+        Ok(RayResponse { status, body })
     }
 
     /// Explains that there was no response.
     fn unreachable(&self, error: Error) -> Error {
         if !matches!(error.code(), Code::Unavailable | Code::DeadlineExceeded) {
             return error;
+        }
+        if self.address.is_local() {
+            let message = format!(
+                "no Ray head of this machine responds at {}\n  fix: start one with `rgym run`, or with `ray start --head`",
+                self.address.dashboard()
+            );
+            return Error::new(error.code(), error.execution(), message);
         }
         let message = format!(
             "Ray's dashboard at {} does not respond: {}\n  fix: check that the cluster runs, and start its head with `ray start --head \
@@ -503,5 +555,26 @@ impl RayDashboard {
             (status, _) => (Code::Unavailable, format!("Ray answered {path} with {status}: {message}")),
         };
         Error::new(code, Execution::Finished, text)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn a_program_that_is_too_large_is_not_sent() {
+        // Nothing is contacted, so no dashboard listens there.
+        let address = RayAddress::parse("http://127.0.0.1:1", "a test").unwrap();
+        let dashboard = RayDashboard::to(&address, None).unwrap();
+        let package = Bytes::from(vec![0; UPLOAD_BYTES_MAX + 1]);
+        let error = dashboard.upload(&CallContext::within(CALL_TIME), "_ray_pkg_a.zip", package).await.unwrap_err();
+        assert_eq!(error.code(), Code::ResourceExhausted);
+        let text = error.to_string();
+        for part in
+            ["the program has 100 MiB as a zip; Ray accepts 100 MiB", "fix: ", "--release", "RayOptions::program"]
+        {
+            assert!(text.contains(part), "{part} is not in: {text}");
+        }
     }
 }
