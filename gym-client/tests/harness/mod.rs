@@ -1,5 +1,6 @@
 //! A very small test harness, for executables that are their own shim, watchdog and workers and so need the first line of
-//! `main`: it takes `--list`, a part of a name, and `--skip` with a part of a name, as cargo's does.
+//! `main`: it takes `--list`, a part of a name, and `--skip` with a part of a name, as cargo's does; and `--part 1/2` for each second
+//! of the cases that these leave, so that several processes can share them.
 
 use std::future::Future;
 use std::panic::AssertUnwindSafe;
@@ -17,18 +18,22 @@ pub(crate) fn run_cases(cases: Vec<Case>, arguments: &[String], run: fn(Running)
         cases.iter().for_each(|(name, _)| println!("{name}: test"));
         return;
     }
-    let (mut wanted, mut skipped) = (String::new(), Vec::new());
+    let (mut wanted, mut skipped, mut part) = (String::new(), Vec::new(), (1, 1));
     let mut rest = arguments.iter();
     while let Some(argument) = rest.next() {
         match argument.as_str() {
             "--skip" => skipped.extend(rest.next()),
+            "--part" => {
+                part = rest.next().and_then(|text| parse_part(text)).expect("--part takes two numbers, such as 1/2")
+            }
             _ if argument.starts_with('-') => {}
             _ => wanted.clone_from(argument),
         }
     }
     let runs = |name: &str| name.contains(&wanted) && !skipped.iter().any(|skipped| name.contains(*skipped));
     let mut failed = Vec::new();
-    for (name, case) in cases.into_iter().filter(|(name, _)| runs(name)) {
+    let (first, every) = part;
+    for (name, case) in cases.into_iter().filter(|(name, _)| runs(name)).skip(first - 1).step_by(every) {
         let outcome = std::panic::catch_unwind(AssertUnwindSafe(|| run(case())));
         println!("test {name} ... {}", if outcome.is_ok() { "ok" } else { "FAILED" });
         if outcome.is_err() {
@@ -36,4 +41,11 @@ pub(crate) fn run_cases(cases: Vec<Case>, arguments: &[String], run: fn(Running)
         }
     }
     assert!(failed.is_empty(), "failed: {failed:?}");
+}
+
+/// Returns the part, counted from 1, and the number of parts.
+fn parse_part(text: &str) -> Option<(usize, usize)> {
+    let (part, of) = text.split_once('/')?;
+    let (part, of) = (part.parse().ok()?, of.parse().ok()?);
+    (1..=of).contains(&part).then_some((part, of))
 }
