@@ -1,12 +1,15 @@
-//! The events file and the scalars of a collection: what a program that reads them learns.
+//! The events file, the scalars and the reports of a collection: what a program that reads them learns.
 
 #![allow(clippy::unwrap_used)] // In a test a panic is the message.
 
 mod collection;
 
 use std::path::Path;
+use std::sync::{Arc, Mutex};
 
+use gym_client::collect::monitor::{AttemptId, CollectionMonitor, CollectionReport, ReportReply, WantedRow};
 use gym_client::collect::{CollectOptions, ExistingOutput};
+use gym_core::{CallContext, CancelToken, Code, Error};
 use serde_json::{Value, json};
 
 use collection::Ground;
@@ -153,4 +156,71 @@ async fn tensorboards_own_reader_finds_every_scalar() {
         "failed_attempts/verifier_error": [[2, 1.0]],
     });
     assert_eq!(found, expected);
+}
+
+/// A monitor that keeps the reports.
+#[derive(Debug, Default)]
+struct Kept {
+    reports: Mutex<Vec<CollectionReport>>,
+    fails: Option<Code>,
+}
+
+#[async_trait::async_trait]
+impl CollectionMonitor for Kept {
+    async fn report(&self, _: &CallContext, report: &CollectionReport) -> gym_core::Result<ReportReply> {
+        let mut reports = self.reports.lock().unwrap();
+        reports.push(report.clone());
+        match self.fails {
+            Some(code) => Err(Error::finished(code, "the monitor fails")),
+            None => Ok(ReportReply::default()),
+        }
+    }
+}
+
+#[tokio::test]
+async fn the_last_report_has_the_counters_the_causes_and_each_attempt() {
+    let terminal =
+        json!({"_ng_failure_class": "verifier_error", "_ng_failure_message": "no key", "_ng_failure_terminal": true});
+    let ground = Ground::new(&[json!([{"reward": 1.0}]), json!([terminal]), json!([{"reward": 0.5}])]);
+    let monitor = Arc::new(Kept::default());
+    let collector = ground.collector().reporting_to(Arc::clone(&monitor) as _);
+    let summary = collector.collect(ground.options(), CancelToken::new()).await.unwrap();
+    let reports = std::mem::take(&mut *monitor.reports.lock().unwrap());
+    let last = reports.last().unwrap();
+    assert_eq!((last.rollouts, last.completed, last.failed, last.in_flight), (3, 2, 1, 0));
+    assert_eq!((last.end.as_deref(), last.mean_reward), (Some("exhausted"), Some(0.75)));
+    assert_eq!(last.output, summary.files.rollouts.display().to_string());
+    assert_eq!((last.causes.len(), last.causes[0].count), (1, 1));
+    assert_eq!(last.agents["agent"]["scored"], 2);
+    let ended = reports.iter().flat_map(|report| &report.ended);
+    let ended: Vec<_> = ended.map(|ended| (ended.attempt.task, ended.reward, ended.class.is_some())).collect();
+    assert_eq!(ended, [(0, Some(1.0), false), (1, None, true), (2, Some(0.5), false)]);
+    // The events file has all events too: one observer takes nothing from the other.
+    assert_eq!(attempts(&lines(&ground.events()), &[]).len(), 6);
+}
+
+#[tokio::test]
+async fn a_monitor_that_fails_costs_no_rollout() {
+    for code in [Code::NotFound, Code::Unavailable] {
+        let ground = Ground::new(&[json!([{"reward": 1.0}]), json!([{"reward": 0.5}])]);
+        let monitor = Arc::new(Kept { fails: Some(code), ..Kept::default() });
+        let collector = ground.collector().reporting_to(Arc::clone(&monitor) as _);
+        let summary = collector.collect(ground.options(), CancelToken::new()).await.unwrap();
+        assert!(summary.is_complete());
+        let reports = monitor.reports.lock().unwrap();
+        match code {
+            Code::NotFound => assert_eq!(reports.len(), 1, "a monitor that takes no reports is asked once"),
+            _ => assert!(reports.last().unwrap().ended.len() == 2, "a lost report is sent again"),
+        }
+    }
+}
+
+#[test]
+fn reports_travel_as_json() {
+    let wanted = WantedRow { attempt: AttemptId { task: 3, repeat: 1, attempt: 2 }, failed: true };
+    let text = serde_json::to_string(&ReportReply { wanted: vec![wanted] }).unwrap();
+    assert_eq!(text, r#"{"wanted":[{"task":3,"repeat":1,"attempt":2,"failed":true}]}"#);
+    // A report of a newer collector has further keys, and one of an older collector lacks some.
+    let report: CollectionReport = serde_json::from_str(r#"{"id":"c","completed":3,"new":1}"#).unwrap();
+    assert_eq!((report.completed, report.end), (3, None));
 }

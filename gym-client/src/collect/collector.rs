@@ -24,6 +24,7 @@ use crate::collect::input::{
 };
 use crate::collect::ledger::{JsonlLedger, OpenMode};
 use crate::collect::names::ServerNames;
+use crate::collect::observe::monitor::{CollectionMonitor, CollectionReporter, ReportedCollection};
 use crate::collect::observe::{EventFile, EventTarget, RunEnded, RunStarted, TensorBoardFile};
 use crate::collect::report::{AggregateRequest, ReportEntry, RolloutsIndex, label_runs, read_recorded, write_report};
 use crate::collect::resume::compare;
@@ -186,13 +187,14 @@ pub struct RolloutCollector {
     pool: Option<WorkPool>,
     /// The servers whose rollouts come from the pool; `None` for all.
     pulled: Option<BTreeSet<String>>,
+    monitor: Option<Arc<dyn CollectionMonitor>>,
 }
 
 impl RolloutCollector {
     /// Creates a collector that calls the servers listed in `names` through `client`.
     #[must_use]
     pub fn new(client: ServerClient, names: ServerNames, world: World) -> Self {
-        Self { client, names, world, progress: Arc::default(), pool: None, pulled: None }
+        Self { client, names, world, progress: Arc::default(), pool: None, pulled: None, monitor: None }
     }
 
     /// Lets workers take the rollouts from `pool`, instead of calling the servers by name. The pool's queue must hold
@@ -208,6 +210,13 @@ impl RolloutCollector {
     #[must_use]
     pub fn pulling_only(mut self, servers: BTreeSet<String>) -> Self {
         self.pulled = Some(servers);
+        self
+    }
+
+    /// Reports the collection to a monitor, such as a head server, so that people can watch it. By default, nothing is reported. No rollout waits for the monitor.
+    #[must_use]
+    pub fn reporting_to(mut self, monitor: Arc<dyn CollectionMonitor>) -> Self {
+        self.monitor = Some(monitor);
         self
     }
 
@@ -309,11 +318,22 @@ impl RolloutCollector {
             if let Some(events) = &events {
                 driver = driver.observed_by(events.observer());
             }
+            let reporter = self.monitor.as_ref().map(|monitor| {
+                let (run_id, input) = (run.run_id.clone(), run.input.clone());
+                let reported = ReportedCollection { run_id, input, files: files.clone() };
+                CollectionReporter::start(Arc::clone(monitor), reported, self.progress(), &self.world)
+            });
+            if let Some(reporter) = &reporter {
+                driver = driver.observed_by(reporter.observer());
+            }
             let rows = read_rows(files.materialized.clone(), self.names.clone());
             let ended = Arc::new(driver).run(rows, stop).await;
             let closed = ledger.close(&CallContext::within(OPEN_TIMEOUT)).await;
             let ended = closed.and(ended);
             let mut events_dropped = 0;
+            if let Some(reporter) = reporter {
+                reporter.end(end_name(&ended)).await;
+            }
             if let Some(events) = events
                 && let Some((dropped, warning)) = events.end(run_ended(&ended, &self.progress.snapshot())).await
             {
@@ -450,14 +470,18 @@ fn run_started(options: &CollectOptions, driver: &Driver, rollouts: u64, already
     }
 }
 
+fn end_name(ended: &Result<RunEnd>) -> &'static str {
+    match ended {
+        Ok(RunEnd::Exhausted) => "exhausted",
+        Ok(RunEnd::Stopped) => "stopped",
+        Ok(RunEnd::FailedFast) => "failed_fast",
+        Err(_) => "error",
+    }
+}
+
 fn run_ended(ended: &Result<RunEnd>, snapshot: &ProgressSnapshot) -> RunEnded {
     RunEnded {
-        end: match ended {
-            Ok(RunEnd::Exhausted) => "exhausted",
-            Ok(RunEnd::Stopped) => "stopped",
-            Ok(RunEnd::FailedFast) => "failed_fast",
-            Err(_) => "error",
-        },
+        end: end_name(ended),
         error: ended.as_ref().err().map(ToString::to_string),
         rollouts: snapshot.total,
         completed: snapshot.completed,

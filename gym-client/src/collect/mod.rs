@@ -15,6 +15,7 @@ pub use collector::{CollectOptions, CollectSummary, RolloutCollector};
 pub use files::chunks::write_new_file;
 pub use files::{ExistingOutput, OutputFiles};
 pub use names::{ServerNames, connect_head};
+pub use observe::monitor;
 pub use run::{
     AgentScore, AgentSummary, CollectProgress, Driver, DriverOptions, FailFast, FailedAttempt, FailureCause,
     FinishedAttempt, LatencySummary, OldestRollout, PassRate, ProgressSnapshot, RewardBin, Rollout, RolloutError,

@@ -56,6 +56,10 @@ impl Ground {
     }
 
     pub(crate) async fn collect(&self, options: CollectOptions) -> Result<CollectSummary> {
+        self.collector().collect(options, CancelToken::new()).await
+    }
+
+    pub(crate) fn collector(&self) -> RolloutCollector {
         let world = World::real();
         let agent = Instance {
             name: "agent".to_owned(),
@@ -71,6 +75,6 @@ impl Ground {
         let transports = Transports::new().with_connector(Arc::new(self.servers.clone()));
         let client = ServerClient::new(Arc::new(StaticRegistry::new(vec![agent])), transports, &world);
         let names = ServerNames::of_merged(&json!({"agent": {"responses_api_agents": {"small": {}}}}));
-        RolloutCollector::new(client, names, world).collect(options, CancelToken::new()).await
+        RolloutCollector::new(client, names, world)
     }
 }

@@ -53,6 +53,22 @@ impl<T: Clone> InFlight<T> {
         let slots = self.slots();
         slots.iter().map(|(_, work)| work).min_by_key(|(began, _)| *began).cloned()
     }
+
+    /// Returns at most `max` pieces of work, those that began first, in this order.
+    #[must_use]
+    pub fn oldest_of(&self, max: usize) -> Vec<(Instant, T)> {
+        if max == 0 {
+            return Vec::new();
+        }
+        let slots = self.slots();
+        let mut began: Vec<(Instant, usize)> = slots.iter().map(|(slot, (began, _))| (*began, slot)).collect();
+        if began.len() > max {
+            began.select_nth_unstable(max - 1);
+            began.truncate(max);
+        }
+        began.sort_unstable();
+        began.into_iter().map(|(_, slot)| slots[slot].clone()).collect()
+    }
 }
 
 #[cfg(test)]
@@ -72,6 +88,8 @@ mod tests {
         let reused = work.begin(at(9), 9);
         assert_eq!((reused, work.count()), (slots[0], 4));
         assert_eq!(work.oldest(), Some((at(1), 17)));
+        assert_eq!(work.oldest_of(3), [(at(1), 17), (at(2), 2), (at(3), 3)]);
+        assert_eq!((work.oldest_of(9).len(), work.oldest_of(0)), (4, Vec::new()));
         slots[1..].iter().chain([&reused]).for_each(|slot| work.end(*slot));
         assert_eq!((work.oldest(), work.count()), (None, 0));
     }

@@ -46,7 +46,7 @@ use crate::cli::args::translation;
 use crate::cli::console::Console;
 pub use crate::cli::exit::{EXIT_CODES, ExitMeaning};
 use crate::cli::exit::{Failure, Outcome, USAGE};
-use crate::cli::inspect::{config, doctor, status, workers};
+use crate::cli::inspect::{config, doctor, status, top, workers};
 use crate::stack::Servers;
 
 /// Runs the command in the arguments of this process with the given servers. Call it first in `main`, before any thread
@@ -130,6 +130,7 @@ fn start(cli: Cli, overrides: Vec<String>, head_url_given: bool, servers: Server
             Command::Collect(args) => collect::collect(*args, &overrides, head_url_given, &servers, &console).await,
             Command::Status(args) => status::status(args, &overrides, head_url_given, &servers).await,
             Command::Workers(args) => workers::list(args, &overrides, head_url_given, &servers).await,
+            Command::Top(args) => top::top(args, &overrides, head_url_given, &servers).await,
             Command::Drain(args) => workers::drain(args, &overrides, head_url_given, &servers).await,
             #[cfg(feature = "ray")]
             Command::Ray(args) => inspect::ray::ray(args, &overrides, &servers).await,

@@ -9,9 +9,14 @@
 //! | `GET /`, `/livez` | 200 |
 //! | `GET /health`, `/healthz`, `/readyz` | 503 until all requested servers serve, then 200 |
 //! | `GET /metrics` | Prometheus |
+//! | `GET /ui`, `/ui/state`, `/ui/rollout` | a page that shows the cluster and its collections, and its data |
+//! | `POST /collections/report` | what a collector reports once a second: [`gym_client::collect::monitor`] |
 //!
 //! The head server is only on the control path: rollouts and tensors never pass through it. Its state is soft: after a
 //! restart, the servers register again within a heartbeat.
+
+pub(crate) mod collections;
+pub(crate) mod page;
 
 use std::fmt;
 use std::sync::Arc;
@@ -20,6 +25,7 @@ use std::time::Duration;
 
 use futures_util::StreamExt;
 use futures_util::future::BoxFuture;
+use gym_client::collect::monitor::{CollectionMonitor, CollectionReport, REPORT_ROUTE};
 use gym_client::registry::{DrainRequest, RosterRequest, SharedConfiguration, WatchRequest};
 use gym_core::registry::{
     Instance, Lease, Member, MemberRegistry, MemberSpec, MemberState, MemoryRegistry, Registration, Registry,
@@ -30,6 +36,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
+use crate::head::collections::Collections;
 use crate::metrics::{Metrics, RouteMetrics};
 use crate::role::reply;
 
@@ -84,6 +91,7 @@ struct HeadState {
     ready: AtomicBool,
     /// Members that must serve before the cluster is ready; 0 once it was.
     expected: AtomicUsize,
+    collections: Collections,
     start_time: f64,
     world: World,
     metrics: Metrics,
@@ -105,6 +113,7 @@ impl HeadServer {
             shared: SharedConfiguration::default(),
             ready: AtomicBool::new(false),
             expected: AtomicUsize::new(0),
+            collections: Collections::default(),
             start_time,
             world: world.clone(),
             metrics,
@@ -143,6 +152,12 @@ impl HeadServer {
         self.0.ready.store(true, Ordering::Release);
     }
 
+    /// Returns what takes the reports of collections, which the page shows.
+    #[must_use]
+    pub fn monitor(&self) -> Arc<dyn CollectionMonitor> {
+        Arc::new(self.0.collections.clone())
+    }
+
     /// Returns the registry.
     #[must_use]
     pub fn registry(&self) -> &MemoryRegistry {
@@ -175,6 +190,20 @@ impl HeadState {
             (Verb::Get | Verb::Head, "/" | "/livez") => Ok(reply::ok()),
             (Verb::Get | Verb::Head, "/health" | "/healthz" | "/readyz") => self.health(cx).await,
             (Verb::Get, "/metrics") => self.metrics(cx).await,
+            (Verb::Get | Verb::Head, "/ui" | "/ui/") => Ok(page::live_page()),
+            (Verb::Get, "/ui/state") => {
+                let millis = |time: f64| (time * 1e3) as u64;
+                let times = (millis(self.world.now().as_secs_f64()), millis(self.start_time));
+                let expected = self.missing_workers(cx).await?.map_or(0, |missing| missing.expected);
+                let query = request.route.query().unwrap_or_default();
+                json(&page::state(cx, query, &self.registry, &self.collections, (times.0, times.1, expected)).await?)
+            }
+            (Verb::Get, "/ui/rollout") => {
+                json(&page::rollout(cx, request.route.query().unwrap_or_default(), &self.collections).await?)
+            }
+            (Verb::Post, REPORT_ROUTE) => {
+                json(&self.collections.report(cx, &read::<CollectionReport>(&request.message)?).await?)
+            }
             (Verb::Get, "/global_config_dict_yaml") => json(&(self.config)(&self.serving(cx).await?)),
             (Verb::Get, "/server_instances") => {
                 let now: Vec<Value> =
@@ -230,7 +259,8 @@ impl HeadState {
                 | "/cluster/beat"
                 | "/cluster/leave"
                 | "/cluster/drain"
-                | "/cluster/roster",
+                | "/cluster/roster"
+                | REPORT_ROUTE,
             ) => Ok(reply::method_not_allowed("POST")),
             (
                 _,
@@ -240,6 +270,9 @@ impl HeadState {
                 | "/healthz"
                 | "/readyz"
                 | "/metrics"
+                | "/ui"
+                | "/ui/state"
+                | "/ui/rollout"
                 | "/global_config_dict_yaml"
                 | "/server_instances"
                 | "/registry/instances"

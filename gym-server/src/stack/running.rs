@@ -5,6 +5,7 @@ use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
+use gym_client::collect::monitor::CollectionMonitor;
 use gym_client::collect::{DriverOptions, Rollouts, ServerNames};
 use gym_client::config::{GymConfig, InstanceConfig};
 use gym_client::registry::{LeaseKeeper, MemberKeeper, RemoteRegistry, SharedConfiguration};
@@ -471,6 +472,12 @@ impl Stack {
     #[must_use]
     pub fn servers(&self) -> &[RunningServer] {
         &self.running
+    }
+
+    /// Returns what takes the reports of collections, which the page of the head server shows; `None` if this stack has no head server.
+    #[must_use]
+    pub fn monitor(&self) -> Option<Arc<dyn CollectionMonitor>> {
+        self.head.as_ref().map(HeadServer::monitor)
     }
 
     /// Returns the metrics of this process.

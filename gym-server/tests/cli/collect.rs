@@ -62,6 +62,8 @@ pub(crate) fn collect_takes_a_free_port_for_its_own_head() {
     let (_, error) = ended_with(&folder.collect(&["--config", "gym.yaml"]).output().unwrap(), 0);
     let head =
         error.lines().find_map(|line| line.strip_prefix("started 4 servers for this collection, head ")).unwrap();
+    let (head, page) = head.split_once("; its page is ").unwrap();
+    assert_eq!(page, format!("{head}/ui"));
     let port: u16 = head.rsplit_once(':').unwrap().1.parse().unwrap();
     assert!((10_001..=20_000).contains(&port) && port != 11_000, "a port of the range, and not that of `run`: {head}");
 }

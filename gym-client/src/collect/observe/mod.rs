@@ -1,9 +1,10 @@
-//! Shows a running collection to other programs: a stream of events, and scalars for TensorBoard.
+//! Shows a running collection to other programs: a stream of events, scalars for TensorBoard, and reports to a monitor.
 //!
 //! Nothing here is the ledger, and nothing here delays or fails a rollout.
 
 mod event_file;
 mod line;
+pub mod monitor;
 mod target;
 mod tensorboard;
 

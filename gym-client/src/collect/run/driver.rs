@@ -16,7 +16,7 @@ use tokio::task::JoinSet;
 use tokio::time::Instant;
 
 use crate::client::ServerClient;
-use crate::collect::run::events::{Observed, RolloutEventKind, RolloutObserver};
+use crate::collect::run::events::{BothObservers, Observed, RolloutEventKind, RolloutObserver};
 use crate::collect::run::outcome::{AttemptResult, classify, contradiction, superseded, without_truncated};
 use crate::collect::run::progress::CollectProgress;
 use crate::collect::run::rollout::RolloutSender;
@@ -159,9 +159,13 @@ impl Driver {
         self
     }
 
-    /// Passes the events of the rollouts to `observer`.
+    /// Passes the events of the rollouts to `observer`, in addition to earlier observers.
     #[must_use]
     pub fn observed_by(mut self, observer: Arc<dyn RolloutObserver>) -> Self {
+        let observer = match self.observed.take() {
+            None => observer,
+            Some(earlier) => Arc::new(BothObservers(earlier.observer, observer)),
+        };
         self.observed = Some(Observed { observer, world: self.world.clone() });
         self
     }
@@ -317,11 +321,13 @@ impl Driver {
             let trace_id = self.world.rng().u128(1..);
             cx.trace = TraceContext { trace_id, span_id: u64::from(attempt.number) + 1, sampled: false };
             let cancel = cx.cancel.clone();
-            if let Some(observed) = &self.observed {
+            let observed = self.observed.as_ref().filter(|observed| observed.observer.wants(attempt));
+            if let Some(observed) = observed {
                 observed.tell(&row, attempt, RolloutEventKind::Started);
             }
             let began = Instant::now();
-            let mut attempted = Box::pin(self.attempt(attempt, Arc::clone(&row), cx, deadline));
+            let attempted = self.attempt(attempt, Arc::clone(&row), cx, deadline, observed.is_some());
+            let mut attempted = Box::pin(attempted);
             let (next, event) = match tokio::time::timeout_at(deadline, &mut attempted).await {
                 Ok(Ok(ended)) => ended,
                 Ok(Err(error)) => break Err(error),
@@ -330,10 +336,10 @@ impl Driver {
                     let failure = superseded(&row);
                     self.progress.fail(attempt, &failure);
                     cancel.cancel();
-                    let (observed, late) = (self.observed.clone(), Arc::clone(&row));
+                    let (observing, late) = (observed.cloned(), Arc::clone(&row));
                     let straggler = async move {
                         // The ledger decides whether to accept its outcome.
-                        match (attempted.await, observed) {
+                        match (attempted.await, observing) {
                             (Ok((NextStep::Done, Some(event))), Some(observed)) => {
                                 observed.tell(&late, attempt, *event)
                             }
@@ -343,7 +349,7 @@ impl Driver {
                     };
                     stragglers.get_or_insert_default().spawn(straggler.boxed());
                     let event = |_| Box::new(RolloutEventKind::failed(&failure, began.elapsed()));
-                    (NextStep::Again, self.observed.as_ref().map(event))
+                    (NextStep::Again, observed.map(event))
                 }
             };
             // A lost worker says nothing about the task, so it has a budget of its own.
@@ -352,7 +358,7 @@ impl Driver {
                 && begun - lost < self.options.attempts_max
                 && lost < self.options.lost_max
                 && self.is_open(row.key);
-            if let (Some(observed), Some(event)) = (&self.observed, event) {
+            if let (Some(observed), Some(event)) = (observed, event) {
                 observed.tell(&row, attempt, event.with_retried(again));
             }
             if !again {
@@ -382,7 +388,7 @@ impl Driver {
         ended
     }
 
-    /// Makes and records one attempt; returns its event if there is an observer. The future owns its data, so that it can continue after
+    /// Makes and records one attempt; returns its event if it is observed. The future owns its data, so that it can continue after
     /// it was superseded.
     fn attempt(
         &self,
@@ -390,11 +396,12 @@ impl Driver {
         row: Arc<RolloutRow>,
         cx: CallContext,
         deadline: Instant,
+        observed: bool,
     ) -> impl Future<Output = Result<AttemptEnd>> + Send + 'static {
         let (dispatch, ledger, progress) =
             (Arc::clone(&self.dispatch), Arc::clone(&self.ledger), Arc::clone(&self.progress));
         let (record_timeout, run_id) = (self.options.record_timeout, Arc::clone(&self.run_id));
-        let (truncated, observed) = (self.options.truncated, self.observed.is_some());
+        let truncated = self.options.truncated;
         let body = match attempt.number {
             0 => row.row.clone().into(),
             number => row.row.edit().set("_ng_attempt_index", number.to_string()).to_rope(),

@@ -24,8 +24,32 @@ const CAUSE_CHARS_MAX: usize = 2_000;
 /// The driver calls it from the tasks of the rollouts, concurrently. The events of one rollout come in order. An implementation must
 /// return at once: what it waits for, the rollout waits for.
 pub trait RolloutObserver: fmt::Debug + Send + Sync + 'static {
+    /// Returns `true` if the observer wants the events of an attempt, which starts now. Called once for each attempt; an event that no
+    /// observer wants is not built. With several observers, each gets the events that one of them wants.
+    fn wants(&self, attempt: Attempt) -> bool {
+        let _ = attempt;
+        true
+    }
+
     /// Takes one event.
     fn observe(&self, event: RolloutEvent);
+}
+
+/// Two observers of one driver.
+#[derive(Debug)]
+pub(super) struct BothObservers(pub(super) Arc<dyn RolloutObserver>, pub(super) Arc<dyn RolloutObserver>);
+
+impl RolloutObserver for BothObservers {
+    fn wants(&self, attempt: Attempt) -> bool {
+        // Each is asked, because each may count.
+        let (first, second) = (self.0.wants(attempt), self.1.wants(attempt));
+        first || second
+    }
+
+    fn observe(&self, event: RolloutEvent) {
+        self.0.observe(event.clone());
+        self.1.observe(event);
+    }
 }
 
 /// One event of an attempt at a rollout.

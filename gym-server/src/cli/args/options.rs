@@ -66,6 +66,8 @@ pub(in crate::cli) enum Command {
     Status(StatusArgs),
     /// List the workers that have joined a head server, and those that are gone
     Workers(StatusArgs),
+    /// Show the collections and workers of a head server until Ctrl-C, as its page /ui does
+    Top(TopArgs),
     /// Ask a worker to finish its rollouts, take no more, and end
     Drain(DrainArgs),
     /// Show a Ray cluster and our jobs there, and stop them
@@ -445,6 +447,16 @@ pub(in crate::cli) struct StatusArgs {
     /// Print JSON
     #[arg(long)]
     pub(in crate::cli) json: bool,
+    /// Head server to query [default: head_server of env.yaml, http://127.0.0.1:11000]
+    #[arg(long, value_name = "URL", env = "HEAD_SERVER_URL")]
+    pub(in crate::cli) head_url: Option<String>,
+}
+
+#[derive(Clone, Debug, Args)]
+pub(in crate::cli) struct TopArgs {
+    /// Print one screen and end; the default if the output is not a terminal
+    #[arg(long)]
+    pub(in crate::cli) once: bool,
     /// Head server to query [default: head_server of env.yaml, http://127.0.0.1:11000]
     #[arg(long, value_name = "URL", env = "HEAD_SERVER_URL")]
     pub(in crate::cli) head_url: Option<String>,

@@ -9,11 +9,14 @@ mod settings;
 mod summary;
 
 use std::process::ExitCode;
+use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::FutureExt as _;
 use gym_client::ServerClient;
+use gym_client::collect::monitor::CollectionMonitor;
 use gym_client::collect::{CollectOptions, ExistingOutput, RolloutCollector, ServerNames, connect_head};
+use gym_client::registry::RemoteRegistry;
 use gym_core::transport::TransportPolicy;
 use gym_core::{CancelToken, World};
 
@@ -72,10 +75,17 @@ pub(super) async fn collect(
             => prepared,
     };
     let (client, names, plan) = prepared?;
+    let monitor = match &stack {
+        Some(stack) => stack.monitor(),
+        None => {
+            let head = head_server::endpoint(args.head_url.as_deref(), head_url_given, overrides, &loaded.config)?;
+            Some(Arc::new(RemoteRegistry::new(head, servers.transports(), world.clone())) as Arc<dyn CollectionMonitor>)
+        }
+    };
     if let Some(head) = stack.as_ref().and_then(|stack| stack.servers().iter().find(|server| server.kind == HEAD_NAME))
     {
         let servers = stack.as_ref().map_or(0, |stack| stack.servers().len() - 1);
-        console.line(&format!("started {servers} servers for this collection, head {}", head.url));
+        console.line(&format!("started {servers} servers for this collection, head {0}; its page is {0}/ui", head.url));
     }
     let transports = client.transports().clone();
     let names = plan.as_ref().map_or_else(|| names.clone(), |plan| plan.names(names.clone()));
@@ -103,6 +113,9 @@ pub(super) async fn collect(
     let (waits_for, watching) = ModelWatch::new(client.clone(), models).watch();
     let watching = tokio::spawn(watching.boxed());
     let mut collector = RolloutCollector::new(client, names, world);
+    if let Some(monitor) = monitor {
+        collector = collector.reporting_to(monitor);
+    }
     if let Some(pulled) = &pulled {
         collector = collector.pulled_from(pulled.pool.clone());
         if let Some(servers) = plan.and_then(|plan| plan.servers) {

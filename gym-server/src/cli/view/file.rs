@@ -9,7 +9,7 @@ use gym_client::collect::OutputFiles;
 use crate::cli::args::range::RewardRange;
 use crate::cli::console;
 use crate::cli::exit::Failure;
-use crate::cli::view::conversation::{Rollout, RowLabel};
+use crate::head::page::conversation::{Rollout, RowLabel};
 
 /// Maximum bytes of a line that is shown: a row with the token ids of a long episode is some tens of megabytes.
 const LINE_BYTES_MAX: u64 = 1 << 30;

@@ -1,6 +1,5 @@
 //! `rgym view`: rollouts as conversations, in the terminal or as one HTML page.
 
-mod conversation;
 mod file;
 mod html;
 mod text;

@@ -2,7 +2,7 @@
 
 use std::fmt::Write as _;
 
-use crate::cli::view::conversation::{Item, ItemKind, Rollout, RowLabel};
+use crate::head::page::conversation::{Item, ItemKind, Rollout, RowLabel};
 
 /// Colors, or none if the output is not a terminal or `NO_COLOR` is set.
 #[derive(Clone, Copy, Debug)]
@@ -117,7 +117,7 @@ fn printable(text: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cli::view::conversation::tests::read;
+    use crate::head::page::conversation::tests::read;
 
     #[test]
     fn a_rollout_is_printed_as_a_conversation() {

@@ -56,7 +56,7 @@ pub struct AgentScore {
     pub unscored: u64,
 }
 
-/// The rollout that has been in flight for the longest time.
+/// A rollout that has been in flight for a long time.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct OldestRollout {
     /// Its newest attempt.
@@ -65,6 +65,12 @@ pub struct OldestRollout {
     pub agent: Arc<str>,
     /// Time since its first attempt in this run began.
     pub age: Duration,
+}
+
+impl OldestRollout {
+    fn of((began, InFlightRollout { attempt, agent }): (Instant, InFlightRollout)) -> Self {
+        Self { attempt, agent, age: began.elapsed() }
+    }
 }
 
 #[derive(Clone, Debug)]
@@ -144,11 +150,7 @@ impl CollectProgress {
             already_given_up: of(&self.already_given_up),
             given_up: of(&self.given_up),
             in_flight: self.in_flight.count() as u64,
-            oldest: self.in_flight.oldest().map(|(began, InFlightRollout { attempt, agent })| OldestRollout {
-                attempt,
-                agent,
-                age: began.elapsed(),
-            }),
+            oldest: self.in_flight.oldest().map(OldestRollout::of),
             tool_failures: of(&self.tool_failures),
             scores: self.agents().iter().map(|(agent, figures)| (Arc::clone(agent), figures.score)).collect(),
             failures,
@@ -162,6 +164,12 @@ impl CollectProgress {
     #[must_use]
     pub fn agent_summaries(&self) -> BTreeMap<Arc<str>, AgentSummary> {
         self.agents().iter().map(|(agent, figures)| (Arc::clone(agent), figures.summary())).collect()
+    }
+
+    /// Returns at most `max` rollouts in flight, the oldest first. Looks at all of them.
+    #[must_use]
+    pub fn oldest(&self, max: usize) -> Vec<OldestRollout> {
+        self.in_flight.oldest_of(max).into_iter().map(OldestRollout::of).collect()
     }
 
     /// Shows the state of this pool in the snapshots.

@@ -6,40 +6,40 @@ use serde_json::{Map, Value};
 
 /// One rollout or failed attempt, without the parts that only programs read.
 #[derive(Clone, Debug, Serialize)]
-pub(super) struct Rollout {
-    pub(super) label: RowLabel,
+pub(crate) struct Rollout {
+    pub(crate) label: RowLabel,
     /// The conversation in order.
-    pub(super) items: Vec<Item>,
+    pub(crate) items: Vec<Item>,
     /// The short keys of the verifier's response, as JSON text.
-    pub(super) facts: Vec<(String, String)>,
+    pub(crate) facts: Vec<(String, String)>,
     /// The failure, outermost cause first; empty for a rollout.
-    pub(super) causes: Vec<String>,
+    pub(crate) causes: Vec<String>,
 }
 
 /// What identifies a row, and what rows are filtered by.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
-pub(super) struct RowLabel {
-    pub(super) task: u64,
-    pub(super) repeat: u64,
-    pub(super) attempt: u64,
-    pub(super) agent: String,
-    pub(super) reward: Option<f64>,
+pub(crate) struct RowLabel {
+    pub(crate) task: u64,
+    pub(crate) repeat: u64,
+    pub(crate) attempt: u64,
+    pub(crate) agent: String,
+    pub(crate) reward: Option<f64>,
     /// The class of a failed attempt.
-    pub(super) class: Option<String>,
+    pub(crate) class: Option<String>,
 }
 
 /// One entry of a conversation.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub(super) struct Item {
-    pub(super) kind: ItemKind,
+pub(crate) struct Item {
+    pub(crate) kind: ItemKind,
     /// The role of a message, or the name of a tool.
-    pub(super) who: String,
-    pub(super) text: String,
+    pub(crate) who: String,
+    pub(crate) text: String,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
-pub(super) enum ItemKind {
+pub(crate) enum ItemKind {
     Message,
     Reasoning,
     ToolCall,
@@ -75,7 +75,7 @@ impl RowLabel {
     ///
     /// # Errors
     /// The error of the JSON parser.
-    pub(super) fn of(line: &[u8]) -> Result<Self, serde_json::Error> {
+    pub(crate) fn of(line: &[u8]) -> Result<Self, serde_json::Error> {
         let keys: LabelKeys = serde_json::from_slice(line)?;
         Ok(Self {
             task: keys.task.unwrap_or_default(),
@@ -91,7 +91,7 @@ impl RowLabel {
     }
 
     /// Returns NeMo Gym's rollout id, such as `3-0` or `3-0-a2`.
-    pub(super) fn id(&self) -> String {
+    pub(crate) fn id(&self) -> String {
         match self.attempt {
             0 => format!("{}-{}", self.task, self.repeat),
             attempt => format!("{}-{}-a{attempt}", self.task, self.repeat),
@@ -119,7 +119,7 @@ impl Rollout {
     ///
     /// # Errors
     /// The error of the JSON parser.
-    pub(super) fn of(label: RowLabel, line: &[u8]) -> Result<Self, serde_json::Error> {
+    pub(crate) fn of(label: RowLabel, line: &[u8]) -> Result<Self, serde_json::Error> {
         let row: Map<String, Value> = serde_json::from_slice(line)?;
         let mut items = Vec::new();
         if let Some(params) = row.get("responses_create_params") {
@@ -220,12 +220,12 @@ fn content(value: Option<&Value>) -> String {
 }
 
 #[cfg(test)]
-pub(super) mod tests {
+pub(crate) mod tests {
     use serde_json::json;
 
     use super::*;
 
-    pub(in crate::cli::view) fn read(line: &[u8]) -> Result<Rollout, serde_json::Error> {
+    pub(crate) fn read(line: &[u8]) -> Result<Rollout, serde_json::Error> {
         Rollout::of(RowLabel::of(line)?, line)
     }
 

@@ -1,0 +1,234 @@
+//! `rgym top`: the collections and workers of a head server in the terminal, as its page shows them.
+
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+use std::io::{self, IsTerminal as _};
+use std::process::ExitCode;
+use std::time::Duration;
+
+use gym_client::registry::RemoteRegistry;
+use gym_core::registry::MemberState;
+use gym_core::{CallContext, Code, Error, Request, World};
+
+use crate::cli::args::options::{Sources, TopArgs};
+use crate::cli::console;
+use crate::cli::exit::{Failure, Outcome};
+use crate::cli::inspect::status::HEAD_TIMEOUT;
+use crate::cli::setup::configuration::{LoadedConfig, Need, load};
+use crate::cli::setup::head_server;
+use crate::cli::setup::signals::StopSignals;
+use crate::head::collections::CollectionView;
+use crate::head::page::ClusterView;
+use crate::stack::Servers;
+
+/// Time between two drawings, at least.
+const DRAW_EVERY: Duration = Duration::from_secs(1);
+/// Lines of a screen whose height is unknown.
+const HEIGHT: usize = 40;
+/// Columns of a screen whose width is unknown.
+const WIDTH: usize = 140;
+/// Span over which the rate of a collection is measured.
+const RATE_SECONDS: u64 = 15;
+/// Rollouts in flight and causes that are listed for a collection.
+const LISTED_MAX: usize = 5;
+
+/// Draws until a signal comes; without a terminal, prints once.
+pub(in crate::cli) async fn top(
+    args: TopArgs,
+    overrides: &[String],
+    head_url_given: bool,
+    servers: &Servers,
+) -> Outcome {
+    let none = Servers::none().over(servers.transports());
+    let LoadedConfig { config, .. } = load(&Sources::default(), overrides, &none, Need::Values).await?;
+    let head = head_server::endpoint(args.head_url.as_deref(), head_url_given, overrides, &config)?;
+    let registry = RemoteRegistry::new(head.clone(), servers.transports(), World::real());
+    let first = read(&registry, None).await.map_err(|error| {
+        let fix = match error.code() {
+            Code::NotFound => {
+                "this head server has no page, because it is NeMo Gym's or older; `rgym status` lists its servers"
+                    .to_owned()
+            }
+            _ => format!(
+                "start servers with `{} run`, or set another head server with --head-url or HEAD_SERVER_URL",
+                console::program()
+            ),
+        };
+        Failure::Failed(format!("{error}\n  fix: {fix}"))
+    })?;
+    if args.once || !io::stdout().is_terminal() {
+        console::print(&text(&first, head.as_str(), WIDTH));
+        return Ok(ExitCode::SUCCESS);
+    }
+    let stop = StopSignals::listen()?;
+    // The alternate screen, without a cursor: the terminal is as before afterwards.
+    console::print("\x1b[?1049h\x1b[?25l");
+    let mut state = Ok(first);
+    let mut seen = None;
+    while !stop.graceful.is_cancelled() {
+        let shown = match &state {
+            Ok(state) => {
+                seen = Some(format!("seen={}&roster={}&ended={}", state.seen, state.roster, u64::MAX));
+                text(state, head.as_str(), WIDTH)
+            }
+            Err(error) => format!("{head} does not respond: {error}\ntrying again; Ctrl-C ends"),
+        };
+        console::print(&screen(&shown));
+        let next = async {
+            let (next, ()) = tokio::join!(read(&registry, seen.as_deref()), tokio::time::sleep(DRAW_EVERY));
+            next
+        };
+        tokio::select! {
+            biased;
+            () = stop.graceful.cancelled() => break,
+            next = next => state = next,
+        }
+        if state.is_err() {
+            seen = None;
+        }
+    }
+    console::print("\x1b[?25h\x1b[?1049l");
+    Ok(ExitCode::SUCCESS)
+}
+
+async fn read(registry: &RemoteRegistry, seen: Option<&str>) -> Result<ClusterView, Error> {
+    let route = format!("/ui/state?{}", seen.unwrap_or("ended=18446744073709551615"));
+    let response = registry.send(&Request::get(CallContext::within(HEAD_TIMEOUT), route), true).await?;
+    serde_json::from_slice(&response.message.head.to_bytes()).map_err(|error| {
+        Error::finished(Code::DataLoss, "the state of the head server cannot be read").caused_by(error)
+    })
+}
+
+/// Returns the text for one screen: from the top, each line cleared to its end, the rest of the screen cleared.
+fn screen(text: &str) -> String {
+    let (columns, rows) = rustix::termios::tcgetwinsize(io::stdout())
+        .map_or((WIDTH, HEIGHT), |size| (usize::from(size.ws_col).max(20), usize::from(size.ws_row).max(5)));
+    let lines = text.lines().take(rows - 1).map(|line| line.chars().take(columns).collect::<String>());
+    let lines: Vec<String> = lines.map(|line| format!("{line}\x1b[K")).collect();
+    format!("\x1b[H{}\x1b[J", lines.join("\r\n"))
+}
+
+fn text(state: &ClusterView, head: &str, width: usize) -> String {
+    let mut states: BTreeMap<String, usize> = BTreeMap::new();
+    for member in &state.members {
+        *states.entry(member.state.to_string()).or_default() += 1;
+    }
+    let workers: Vec<String> = states.iter().map(|(state, count)| format!("{count} {state}")).collect();
+    let mut out = format!("{head}  {} servers", state.servers.len());
+    // Writing to a string cannot fail.
+    let _ = match workers.is_empty() {
+        true => write!(out, ", no workers"),
+        false => write!(out, ", workers: {}", workers.join(", ")),
+    };
+    if state.expected > 0 {
+        let _ = write!(out, " (waits for {})", state.expected);
+    }
+    for collection in &state.collections {
+        out.push_str("\n\n");
+        self::collection(&mut out, collection, width);
+    }
+    if state.collections.is_empty() {
+        out.push_str("\n\nno collection has reported to this head server");
+    }
+    let troubled = state.members.iter().filter(|member| !matches!(member.state, MemberState::Serving));
+    for member in troubled.take(LISTED_MAX * 2) {
+        let _ = write!(out, "\n{} is {}: {}", member.spec.name, member.state, member.reason);
+    }
+    out
+}
+
+fn collection(out: &mut String, view: &CollectionView, width: usize) {
+    let report = &view.report;
+    let (done, total) = (report.completed + report.already_completed, report.rollouts);
+    let word = match &report.end {
+        Some(end) => end.clone(),
+        None if view.silent => format!("no report for {} s", view.silent_ms / 1_000),
+        None => "running".to_owned(),
+    };
+    let cells = 24;
+    let filled = if total == 0 { 0 } else { ((done + report.failed) * cells / total).min(cells) };
+    let bar = "█".repeat(filled as usize) + &"░".repeat((cells - filled) as usize);
+    let _ = write!(out, "{}  {word}  {}, pid {}\n{bar} {done}/{total}", report.output, report.host, report.pid);
+    if let (None, Some(rate)) = (&report.end, rate(view)) {
+        let _ = write!(out, ", {rate:.1}/s");
+        let left = total.saturating_sub(done + report.failed);
+        if rate > 0.0 && left > 0 {
+            let seconds = (left as f64 / rate).ceil() as u64;
+            let _ = write!(out, ", ETA {:02}:{:02}:{:02}", seconds / 3_600, seconds / 60 % 60, seconds % 60);
+        }
+    }
+    if let Some(mean) = report.mean_reward {
+        let _ = write!(out, ", mean reward {mean:.3}");
+    }
+    let _ = write!(out, ", {} in flight, {} failed", report.in_flight, report.failed);
+    if let Some(queue) = &report.queue {
+        let _ = write!(out, ", {} wait for {} workers", queue.waiting, queue.workers.len());
+        if queue.workers_lost > 0 {
+            let _ = write!(out, " ({} lost)", queue.workers_lost);
+        }
+    }
+    if report.end.is_none() {
+        for rollout in report.oldest.iter().take(LISTED_MAX) {
+            let (id, seconds) = (rollout.attempt, rollout.seconds + view.silent_ms as f64 / 1e3);
+            let _ = write!(
+                out,
+                "\n  {}-{}  {}  attempt {}  {seconds:.1} s",
+                id.task,
+                id.repeat,
+                rollout.agent,
+                id.attempt + 1
+            );
+        }
+    }
+    for cause in report.causes.iter().take(LISTED_MAX) {
+        let chain: Vec<String> = cause.causes.iter().map(ToString::to_string).filter(|text| !text.is_empty()).collect();
+        let line = format!("  {} × {}: {}", cause.count, cause.class, chain.join(": "));
+        let line: String = line.chars().map(|c| if c == '\n' { ' ' } else { c }).take(width).collect();
+        let _ = write!(out, "\n{line}");
+    }
+}
+
+/// Returns the rollouts that ended in a second.
+fn rate(view: &CollectionView) -> Option<f64> {
+    let last = view.history.last()?;
+    let first = view.history.iter().find(|point| point.0 + RATE_SECONDS * 1_000 >= last.0)?;
+    let (ended, took) = ((last.1 + last.2).saturating_sub(first.1 + first.2), last.0.saturating_sub(first.0));
+    (took > 0).then(|| ended as f64 / took as f64 * 1e3)
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn a_screen_has_progress_oldest_rollouts_causes_and_workers_that_do_not_serve() {
+        let state: ClusterView = serde_json::from_value(json!({
+            "seen": 3, "roster": "1.2", "now_ms": 0, "started_ms": 0, "expected": 0, "ended": [], "servers": [],
+            "members": [{
+                "name": "w1", "incarnation": 1, "heartbeat_ms": 1000, "timeout_ms": 3000, "reconnect_ms": 100, "state": "suspect",
+                "reason": "2 heartbeats missed", "silent_ms": 2100,
+            }],
+            "collections": [{
+                "id": "c", "host": "h", "pid": 7, "output": "results/a.jsonl", "rollouts": 200, "completed": 90, "already_completed": 10,
+                "failed": 20, "in_flight": 1, "mean_reward": 0.5, "silent_ms": 500, "silent": false,
+                "history": [[0, 0, 0, 9, null], [30_000, 50, 0, 9, 0.4], [40_000, 100, 20, 1, 0.5]],
+                "oldest": [{"task": 17, "repeat": 3, "attempt": 1, "agent": "math_agent", "seconds": 41.0}],
+                "failures": {"tool_error": 20},
+                "causes": [{
+                    "count": 20, "class": "tool_error", "server": "math", "route": "/add", "example": "3-0",
+                    "causes": [{"subject": "POST math/add"}, {"message": "panicked\nat line 3"}],
+                }],
+            }],
+        }))
+        .unwrap();
+        let expected = "http://h:11000  0 servers, workers: 1 suspect\n\n\
+            results/a.jsonl  running  h, pid 7\n\
+            ██████████████░░░░░░░░░░ 100/200, 7.0/s, ETA 00:00:12, mean reward 0.500, 1 in flight, 20 failed\n  \
+            17-3  math_agent  attempt 2  41.5 s\n  \
+            20 × tool_error: POST math/add: panicked at line 3\n\
+            w1 is suspect: 2 heartbeats missed";
+        assert_eq!(text(&state, "http://h:11000", 140), expected);
+    }
+}
