@@ -130,7 +130,7 @@ async fn a_worker_without_files_serves_what_its_head_was_given() {
 }
 
 #[tokio::test]
-async fn a_worker_waits_for_its_head_and_joins_as_a_node_if_neither_has_a_configuration() {
+async fn a_worker_waits_for_its_head_and_joins_without_servers_if_neither_has_a_configuration() {
     let machines = Machines::new();
     let port = port_of_nobody();
     let url = format!("http://127.0.0.1:{port}");
@@ -138,7 +138,8 @@ async fn a_worker_waits_for_its_head_and_joins_as_a_node_if_neither_has_a_config
     worker.logs(&format!("waiting for the head server {url}")).await;
     let (head, _) = machines.head(&[&format!("+head_server.port={port}")]).await;
     worker.says("ready: 0 servers").await;
-    worker.logs("has a configuration: this worker joins as a node, without servers").await;
+    worker.logs("has a configuration: this worker joins without servers").await;
+    worker.logs("this worker offers no node: ").await;
     head.logs("worker registered: w1 registered successfully").await;
 }
 

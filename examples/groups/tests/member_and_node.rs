@@ -1,17 +1,20 @@
 //! A member of a cluster is everything at once, with one membership: it serves an agent, takes rollouts, and is a node whose ranks belong to a
-//! worker group. When it is killed, both its rollouts and its ranks move.
+//! worker group. When it is killed, both its rollouts and its ranks move. The same for `run --worker` of a program with worker types.
 //!
-//! No test harness: this executable is its own members, ranks and watchdog, so `Workers::enter()` has to be the first line of `main`.
+//! No test harness: this executable is its own members, ranks, watchdog and command line, so `Workers::enter()` has to be the first line of `main`.
 
 use std::path::{Path, PathBuf};
+use std::process::{ExitCode, Stdio};
 use std::sync::Arc;
 use std::time::Duration;
 
-use futures_util::stream;
+use futures_util::future::LocalBoxFuture;
+use futures_util::{FutureExt as _, stream};
 use gym_client::collect::ledger::MemoryLedger;
 use gym_client::collect::{Driver, DriverOptions, RolloutRow, RunEnd};
 use gym_client::group::{
-    Group, GroupOptions, GroupRequest, NodeAgent, NodeOptions, Nodes, NodesOptions, VirtualCluster, WorkerKind, Workers,
+    Group, GroupOptions, GroupRequest, JOIN_SECRET_VARIABLE, NodeAgent, NodeOptions, Nodes, NodesOptions,
+    VirtualCluster, WorkerKind, Workers,
 };
 use gym_client::registry::RemoteRegistry;
 use gym_client::work::{Dispatch, PoolHost, WorkPool, WorkPoolOptions, WorkPullerOptions};
@@ -25,8 +28,9 @@ use gym_core::{
     transport::InProcess,
 };
 use gym_server::stack::{HEAD_NAME, WorkerOptions};
-use gym_server::{Stack, StackOptions};
-use tokio::process::{Child, Command};
+use gym_server::{Servers, Stack, StackOptions, cli};
+use tokio::io::{AsyncBufReadExt as _, BufReader, Lines};
+use tokio::process::{Child, ChildStderr, Command};
 use tokio::time::{interval, timeout};
 
 const SECRET: &str = "a secret of the test";
@@ -46,6 +50,10 @@ worker! {
             let Self(env) = self;
             Ok(env.incarnation.0.into())
         }
+        /// Returns a variable of the rank's process.
+        shared async fn variable(&self, _: &CallContext, name: Payload<String>) -> Result<Payload<Option<String>>> {
+            Ok(std::env::var(name.value).ok().into())
+        }
     }
 }
 
@@ -53,21 +61,40 @@ fn workers() -> Workers {
     Workers::new().with("rank", WorkerKind::of::<Rank>())
 }
 
-fn main() {
+fn main() -> ExitCode {
     workers().enter();
     let arguments: Vec<String> = std::env::args().skip(1).collect();
+    if arguments.first().is_some_and(|role| role == "rgym") {
+        return cli::main_with(Servers::stock().with_workers(workers()), arguments.into_iter().map(Into::into));
+    }
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().expect("runtime");
     match &arguments[..] {
         [role, name, head, gate] if role == "be-member" => {
             runtime.block_on(member(name, &Endpoint::parse(head).expect("an endpoint"), gate.into()));
         }
-        [list, ..] if list == "--list" => println!("a_member_is_a_worker_and_a_node_with_one_membership: test"),
-        _ => runtime.block_on(async {
-            let case = a_member_is_a_worker_and_a_node_with_one_membership();
-            timeout(4 * LONG, case).await.expect("the case hangs");
-        }),
+        [list, ..] if list == "--list" => CASES.iter().for_each(|(name, _)| println!("{name}: test")),
+        _ => {
+            let asked = arguments.iter().find(|argument| !argument.starts_with('-'));
+            for (name, case) in CASES.iter().filter(|(name, _)| asked.is_none_or(|asked| name.contains(asked))) {
+                let ended = runtime.block_on(async { timeout(4 * LONG, case()).await });
+                ended.unwrap_or_else(|_| panic!("{name} hangs"));
+                println!("test {name} ... ok");
+            }
+        }
     }
+    ExitCode::SUCCESS
 }
+
+type Case = fn() -> LocalBoxFuture<'static, ()>;
+
+const CASES: [(&str, Case); 2] = [
+    ("a_member_is_a_worker_and_a_node_with_one_membership", || {
+        a_member_is_a_worker_and_a_node_with_one_membership().boxed_local()
+    }),
+    ("run_worker_is_a_node_if_it_has_the_secret_and_says_how_otherwise", || {
+        run_worker_is_a_node_if_it_has_the_secret_and_says_how_otherwise().boxed_local()
+    }),
+];
 
 /// Ends an episode when a file appears, so that the test decides how long it takes, and says which member ran it.
 struct Gated {
@@ -246,5 +273,73 @@ async fn a_member_is_a_worker_and_a_node_with_one_membership() {
     // It follows the members of the head, which would wait for that.
     drop(pool);
     stack.stop().await;
-    println!("test a_member_is_a_worker_and_a_node_with_one_membership ... ok");
+}
+
+/// A process `rgym run --worker` without files, at a head without a configuration.
+struct RunWorker {
+    child: Child,
+    lines: Lines<BufReader<ChildStderr>>,
+}
+
+impl RunWorker {
+    fn start(name: &str, head: &Endpoint, folder: &Path, secret: Option<&str>) -> Self {
+        let mut command = Command::new(std::env::current_exe().expect("own path"));
+        command.args(["rgym", "run", "--worker", "--head-url", head.as_str(), "--name", name]).current_dir(folder);
+        command.env_remove("HEAD_SERVER_URL").env_remove(JOIN_SECRET_VARIABLE).kill_on_drop(true);
+        command.envs(secret.map(|secret| (JOIN_SECRET_VARIABLE, secret))).stderr(Stdio::piped());
+        let mut child = command.spawn().expect("starts");
+        let lines = BufReader::new(child.stderr.take().expect("piped")).lines();
+        Self { child, lines }
+    }
+
+    /// Waits for a line of its standard error.
+    async fn says(&mut self, part: &str) -> String {
+        let said = async {
+            while let Some(line) = self.lines.next_line().await.expect("reads") {
+                if line.contains(part) {
+                    return line;
+                }
+            }
+            panic!("it ended without the line `{part}`");
+        };
+        timeout(LONG, said).await.unwrap_or_else(|_| panic!("never said: {part}"))
+    }
+}
+
+async fn run_worker_is_a_node_if_it_has_the_secret_and_says_how_otherwise() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let (stack, endpoint) = start_head().await;
+    let head = registry(&endpoint);
+    let mut node = RunWorker::start("gpu-1", &endpoint, folder.path(), Some(SECRET));
+    let mut other = RunWorker::start("plain", &endpoint, folder.path(), None);
+    assert!(node.says("this worker is a node").await.contains("can start rank here"));
+    let said = other.says("offers no node").await;
+    assert!(said.contains("GYM_JOIN_SECRET is not set; set it to the secret"), "{said}");
+    for worker in [&mut node, &mut other] {
+        worker.says("joined the cluster of").await;
+    }
+    let mut known: Vec<(String, bool)> =
+        members(&head).await.into_iter().map(|member| (member.spec.name, member.spec.node.is_some())).collect();
+    known.sort();
+    assert_eq!(known, [("gpu-1".to_owned(), true), ("plain".to_owned(), false)]);
+
+    let nodes = Nodes::of_cluster(Arc::new(head.clone()), transports(), SECRET);
+    let mut bundles = ClusterSpec::new([1]);
+    bundles.use_gpus = false;
+    let cluster = VirtualCluster::new(bundles, nodes).expect("valid");
+    let request = GroupRequest::new("group", "rank", &(), GroupOptions::new(transports())).expect("JSON");
+    let group = cluster.start(&CallContext::within(LONG), request).await.expect("starts");
+    assert_eq!((nodes_of(&group), incarnations(&group).await), (vec!["gpu-1".to_owned()], vec![1]));
+    let secret = group.call(rank::variable, JOIN_SECRET_VARIABLE.to_owned()).deadline(LONG).await.expect("answers");
+    assert_eq!(secret.into_values(), [None], "a rank does not know the secret of its node");
+
+    // A worker that drains keeps its ranks until their group has ended.
+    head.drain(&CallContext::within(LONG), "gpu-1").await.expect("asks");
+    node.says("it ends when no worker group has ranks on it").await;
+    assert_eq!(incarnations(&group).await, [1], "its ranks go on");
+    cluster.shutdown(LONG).await.expect("ends");
+    let status = timeout(LONG, node.child.wait()).await.expect("in time").expect("waits");
+    assert!(status.success(), "{status}");
+    drop(other);
+    stack.stop().await;
 }

@@ -54,9 +54,9 @@ mod usage;
 
 pub use cluster::{ClusterFile, GroupRequest, VirtualCluster};
 pub use provision::{
-    BundleId, DEFAULT_START_TIMEOUT, Deployment, HeldPort, InProcessRanks, LaunchSpec, Local, LocalOptions, NodeAgent,
-    NodeEvent, NodeOptions, NodeState, NodeStatus, Nodes, NodesOptions, Provisioner, RankEvent, RankOverrides,
-    RankPlace, Rendezvous, Reservation, ReserveRequest, Variables, WorkerKind, Workers,
+    BundleId, DEFAULT_START_TIMEOUT, Deployment, HeldPort, InProcessRanks, JOIN_SECRET_VARIABLE, LaunchSpec, Local,
+    LocalOptions, NodeAgent, NodeEvent, NodeOptions, NodeState, NodeStatus, Nodes, NodesOptions, Provisioner,
+    RankEvent, RankOverrides, RankPlace, Rendezvous, Reservation, ReserveRequest, Variables, WorkerKind, Workers,
 };
 pub use supervise::{
     DEFAULT_MAX_RESTARTS, Group, GroupMetrics, GroupOptions, RankStatus, RankUsage, StartError, StuckRank, StuckReason,

@@ -37,7 +37,6 @@ use std::time::Duration;
 
 use clap::FromArgMatches;
 use futures_util::FutureExt as _;
-use gym_client::launch;
 use gym_core::transport::Transport;
 
 use crate::cli::args::aliases;
@@ -50,7 +49,7 @@ use crate::cli::inspect::{config, doctor, status, top, workers};
 use crate::stack::Servers;
 
 /// Runs the command in the arguments of this process with the given servers. Call it first in `main`, before any thread
-/// starts: in a process that becomes a Python server, it does not return.
+/// starts: in a process that becomes a Python server, or a rank of a worker group, it does not return.
 #[must_use]
 pub fn main(servers: Servers) -> ExitCode {
     main_with(servers, std::env::args_os())
@@ -59,7 +58,10 @@ pub fn main(servers: Servers) -> ExitCode {
 /// Runs the command as [`main`] does, but with the given arguments; the first one is the program's name.
 #[must_use]
 pub fn main_with(servers: Servers, arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
-    launch::enter();
+    #[cfg(feature = "groups")]
+    servers.workers().enter();
+    #[cfg(not(feature = "groups"))]
+    gym_client::launch::enter();
     let console = Console::new();
     match parse(arguments, &servers.transports().known()) {
         Ok(Parsed::Command { cli, overrides, head_url_given }) => {

@@ -17,6 +17,7 @@ use crate::cli::setup::cluster::{HeadOptions, head_registry, load_worker, look_u
 use crate::cli::setup::configuration::{LoadedConfig, Need, load, nothing_named};
 use crate::cli::setup::head_server;
 use crate::cli::setup::models::ModelWatch;
+use crate::cli::setup::node;
 use crate::cli::setup::signals::StopSignals;
 use crate::cli::setup::stack_options::{options, prepare_transports};
 use crate::stack::{HEAD_NAME, RunningServer, Servers, Stack, StackOptions, WorkerOptions, takes_work};
@@ -104,10 +105,14 @@ async fn serve(serving: Serving, overrides: &[String], servers: &Servers, consol
     }
     let registry = head_registry(head.clone(), servers, &world);
     look_up(&mut loaded, &registry, cluster.join_timeout, console).await?;
-    let worker = joins.then(|| worker_options(&cluster));
+    let mut worker = joins.then(|| worker_options(&cluster));
     if let Some(host) = cluster.host.as_deref().filter(|host| *host != "127.0.0.1" && *host != "localhost") {
         console.warn(format!("the servers listen on {host} without authentication; use a network that you trust"));
     }
+    let node = match &mut worker {
+        Some(worker) => node::start(worker, &head, servers, loaded.config.instances.is_empty(), console).await?,
+        None => None,
+    };
     let options = StackOptions {
         head: (!serves_head).then(|| head.clone()),
         worker: worker.clone(),
@@ -194,7 +199,8 @@ async fn serve(serving: Serving, overrides: &[String], servers: &Servers, consol
         },
     };
     if drained {
-        console.line("the head server asked this worker to drain");
+        let until = if node.is_some() { "; it ends when no worker group has ranks on it" } else { "" };
+        console.line(&format!("the head server asked this worker to drain{until}"));
     }
     console.line(&format!(
         "stopping: requests in flight may take up to {:?}; repeat the signal to stop at once",
@@ -205,7 +211,15 @@ async fn serve(serving: Serving, overrides: &[String], servers: &Servers, consol
         if let Some(puller) = puller {
             puller.drain(args.stop_grace).await;
         }
+        if drained {
+            tokio::select! {
+                biased;
+                () = stop.graceful.cancelled() => {}
+                () = node::released(node.as_ref()) => {}
+            }
+        }
         stack.stop().await;
+        node::stop(node, args.stop_grace).await;
     };
     tokio::select! {
         biased;

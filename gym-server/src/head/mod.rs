@@ -17,6 +17,8 @@
 
 pub(crate) mod collections;
 pub(crate) mod page;
+#[cfg(test)]
+mod sources;
 
 use std::fmt;
 use std::sync::Arc;
@@ -52,8 +54,9 @@ const WATCH_WAIT_MAX: Duration = Duration::from_secs(60);
 /// Difference of two clocks from which times in logs and rows mislead.
 const CLOCKS_APART_MAX: Duration = Duration::from_secs(60);
 
-/// The build of this program, which members compare.
-pub(crate) const BUILD: &str = concat!("gym-server ", env!("CARGO_PKG_VERSION"));
+/// The build of the SDK in this program, which members compare. It changes with each change of the SDK's sources; the program around it does
+/// not matter.
+pub(crate) const BUILD: &str = concat!("gym-server ", env!("CARGO_PKG_VERSION"), " ", env!("GYM_SOURCES"));
 
 /// The workers that a head server waits for.
 #[derive(Debug)]
@@ -302,7 +305,10 @@ impl HeadState {
             ));
         }
         if !spec.build.is_empty() && spec.build != BUILD {
-            warnings.push(format!("the worker runs another build than the head server: {}, not {BUILD}", spec.build));
+            warnings.push(format!(
+                "the worker runs another build of the SDK than the head server: {}, not {BUILD}; build both from the same sources",
+                spec.build
+            ));
         }
         let (name, host) = (spec.name.clone(), spec.host.clone());
         let mut joined = self.registry.join(cx, spec).await?;

@@ -6,6 +6,8 @@ use std::fmt;
 use std::sync::Arc;
 
 use gym_client::config::{InstanceConfig, Problem, nearest_name};
+#[cfg(feature = "groups")]
+use gym_client::group::Workers;
 use gym_client::{ServerClient, Transports};
 use gym_core::server::{GymnasiumServer, ServerKind, TaskCheck};
 use gym_core::transport::Fenced;
@@ -118,6 +120,8 @@ pub struct Servers {
     /// The schemas of their settings, as far as they are known.
     schemas: BTreeMap<(ServerKind, String), SettingsSchema>,
     transports: Option<Transports>,
+    #[cfg(feature = "groups")]
+    workers: Workers,
 }
 
 impl Servers {
@@ -185,6 +189,22 @@ impl Servers {
     #[must_use]
     pub fn transports(&self) -> Transports {
         self.transports.clone().unwrap_or_else(Transports::standard)
+    }
+
+    /// Sets the worker types of the program, for `rgym run --worker`: with a join secret in `GYM_JOIN_SECRET`, the worker is a node, on which
+    /// controllers that run the same program start ranks. [`cli::main`](crate::cli::main) also runs these ranks.
+    #[cfg(feature = "groups")]
+    #[must_use]
+    pub fn with_workers(mut self, workers: Workers) -> Self {
+        self.workers = workers;
+        self
+    }
+
+    /// Returns the worker types of the program.
+    #[cfg(feature = "groups")]
+    #[must_use]
+    pub fn workers(&self) -> &Workers {
+        &self.workers
     }
 
     /// Replaces the policy of `scripted_model`.

@@ -18,8 +18,8 @@ use anyhow::{Context, bail};
 use futures_util::StreamExt as _;
 use gym_client::Transports;
 use gym_client::group::{
-    Group, GroupOptions, GroupRequest, NodeAgent, NodeOptions, Nodes, NodesOptions, RankStatus, VirtualCluster,
-    WorkerKind, Workers,
+    Group, GroupOptions, GroupRequest, JOIN_SECRET_VARIABLE, NodeAgent, NodeOptions, Nodes, NodesOptions, RankStatus,
+    VirtualCluster, WorkerKind, Workers,
 };
 use gym_client::registry::RemoteRegistry;
 use gym_client::work::WorkPullerOptions;
@@ -81,7 +81,7 @@ fn main() -> anyhow::Result<()> {
 }
 
 fn secret() -> anyhow::Result<String> {
-    std::env::var("GYM_JOIN_SECRET").context("set GYM_JOIN_SECRET: nodes start processes for whoever knows it")
+    std::env::var(JOIN_SECRET_VARIABLE).context("set GYM_JOIN_SECRET: nodes start processes for whoever knows it")
 }
 
 fn head() -> anyhow::Result<Option<Endpoint>> {
@@ -192,7 +192,7 @@ async fn here() -> anyhow::Result<()> {
     for name in ["node-a", "node-b"] {
         let mut agent = tokio::process::Command::new(std::env::current_exe()?)
             .args(["node", name])
-            .env("GYM_JOIN_SECRET", &secret)
+            .env(JOIN_SECRET_VARIABLE, &secret)
             .env_remove("HEAD_SERVER_URL")
             .stdout(Stdio::piped())
             .kill_on_drop(true)

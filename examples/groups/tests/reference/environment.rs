@@ -13,8 +13,9 @@ const READ: [(&str, &str, &str); 39] = [
     ),
     (
         "GYM_JOIN_SECRET",
-        "`examples/groups`",
-        "The secret that nodes and their controllers share, in the example `on_nodes`.",
+        "`rgym run --worker`, `examples/groups`",
+        "The secret that nodes and their controllers share. With it, a worker whose program has worker types is a node. Ranks do not \
+         inherit it.",
     ),
     (
         "GYM_QUIC_SECRET",

@@ -28,5 +28,5 @@ pub use local::{Local, LocalOptions};
 pub(crate) use nodes::{AGENT_ROLE, AgentLines, BundleMoves, NodeSource, NodesReservation};
 pub use nodes::{NodeAgent, NodeOptions, Nodes, NodesOptions};
 pub use place::{BundleId, HeldPort, RankPlace, Rendezvous};
-pub use variables::Variables;
+pub use variables::{JOIN_SECRET_VARIABLE, Variables};
 pub use workers::{RankOverrides, WorkerKind, Workers};

@@ -14,13 +14,16 @@ use std::collections::BTreeMap;
 
 use crate::group::provision::place::{RankPlace, Rendezvous};
 
+/// Environment variable with the join secret of nodes and their controllers: `rgym run --worker` reads it, and ranks do not inherit it.
+pub const JOIN_SECRET_VARIABLE: &str = "GYM_JOIN_SECRET";
+
 /// Environment variables by name.
 pub type Variables = BTreeMap<String, String>;
 
 /// Prefixes of variables that describe the place of *this* process in a launcher, and would mislead an MPI-aware engine in a
 /// worker. Those of a node agent have its join secret, which the code of a worker need not know.
-pub(crate) const EXCLUDED_PREFIXES: [&str; 8] =
-    ["PMIX_", "PMI_", "MPI_", "OMPI_", "SLURM_", "RAY_", "GYM_NODE_", "GYM_RAY_"];
+pub(crate) const EXCLUDED_PREFIXES: [&str; 9] =
+    ["PMIX_", "PMI_", "MPI_", "OMPI_", "SLURM_", "RAY_", "GYM_NODE_", "GYM_RAY_", JOIN_SECRET_VARIABLE];
 
 /// The layers of a rank's environment, lowest first; the rank's own layer comes from its place.
 #[derive(Clone, Debug, Default)]
@@ -139,8 +142,7 @@ mod tests {
 
     #[test]
     fn another_launchers_place_is_not_passed_on_and_gpus_are_the_ranks_own() {
-        let process =
-            variables(&[("SLURM_PROCID", "3"), ("OMPI_COMM_WORLD_RANK", "3"), ("CUDA_VISIBLE_DEVICES", "0,1,2")]);
+        let process = variables(&[("SLURM_PROCID", "3"), ("GYM_JOIN_SECRET", "s"), ("CUDA_VISIBLE_DEVICES", "0,1,2")]);
         let place = RankPlace { gpus: vec!["2".to_owned()], ..RankPlace::on_one_node(0, 1) };
         let all = VariableLayers { process, ..VariableLayers::default() }.for_rank(&place, &rendezvous());
         assert_eq!(all["CUDA_VISIBLE_DEVICES"], "2");

@@ -172,6 +172,11 @@ impl Workers {
         Self { transports: Some(transports), ..self }
     }
 
+    /// Returns the names of the worker types, in alphabetical order.
+    pub fn names(&self) -> impl Iterator<Item = &str> {
+        self.kinds.keys().map(String::as_str)
+    }
+
     pub(crate) fn transports(&self) -> Transports {
         self.transports.clone().unwrap_or_else(|| Transports::from_features(InProcess::new()))
     }
@@ -182,7 +187,7 @@ impl Workers {
     /// `NotFound`, with the registered names.
     pub(crate) fn kind(&self, name: &str) -> Result<&WorkerKind> {
         self.kinds.get(name).ok_or_else(|| {
-            let known: Vec<&str> = self.kinds.keys().map(String::as_str).collect();
+            let known: Vec<&str> = self.names().collect();
             let message = format!(
                 "no worker type `{name}`; this program has {}: register it with Workers::with",
                 if known.is_empty() { "none".to_owned() } else { known.join(", ") }

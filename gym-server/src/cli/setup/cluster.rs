@@ -82,7 +82,7 @@ pub(in crate::cli) async fn load_worker(
     .await?;
     let Some(yaml) = shared.yaml else {
         console.line(&format!(
-            "neither this worker nor the head server {head} has a configuration: this worker joins as a node, without servers"
+            "neither this worker nor the head server {head} has a configuration: this worker joins without servers"
         ));
         return load(sources, overrides, servers, Need::Worker).await;
     };

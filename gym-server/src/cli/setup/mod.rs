@@ -1,11 +1,12 @@
 //! The setup that commands share: configuration, Python interpreter, head server address, stack options,
-//! model endpoints and signals.
+//! model endpoints, the node of a worker, and signals.
 
 pub(super) mod cluster;
 pub(super) mod configuration;
 pub(super) mod head_server;
 mod interpreter;
 pub(super) mod models;
+pub(super) mod node;
 #[cfg(feature = "ray")]
 pub(super) mod ray;
 pub(super) mod signals;
