@@ -9,6 +9,7 @@
 //! | `GET /`, `/livez` | 200 |
 //! | `GET /health`, `/healthz`, `/readyz` | 503 until all requested servers serve, then 200 |
 //! | `GET /metrics` | Prometheus |
+//! | `GET /waits` | what the calls of the process wait for, for `rgym stuck` |
 //!
 //! The head server is only on the control path: rollouts and tensors never pass through it. Its state is soft: after a
 //! restart, the servers register again within a heartbeat.
@@ -21,6 +22,7 @@ use std::time::Duration;
 use futures_util::StreamExt;
 use futures_util::future::BoxFuture;
 use gym_client::registry::{DrainRequest, RosterRequest, SharedConfiguration, WatchRequest};
+use gym_core::base::waits::{self, WAITS_ROUTE, WaitQuery};
 use gym_core::registry::{
     Instance, Lease, Member, MemberRegistry, MemberSpec, MemberState, MemoryRegistry, Registration, Registry,
 };
@@ -175,6 +177,9 @@ impl HeadState {
             (Verb::Get | Verb::Head, "/" | "/livez") => Ok(reply::ok()),
             (Verb::Get | Verb::Head, "/health" | "/healthz" | "/readyz") => self.health(cx).await,
             (Verb::Get, "/metrics") => self.metrics(cx).await,
+            (Verb::Get, WAITS_ROUTE) => {
+                json(&waits::report(&WaitQuery::parse(request.route.query().unwrap_or_default())))
+            }
             (Verb::Get, "/global_config_dict_yaml") => json(&(self.config)(&self.serving(cx).await?)),
             (Verb::Get, "/server_instances") => {
                 let now: Vec<Value> =
@@ -240,6 +245,7 @@ impl HeadState {
                 | "/healthz"
                 | "/readyz"
                 | "/metrics"
+                | WAITS_ROUTE
                 | "/global_config_dict_yaml"
                 | "/server_instances"
                 | "/registry/instances"

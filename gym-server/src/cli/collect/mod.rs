@@ -14,6 +14,7 @@ use std::time::Duration;
 use futures_util::FutureExt as _;
 use gym_client::ServerClient;
 use gym_client::collect::{CollectOptions, ExistingOutput, RolloutCollector, ServerNames, connect_head};
+use gym_client::registry::WaitsListener;
 use gym_core::transport::TransportPolicy;
 use gym_core::{CancelToken, World};
 
@@ -109,6 +110,9 @@ pub(super) async fn collect(
             collector = collector.pulling_only(servers);
         }
     }
+    // For `rgym stuck`: a collector has no server. Without it, a collection runs as well.
+    let waits = WaitsListener::start(&transports).await;
+    let waits = waits.inspect_err(|error| tracing::debug!(%error, "the collector does not report its waits")).ok();
     let began = tokio::time::Instant::now();
     let ended = CancelToken::new();
     let showing = progress::show(
@@ -129,6 +133,7 @@ pub(super) async fn collect(
     ended.cancel();
     // The tasks only draw, so their errors are ignored.
     watching.abort();
+    drop(waits);
     let _ = shown.await;
     let outcome = match collected {
         None => {

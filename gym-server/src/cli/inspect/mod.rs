@@ -7,4 +7,5 @@ mod machine;
 #[cfg(feature = "ray")]
 pub(super) mod ray;
 pub(super) mod status;
+pub(super) mod stuck;
 pub(super) mod workers;
