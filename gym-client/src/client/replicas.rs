@@ -7,6 +7,7 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, OnceLock};
 use std::task::Poll;
 
+use gym_core::base::waits::WaitTarget;
 use gym_core::registry::{AffinityCounts, AffinityKey, Balance, Instance, Load, Picker};
 use gym_core::server::ServerKind;
 use gym_core::transport::ConnectOptions;
@@ -151,6 +152,13 @@ impl Replica {
             let _ = lost.reason.set(reason.to_owned());
             lost.token.cancel();
         }
+    }
+}
+
+impl WaitTarget for Replica {
+    /// Returns the address of the server, by which it is recognized among the replicas of its name.
+    fn describe(&self) -> String {
+        self.peer.endpoints().first().map(ToString::to_string).unwrap_or_default()
     }
 }
 

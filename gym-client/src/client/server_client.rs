@@ -4,12 +4,15 @@
 //! and carries its cookies.
 
 use std::collections::BTreeMap;
-use std::pin::Pin;
+use std::future::poll_fn;
+use std::pin::{Pin, pin};
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock};
 use std::time::Duration;
 
+use gym_core::base::stall::HandlerLabel;
+use gym_core::base::waits::{PendingWait, Wait, WaitKind, WaitTarget};
 use gym_core::message::EXECUTION_METADATA;
 use gym_core::registry::{AffinityCounts, Balance, DEFAULT_TTL, Instance, MemberRegistry, Registry};
 use gym_core::transport::{RetryPolicy, retry_after};
@@ -205,7 +208,7 @@ impl ServerClient {
         // Not repeated, because the registry's client has already repeated its call.
         let resolved = self.resolve(cx, server).await.map_err(|error| about(error, server, request))?;
         let (rank, error) = match resolved.choose(server, &[], request, session) {
-            Ok(replica) => match self.call(&replica, request).await {
+            Ok(replica) => match self.call(server, &replica, request).await {
                 Ok(response) => return Ok((replica, response)),
                 Err(error) => (Some(replica.rank), error),
             },
@@ -217,7 +220,7 @@ impl ServerClient {
             self.forget(server);
             let exclude = lock(&failed).clone();
             let replica = self.resolve(cx, server).await?.choose(server, &exclude, request, session)?;
-            let result = self.call(&replica, request).await;
+            let result = self.call(server, &replica, request).await;
             if result.is_err() {
                 lock(&failed).push(replica.rank);
             }
@@ -248,9 +251,16 @@ impl ServerClient {
         Box::pin(async move { retry_after(error, cx, &self.inner.policy, &mut rng, idempotent, attempt).await })
     }
 
-    pub(super) async fn call(&self, replica: &Replica, request: &Request) -> Result<Response> {
+    pub(super) async fn call(&self, server: &str, replica: &Arc<Replica>, request: &Request) -> Result<Response> {
         let _pending = replica.pending.begin();
-        rejection(replica.call(&self.inner.transports, request).await?)
+        let wait = || {
+            let (cx, path) = (&request.context, request.route.path());
+            let wait = Wait::new(WaitKind::Call, cx.trace.trace_id).until(cx.deadline);
+            wait.of(HandlerLabel::new(server, path)).on(Arc::clone(replica) as Arc<dyn WaitTarget>)
+        };
+        let mut call = pin!(replica.call(&self.inner.transports, request));
+        let mut pending = PendingWait::default();
+        rejection(poll_fn(|cx| pending.note(call.as_mut().poll(cx), wait)).await?)
     }
 
     async fn resolve(&self, cx: &CallContext, server: &str) -> Result<Arc<ReplicaSet>> {

@@ -94,9 +94,9 @@ impl SessionServer {
             self.replica = Some(replica);
             return Ok(response);
         };
-        let mut result = client.call(replica, request).await;
+        let mut result = client.call(&self.server, replica, request).await;
         if let Err(error) = result {
-            let again = |_| client.call(replica, request);
+            let again = |_| client.call(&self.server, replica, request);
             result = client.resend(error, &request.context, CallOptions::default().idempotent, again).await;
         }
         result.map_err(|error| {

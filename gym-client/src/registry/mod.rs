@@ -3,6 +3,7 @@
 mod address;
 mod fixed;
 mod lease;
+mod machine;
 mod member;
 mod remote;
 mod roster;
@@ -10,6 +11,7 @@ mod roster;
 pub use address::{MemberAddress, address_towards, is_loopback};
 pub use fixed::StaticRegistry;
 pub use lease::LeaseKeeper;
+pub use machine::{LocalProgram, WaitsListener, local_programs};
 pub use member::{HealthCheck, MemberKeeper, MemberOptions};
 pub use remote::{DrainRequest, RemoteRegistry, RosterRequest, SharedConfiguration, WatchRequest};
 pub(crate) use roster::{RosterNews, follow_roster};

@@ -1,11 +1,14 @@
 //! Hosts a work queue: callers wait for responses, workers poll for work.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::pin::pin;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
 use futures_util::FutureExt as _;
 use futures_util::future::BoxFuture;
+use gym_core::base::stall::HandlerLabel;
+use gym_core::base::waits::{self, WAITS_ROUTE, Wait, WaitKind, WaitQuery, WaitTarget, recorded};
 use gym_core::registry::MemberRegistry;
 use gym_core::rollout::FailureClass;
 use gym_core::rollout::work::{
@@ -193,7 +196,12 @@ impl WorkPool {
         let _cancel = CancelItem { shared: &self.shared, id };
         let answered =
             async { answered.await.unwrap_or_else(|_| Err(Error::unknown(Code::Cancelled, "the pool has ended"))) };
-        let result = cx.bound(Execution::Unknown, answered).await;
+        let wait = || {
+            let label = HandlerLabel::new(server, request.route.path());
+            let item = QueuedItem { pool: Arc::downgrade(&self.shared), id };
+            Wait::new(WaitKind::Queue, cx.trace.trace_id).until(cx.deadline).of(label).on(Arc::new(item))
+        };
+        let result = recorded(pin!(cx.bound(Execution::Unknown, answered)), wait).await;
         result.map_err(|error| {
             // Nothing has begun it while it waits in the queue.
             let waits = error.execution() == Execution::Unknown && self.shared.lock().queue.waits(id);
@@ -504,6 +512,32 @@ impl PoolState {
     }
 }
 
+/// An item whose caller waits.
+struct QueuedItem {
+    /// Not the pool itself, which must end when its owner drops it.
+    pool: Weak<PoolShared>,
+    id: WorkId,
+}
+
+impl WaitTarget for QueuedItem {
+    fn describe(&self) -> String {
+        let Some(pool) = self.pool.upgrade() else { return String::new() };
+        let state = pool.lock();
+        if let Some(worker) = state.queue.holder(self.id) {
+            return format!("worker {} has it", worker.name);
+        }
+        let workers: Vec<(bool, bool)> =
+            (state.queue.workers()).map(|(who, capacity, held)| (state.pauses(&who.name), held >= capacity)).collect();
+        let paused = workers.iter().filter(|(paused, _)| *paused).count();
+        let full = workers.iter().filter(|(_, full)| *full).count();
+        let waiting = state.queue.waiting();
+        match workers.len() {
+            0 => format!("no worker has joined; waiting items: {waiting}"),
+            all => format!("{all} workers, {full} of them full and {paused} paused; waiting items: {waiting}"),
+        }
+    }
+}
+
 /// Cancels an item when its caller leaves.
 struct CancelItem<'a> {
     shared: &'a PoolShared,
@@ -616,8 +650,13 @@ impl Dispatch for WorkPool {
 }
 
 impl Handler for WorkPool {
-    /// Serves `POST /work/next`. The poll counts before this method returns.
+    /// Serves `POST /work/next`, whose poll counts before this method returns, and `GET /waits`.
     fn handle(&self, request: Request) -> BoxFuture<'static, Result<Response>> {
+        // The host of a pool can be a collector on another machine than `rgym stuck`.
+        if (request.verb, request.route.path()) == (Verb::Get, WAITS_ROUTE) {
+            let waits = waits::report(&WaitQuery::parse(request.route.query().unwrap_or_default()));
+            return Box::pin(std::future::ready(body::write(&waits).map(Response::json)));
+        }
         if (request.verb, request.route.path()) != (Verb::Post, WORK_ROUTE) {
             let error = Error::not_started(Code::NotFound, format!("this server has only POST {WORK_ROUTE}"));
             return Box::pin(std::future::ready(Err(error)));

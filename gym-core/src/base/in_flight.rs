@@ -1,5 +1,7 @@
 //! Work in flight, so that a person can see what has been running for the longest time.
 
+pub mod waits;
+
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use slab::Slab;
@@ -47,6 +49,12 @@ impl<T> InFlight<T> {
 }
 
 impl<T: Clone> InFlight<T> {
+    /// Returns all pieces of work, in no order.
+    #[must_use]
+    pub fn list(&self) -> Vec<(Instant, T)> {
+        self.slots().iter().map(|(_, work)| work.clone()).collect()
+    }
+
     /// Returns the piece of work that began first, and when it began.
     #[must_use]
     pub fn oldest(&self) -> Option<(Instant, T)> {

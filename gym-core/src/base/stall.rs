@@ -40,6 +40,9 @@ const COUNTED_MAX: usize = 256;
 pub struct HandlerLabel([u64; LABEL_WORDS]);
 
 impl HandlerLabel {
+    /// The label of no handler.
+    pub(crate) const NONE: Self = Self([0; LABEL_WORDS]);
+
     /// Creates the label of a route of a server.
     #[must_use]
     pub fn new(server: &str, route: &str) -> Self {
@@ -62,7 +65,7 @@ impl HandlerLabel {
         String::from_utf8_lossy(&bytes).trim_end_matches(char::REPLACEMENT_CHARACTER).to_owned()
     }
 
-    fn handler(self) -> StalledHandler {
+    pub(crate) fn handler(self) -> StalledHandler {
         let (server, route) = self.0.split_at(SERVER_BYTES / 8);
         StalledHandler { server: Self::text(server), route: Self::text(route) }
     }
@@ -88,6 +91,8 @@ impl fmt::Display for StalledHandler {
 pub struct Stall {
     /// The innermost handler of the poll.
     pub handler: StalledHandler,
+    /// The trace of the call; 0 if it has none.
+    pub trace_id: u128,
     /// Name of the thread.
     pub thread: String,
     /// The start of the stall, at most 100 ms late.
@@ -110,6 +115,8 @@ struct PollRecord {
     changes: AtomicU64,
     depth: AtomicUsize,
     labels: [[AtomicU64; LABEL_WORDS]; DEPTH_MAX],
+    /// The halves of the trace of each call.
+    traces: [[AtomicU64; 2]; DEPTH_MAX],
 }
 
 impl PollRecord {
@@ -119,15 +126,18 @@ impl PollRecord {
             changes: AtomicU64::new(0),
             depth: AtomicUsize::new(0),
             labels: from_fn(|_| from_fn(|_| AtomicU64::new(0))),
+            traces: from_fn(|_| from_fn(|_| AtomicU64::new(0))),
         }
     }
 
-    fn begin(&self, label: &HandlerLabel) {
+    fn begin(&self, label: &HandlerLabel, trace_id: u128) {
         let depth = self.depth.load(Ordering::Relaxed);
-        if let Some(words) = self.labels.get(depth) {
+        if let (Some(words), Some([high, low])) = (self.labels.get(depth), self.traces.get(depth)) {
             for (to, word) in words.iter().zip(label.0) {
                 to.store(word, Ordering::Relaxed);
             }
+            high.store((trace_id >> 64) as u64, Ordering::Relaxed);
+            low.store(trace_id as u64, Ordering::Relaxed);
         }
         // Released after the label, so that the watchdog never reads half of one.
         self.depth.store(depth + 1, Ordering::Release);
@@ -144,11 +154,13 @@ impl PollRecord {
         self.changes.store(self.changes.load(Ordering::Relaxed).wrapping_add(1), Ordering::Release);
     }
 
-    /// Returns the innermost handler that is being polled.
-    fn innermost(&self) -> Option<HandlerLabel> {
-        let depth = self.depth.load(Ordering::Acquire).min(DEPTH_MAX);
-        let words = self.labels.get(depth.checked_sub(1)?)?;
-        Some(HandlerLabel(from_fn(|at| words[at].load(Ordering::Relaxed))))
+    /// Returns the innermost handler that is being polled, and the trace of its call.
+    fn innermost(&self) -> Option<(HandlerLabel, u128)> {
+        let at = self.depth.load(Ordering::Acquire).min(DEPTH_MAX).checked_sub(1)?;
+        let (words, [high, low]) = (self.labels.get(at)?, self.traces.get(at)?);
+        let label = HandlerLabel(from_fn(|at| words[at].load(Ordering::Relaxed)));
+        let half = |half: &AtomicU64| u128::from(half.load(Ordering::Relaxed));
+        Some((label, half(high) << 64 | half(low)))
     }
 }
 
@@ -160,10 +172,10 @@ pub struct PollGuard {
     thread: PhantomData<*const ()>,
 }
 
-/// Records that this thread polls a handler.
-pub fn poll_begins(label: &HandlerLabel) -> PollGuard {
+/// Records that this thread polls a handler for a call of this trace.
+pub fn poll_begins(label: &HandlerLabel, trace_id: u128) -> PollGuard {
     // Fails only while the thread ends, when nothing needs to be recorded.
-    let _ = RECORD.try_with(|record| record.begin(label));
+    let _ = RECORD.try_with(|record| record.begin(label, trace_id));
     PollGuard { thread: PhantomData }
 }
 
@@ -242,6 +254,7 @@ struct WatchedThread {
 #[derive(Debug)]
 struct NotedPoll {
     handler: StalledHandler,
+    trace_id: u128,
     thread: String,
     since: Instant,
     /// Length of the poll at which the next warning is due.
@@ -250,8 +263,13 @@ struct NotedPoll {
 
 impl NotedPoll {
     fn stall(&self, now: Instant) -> Stall {
-        let (handler, thread) = (self.handler.clone(), self.thread.clone());
-        Stall { handler, thread, since: self.since, lasted: now.saturating_duration_since(self.since) }
+        Stall {
+            handler: self.handler.clone(),
+            trace_id: self.trace_id,
+            thread: self.thread.clone(),
+            since: self.since,
+            lasted: now.saturating_duration_since(self.since),
+        }
     }
 }
 
@@ -321,9 +339,9 @@ impl StallMonitor {
                 return true;
             }
             if thread.noted.is_none() {
-                let Some(label) = record.innermost() else { return true };
+                let Some((label, trace_id)) = record.innermost() else { return true };
                 let (handler, name) = (label.handler(), record.thread.clone());
-                let noted = NotedPoll { handler, thread: name, since: thread.seen, warn_at: STALLED_AFTER };
+                let noted = NotedPoll { handler, trace_id, thread: name, since: thread.seen, warn_at: STALLED_AFTER };
                 thread.noted = Some(noted);
             }
             if let Some(noted) = &mut thread.noted
@@ -365,6 +383,9 @@ mod tests {
 
     use super::*;
 
+    /// A trace with digits in both halves.
+    const TRACE: u128 = 0xfeed << 64 | 0xbeef;
+
     fn handler(server: &str, route: &str) -> StalledHandler {
         StalledHandler { server: server.to_owned(), route: route.to_owned() }
     }
@@ -374,13 +395,14 @@ mod tests {
         let (monitor, start) = (StallMonitor::default(), Instant::now());
         let record = monitor.register("worker-1".to_owned());
         let at = |ms: u64| start + Duration::from_millis(ms);
-        record.begin(&HandlerLabel::new("bank_agent", "/run"));
-        record.begin(&HandlerLabel::new("bank", "/slow"));
+        record.begin(&HandlerLabel::new("bank_agent", "/run"), 7);
+        record.begin(&HandlerLabel::new("bank", "/slow"), TRACE);
         assert_eq!(monitor.look(at(0)), []);
         assert_eq!(monitor.look(at(900)), [], "a second is the limit");
         assert_eq!(monitor.lock().current(at(900)), []);
         let stall = |ms| Stall {
             handler: handler("bank", "/slow"),
+            trace_id: TRACE,
             thread: "worker-1".to_owned(),
             since: at(0),
             lasted: Duration::from_millis(ms),
@@ -418,7 +440,7 @@ mod tests {
         let (monitor, start) = (StallMonitor::default(), Instant::now());
         let record = monitor.register("worker-1".to_owned());
         let at = |ms: u64| start + Duration::from_millis(ms);
-        record.begin(&HandlerLabel::new("bank", "/slow"));
+        record.begin(&HandlerLabel::new("bank", "/slow"), TRACE);
         let _ = (monitor.look(at(1_000)), monitor.look(at(1_300)));
         let name = |deadline, now| monitor.lock().during(at(deadline), at(now)).map(|stall| stall.to_string());
         let text = "`/slow` of server `bank` blocked its thread for 0.5 s";
@@ -434,9 +456,12 @@ mod tests {
     fn polls_nest_deeper_than_what_is_recorded() {
         let record = PollRecord::new("worker".to_owned());
         for depth in 0..DEPTH_MAX + 3 {
-            record.begin(&HandlerLabel::new("server", &format!("/{depth}")));
+            record.begin(&HandlerLabel::new("server", &format!("/{depth}")), TRACE);
         }
-        assert_eq!(record.innermost().map(|label| label.handler().route), Some(format!("/{}", DEPTH_MAX - 1)));
+        assert_eq!(
+            record.innermost().map(|(label, trace)| (label.handler().route, trace)),
+            Some((format!("/{}", DEPTH_MAX - 1), TRACE))
+        );
         (0..DEPTH_MAX + 3).for_each(|_| record.end());
         assert_eq!(record.innermost(), None);
     }

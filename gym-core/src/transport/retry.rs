@@ -1,9 +1,13 @@
 //! Retries of a message, as allowed by [`Error::may_resend`](crate::Error::may_resend), the policy and the deadline.
 
 use std::future::Future;
+use std::sync::Arc;
 use std::time::Duration;
 
+use tokio::time::Instant;
+
 use crate::base::error::{Error, Execution, Result};
+use crate::base::waits::{Wait, WaitGuard, WaitKind};
 use crate::message::CallContext;
 
 /// Limits on the number and the frequency of attempts.
@@ -109,11 +113,15 @@ where
             return Err(error.with_execution(execution));
         };
         tracing::debug!(%error, number, "resend");
+        let text: Arc<str> = error.to_string().into();
+        let pause = Wait::new(WaitKind::CallBackoff, cx.trace.trace_id).until(Instant::now() + wait);
+        let pause = WaitGuard::begin(pause.on(Arc::new(move || text.to_string())));
         tokio::select! {
             biased;
             () = cx.cancel.cancelled() => return Err(error.with_execution(execution)),
             () = tokio::time::sleep(wait) => {}
         }
+        drop(pause);
         error = match attempt(number).await {
             Ok(done) => return Ok(done),
             Err(error) => error,

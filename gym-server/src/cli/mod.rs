@@ -45,7 +45,7 @@ use crate::cli::args::translation;
 use crate::cli::console::Console;
 pub use crate::cli::exit::{EXIT_CODES, ExitMeaning};
 use crate::cli::exit::{Failure, Outcome, USAGE};
-use crate::cli::inspect::{config, doctor, status, top, workers};
+use crate::cli::inspect::{config, doctor, status, stuck, top, workers};
 use crate::stack::Servers;
 
 /// Runs the command in the arguments of this process with the given servers. Call it first in `main`, before any thread
@@ -131,6 +131,7 @@ fn start(cli: Cli, overrides: Vec<String>, head_url_given: bool, servers: Server
             Command::Run(args) => run::run(*args, &overrides, head_url_given, &servers, &console).await,
             Command::Collect(args) => collect::collect(*args, &overrides, head_url_given, &servers, &console).await,
             Command::Status(args) => status::status(args, &overrides, head_url_given, &servers).await,
+            Command::Stuck(args) => stuck::stuck(args, &overrides, head_url_given, &servers).await,
             Command::Workers(args) => workers::list(args, &overrides, head_url_given, &servers).await,
             Command::Top(args) => top::top(args, &overrides, head_url_given, &servers).await,
             Command::Drain(args) => workers::drain(args, &overrides, head_url_given, &servers).await,

@@ -11,6 +11,7 @@
 //! | `GET /metrics` | Prometheus |
 //! | `GET /ui`, `/ui/state`, `/ui/rollout` | a page that shows the cluster and its collections, and its data |
 //! | `POST /collections/report` | what a collector reports once a second: [`gym_client::collect::monitor`] |
+//! | `GET /waits` | what the calls of the process wait for, for `rgym stuck` |
 //!
 //! The head server is only on the control path: rollouts and tensors never pass through it. Its state is soft: after a
 //! restart, the servers register again within a heartbeat.
@@ -29,6 +30,7 @@ use futures_util::StreamExt;
 use futures_util::future::BoxFuture;
 use gym_client::collect::monitor::{CollectionMonitor, CollectionReport, REPORT_ROUTE};
 use gym_client::registry::{DrainRequest, RosterRequest, SharedConfiguration, WatchRequest};
+use gym_core::base::waits::{self, WAITS_ROUTE, WaitQuery};
 use gym_core::registry::{
     Instance, Lease, Member, MemberRegistry, MemberSpec, MemberState, MemoryRegistry, Registration, Registry,
 };
@@ -207,6 +209,9 @@ impl HeadState {
             (Verb::Post, REPORT_ROUTE) => {
                 json(&self.collections.report(cx, &read::<CollectionReport>(&request.message)?).await?)
             }
+            (Verb::Get, WAITS_ROUTE) => {
+                json(&waits::report(&WaitQuery::parse(request.route.query().unwrap_or_default())))
+            }
             (Verb::Get, "/global_config_dict_yaml") => json(&(self.config)(&self.serving(cx).await?)),
             (Verb::Get, "/server_instances") => {
                 let now: Vec<Value> =
@@ -276,6 +281,7 @@ impl HeadState {
                 | "/ui"
                 | "/ui/state"
                 | "/ui/rollout"
+                | WAITS_ROUTE
                 | "/global_config_dict_yaml"
                 | "/server_instances"
                 | "/registry/instances"

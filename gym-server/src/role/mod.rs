@@ -25,6 +25,7 @@ use futures_util::FutureExt;
 use futures_util::future::BoxFuture;
 use gym_client::{CookieJar, Transports};
 use gym_core::base::stall::{self, HandlerLabel};
+use gym_core::base::waits::{self, PendingWait, WAITS_ROUTE, Wait, WaitKind, WaitQuery};
 use gym_core::rollout::FailureClass;
 use gym_core::server::{GymnasiumServer, ServerKind, TaskCheck};
 use gym_core::transport::Fence;
@@ -236,6 +237,7 @@ impl RoleState {
             (Verb::Get | Verb::Head, "/" | "/livez" | "/readyz" | "/healthz") => return reply::ok(),
             (Verb::Get | Verb::Head, "/health") => return Box::pin(self.health(request)).await,
             (Verb::Get | Verb::Head, "/metrics") => return reply::metrics(&self.server.metrics),
+            (Verb::Get | Verb::Head, WAITS_ROUTE) => return self.waits(request.route.query()),
             _ => {}
         }
         let route = self.spec.routes.iter().position(|route| *route == path);
@@ -245,12 +247,17 @@ impl RoleState {
         };
         let counted = metrics.begin();
         // Few requests are rollouts, and each of them runs for a long time: a lock for each costs nothing that matters.
-        let _running =
-            (route.is_some() && path == RUN).then(|| self.runs.begin(counted.began(), &request.message.head));
+        let trace_id = request.context.trace.trace_id;
+        let running =
+            (route.is_some() && path == RUN).then(|| self.runs.begin(counted.began(), trace_id, &request.message.head));
+        let (mut pending, is_run, began) = (PendingWait::default(), running.is_some(), counted.began());
         let mut responding = pin!(AssertUnwindSafe(self.role.respond(request)).catch_unwind());
         let responded = poll_fn(|cx| {
-            let _polling = stall::poll_begins(&label);
-            responding.as_mut().poll(cx)
+            let _polling = stall::poll_begins(&label, trace_id);
+            let polled = responding.as_mut().poll(cx);
+            // A rollout is listed among the runs. The time of the arrival, because inner calls are recorded before their handler.
+            let wait = || Wait::new(WaitKind::Handler, trace_id).of(label).since(began);
+            if is_run { polled } else { pending.note(polled, wait) }
         });
         let responded = responded.await;
         let mut response = match responded {
@@ -285,6 +292,14 @@ impl RoleState {
             ServerKind::Model | ServerKind::Resources => route::classified(path, error),
             _ => error,
         }
+    }
+
+    /// Reports what the calls of the process wait for, and the rollouts of this server.
+    fn waits(&self, query: Option<&str>) -> Response {
+        let query = WaitQuery::parse(query.unwrap_or_default());
+        let mut process = waits::report(&query);
+        process.add(self.runs.waits(&self.server.name, &query));
+        Response::json(serde_json::json!(process).to_string())
     }
 
     /// Reports the health of the server. `/health?probe` also calls the endpoints of a model server.

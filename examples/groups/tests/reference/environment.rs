@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use crate::page::{Page, code, sources};
 
 /// The variables that a user sets: name, reader, meaning.
-const READ: [(&str, &str, &str); 39] = [
+const READ: [(&str, &str, &str); 40] = [
     (
         "CUDA_VISIBLE_DEVICES",
         "worker groups",
@@ -122,6 +122,11 @@ const READ: [(&str, &str, &str); 39] = [
         "WORKER_TIMEOUT",
         "`rgym run`",
         "Seconds after which a silent worker is gone, unless `--worker-timeout` is given.",
+    ),
+    (
+        "XDG_RUNTIME_DIR",
+        "`rgym collect`, `rgym stuck`",
+        "The directory in which collectors and controllers are listed for `rgym stuck`. Otherwise `gym-waits-UID` in the directory for temporary files.",
     ),
 ];
 

@@ -3,11 +3,13 @@
 //! An attempt has a deadline by which it must be *recorded*. After the deadline it is superseded: the next attempt
 //! begins. The ledger then rejects any later outcome of the old attempt, because its key has a newer attempt.
 
+use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::FutureExt as _;
 use futures_util::stream::{Stream, StreamExt};
+use gym_core::base::waits::{Wait, WaitGuard, WaitKind, recorded};
 use gym_core::message::TraceContext;
 use gym_core::rollout::{Attempt, FailureClass, KeyState, Ledger, TaskKey};
 use gym_core::transport::RetryPolicy;
@@ -198,6 +200,7 @@ impl Driver {
         let mut reading = true;
         let mut deadline: Option<Instant> = None;
         let mut failed_fast = false;
+        let mut pause: Option<WaitGuard> = None;
         loop {
             let begins = match self.options.fail_fast {
                 FailFast::After(failed_max) if reading && self.progress.failed() >= failed_max.max(1) => {
@@ -214,9 +217,13 @@ impl Driver {
                         reading = false;
                         failed_fast = self.has_open_row(&mut rows).await;
                     }
+                    pause.get_or_insert_with(|| WaitGuard::begin(alike()));
                     false
                 }
-                _ => reading && running.len() < self.options.concurrency.max(1),
+                _ => {
+                    pause = None;
+                    reading && running.len() < self.options.concurrency.max(1)
+                }
             };
             if !reading && running.is_empty() {
                 break;
@@ -328,7 +335,9 @@ impl Driver {
             let began = Instant::now();
             let attempted = self.attempt(attempt, Arc::clone(&row), cx, deadline, observed.is_some());
             let mut attempted = Box::pin(attempted);
-            let (next, event) = match tokio::time::timeout_at(deadline, &mut attempted).await {
+            let limited = pin!(tokio::time::timeout_at(deadline, &mut attempted));
+            let wait = |kind| Wait::new(kind, trace_id).on(Arc::new(move || attempt.to_string()));
+            let (next, event) = match recorded(limited, || wait(WaitKind::Attempt).until(deadline)).await {
                 Ok(Ok(ended)) => ended,
                 Ok(Err(error)) => break Err(error),
                 Err(_) => {
@@ -364,8 +373,9 @@ impl Driver {
             if !again {
                 break Ok(());
             }
-            let wait = self.options.backoff.backoff(begun, &mut self.world.rng());
-            tokio::time::sleep(wait).await;
+            let backoff = self.options.backoff.backoff(begun, &mut self.world.rng());
+            let pause = pin!(tokio::time::sleep(backoff));
+            recorded(pause, || wait(WaitKind::AttemptBackoff).until(Instant::now() + backoff)).await;
             // A superseded attempt may have been recorded in the meantime.
             if !self.is_open(row.key) {
                 break Ok(());
@@ -430,9 +440,11 @@ impl Driver {
             let Some(outcome) = result.into_outcome() else { return Ok((next, event)) };
             // Recording may take as long as the attempt itself, because a disk may stall and recover. Ending the run would
             // lose computed results. Superseding the attempt ends the wait. A superseded attempt has its own time limit.
-            let cx = CallContext::until(deadline.max(Instant::now()) + record_timeout);
-            let mut recorded = ledger.record(&cx, attempt, outcome).await;
-            if let Err(error) = &recorded
+            let mut cx = CallContext::until(deadline.max(Instant::now()) + record_timeout);
+            cx.trace = request.context.trace;
+            let disk = || Wait::new(WaitKind::Record, cx.trace.trace_id).until(cx.deadline);
+            let mut written = recorded(pin!(ledger.record(&cx, attempt, outcome)), disk).await;
+            if let Err(error) = &written
                 && error.code() == Code::InvalidArgument
             {
                 // The environment's response contradicts its own row, so the attempt counts as a failure of the
@@ -443,9 +455,9 @@ impl Driver {
                 }
                 (next, figures, event) = (NextStep::GiveUp, None, event_of(&refused));
                 let outcome = refused.into_outcome().ok_or_else(|| Error::internal("a failure is an outcome"))?;
-                recorded = ledger.record(&cx, attempt, outcome).await;
+                written = recorded(pin!(ledger.record(&cx, attempt, outcome)), disk).await;
             }
-            match recorded {
+            match written {
                 Ok(()) => {
                     if let Some(figures) = figures {
                         progress.complete(&row.agent, row.key, &figures);
@@ -461,6 +473,12 @@ impl Driver {
             }
         }
     }
+}
+
+/// The wait of a run in which all fails alike.
+fn alike() -> Wait {
+    let why = || "all rollouts so far failed with one cause; those in flight decide whether the run stops".to_owned();
+    Wait::new(WaitKind::Pause, 0).on(Arc::new(why))
 }
 
 /// The next step after an attempt.

@@ -135,6 +135,13 @@ impl BundleLeases {
         Some(format!("{} waits before it", before.owner.name))
     }
 
+    /// Returns the group that a waiting call of this group waits for.
+    fn holding_group(&self, owner: &LeasingGroup) -> Option<Arc<str>> {
+        let state = self.lock();
+        let holder = state.holders.values().find(|holder| owner.conflicts_with(&holder.owner));
+        holder.map(|holder| Arc::clone(&holder.owner.name))
+    }
+
     fn lock(&self) -> MutexGuard<'_, LeaseQueue> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -190,6 +197,10 @@ impl Gate for LeaseGate {
 
     fn holder(&self) -> Option<String> {
         self.leases.holder(&self.owner)
+    }
+
+    fn holding_group(&self) -> Option<Arc<str>> {
+        self.leases.holding_group(&self.owner)
     }
 }
 

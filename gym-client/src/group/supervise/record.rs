@@ -1,6 +1,6 @@
 //! The supervisor's record of one rank over all its incarnations, and of the ranks that are tied to it. Uses no tasks or processes.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
 use gym_core::group::health::{HealthEvent, RankHealth};
@@ -46,19 +46,26 @@ pub(crate) struct RankRecord {
     pub(crate) draining: bool,
 }
 
-/// The last heartbeat of a rank's current incarnation, shared with the views of its group.
+/// The last heartbeat of a rank's current incarnation, and its process on this machine, shared with the views of its group.
 #[derive(Debug, Default)]
-struct LastReport(Mutex<Option<(Instant, WorkerStatus)>>);
+struct LastReport {
+    heartbeat: Mutex<Option<(Instant, WorkerStatus)>>,
+    pid: OnceLock<u32>,
+}
 
 impl LastReport {
     fn lock(&self) -> MutexGuard<'_, Option<(Instant, WorkerStatus)>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.heartbeat.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl RankMonitor for LastReport {
     fn last_status(&self) -> Option<(WorkerStatus, Duration)> {
         self.lock().as_ref().map(|(at, status)| (status.clone(), at.elapsed()))
+    }
+
+    fn pid(&self) -> Option<u32> {
+        self.pid.get().copied()
     }
 
     fn fix(&self) -> Option<&'static str> {
@@ -206,6 +213,15 @@ impl RankRecord {
             self.note(HealthEvent::Probed { ok: false }, options);
         }
         self.state() != before
+    }
+
+    /// Records the process of the current incarnation.
+    pub(crate) fn started(&mut self, pid: Option<u32>) {
+        self.pid = pid;
+        if let (Some(pid), None) = (pid, &self.node_name) {
+            // An incarnation has one process.
+            let _ = self.reported.pid.set(pid);
+        }
     }
 
     /// Returns the time since the last heartbeat; zero for a rank that is not connected.

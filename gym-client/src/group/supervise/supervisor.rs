@@ -206,7 +206,7 @@ impl GroupSupervisor {
                 });
             }
             RankEvent::Started { rank, incarnation, pid } => {
-                self.change(rank, incarnation, |record| record.pid = pid);
+                self.change(rank, incarnation, |record| record.started(pid));
             }
             RankEvent::Ready { rank, incarnation, endpoints } => {
                 let transports = options.transports;

@@ -19,6 +19,11 @@ pub trait Gate: fmt::Debug + Send + Sync + 'static {
     fn holder(&self) -> Option<String> {
         None
     }
+
+    /// Returns the name of the group whose calls the waiting calls are behind.
+    fn holding_group(&self) -> Option<Arc<str>> {
+        None
+    }
 }
 
 /// The permit that a [`Gate`] grants to a call. Dropped when the last rank has replied or the call has ended. A failed call may

@@ -1,6 +1,8 @@
 //! A group call in flight. One future sends requests and reads replies concurrently. Otherwise, an unread reply of one rank could
 //! hold the capacity for which the request to another rank waits.
 
+pub(crate) mod waiting;
+
 use std::borrow::Cow;
 use std::fmt::Write as _;
 use std::pin::pin;
@@ -17,8 +19,10 @@ use tokio::time::{Instant, sleep_until};
 
 use crate::base::cancel::CancelToken;
 use crate::base::error::{Code, Error, Execution, Result};
+use crate::base::waits::recorded;
 use crate::group::batch::{Batch, Payload};
 use crate::group::call::error::Answer;
+use crate::group::call::gather::waiting::{RanksWait, TurnCheck};
 use crate::group::call::{Gate, GroupError, GroupView, RankOutcome};
 use crate::group::layout::Rank;
 use crate::group::worker::host::{REPLY_METADATA, REPLY_NONE};
@@ -150,7 +154,23 @@ pub(crate) async fn gather<M: Method>(
             }
         })
         .collect();
-    let ended = call.read(&mut answers, &stages).await;
+    let (label, view) = (Arc::clone(&call.group), call.view.clone());
+    let ranks: Vec<Rank> = call.slots.iter().map(|slot| slot.rank).collect();
+    let wait = || {
+        let turn = gate
+            .clone()
+            .zip(permit.clone())
+            .map(|(gate, permit)| -> TurnCheck { (gate, Box::new(move || permit.peek().is_none())) });
+        let ranks = RanksWait {
+            method: M::NAME,
+            view: view.clone(),
+            ranks: ranks.clone(),
+            stages: Some(Arc::clone(&stages)),
+            turn,
+        };
+        waiting::wait::<M>(&label, (context.trace.trace_id, context.deadline), ranks)
+    };
+    let ended = recorded(pin!(call.read(&mut answers, &stages)), wait).await;
     let Some((first, cause)) = ended else { return Ok(call.gathered()) };
     let waits = permit.is_some_and(|permit| permit.peek().is_none());
     let holder = gate.filter(|_| waits).and_then(|gate| gate.holder());
@@ -224,16 +244,17 @@ fn error_of(response: Response) -> Error {
 }
 
 /// Records the requests that their transport has accepted.
-struct Stages {
+pub(crate) struct Stages {
     sent: Vec<AtomicBool>,
+    answered: Vec<AtomicBool>,
     left: AtomicUsize,
     all: Mutex<Option<oneshot::Sender<()>>>,
 }
 
 impl Stages {
     fn new(parts: usize, all: Option<oneshot::Sender<()>>) -> Self {
-        let sent = (0..parts).map(|_| AtomicBool::new(false)).collect();
-        Self { sent, left: AtomicUsize::new(parts), all: Mutex::new(all) }
+        let flags = || (0..parts).map(|_| AtomicBool::new(false)).collect();
+        Self { sent: flags(), answered: flags(), left: AtomicUsize::new(parts), all: Mutex::new(all) }
     }
 
     fn sent(&self, index: usize) {
@@ -244,6 +265,14 @@ impl Stages {
                 let _ = all.send(());
             }
         }
+    }
+
+    fn answered(&self, index: usize) {
+        self.answered[index].store(true, Ordering::Release);
+    }
+
+    fn has_answered(&self, index: usize) -> bool {
+        self.answered[index].load(Ordering::Acquire)
     }
 
     /// Returns the execution state of a rank without a reply.
@@ -326,6 +355,7 @@ impl<M: Method> Call<M> {
                         Some((index, answer)) => {
                             let ended = answer.as_ref().err().map(|error| ended_by(error, index, &cancel));
                             self.slots[index].answer = Some(answer);
+                            stages.answered(index);
                             if ended.is_some() {
                                 return ended;
                             }

@@ -13,6 +13,8 @@ use tokio::time::{Instant, sleep_until};
 
 use crate::base::cancel::CancelToken;
 use crate::base::error::{Error, Execution, Result};
+use crate::base::waits::WaitGuard;
+use crate::group::call::gather::waiting::{self, RanksWait};
 use crate::group::call::gather::{
     CANCELLED, Call, CallResult, DEADLINE_PASSED, Ended, Gathered, RankCall, Slot, Terms, answer_of, ended_by,
     may_answer, no_answer, request, send_request,
@@ -38,6 +40,8 @@ pub(crate) struct SingleRankCall<M: Method> {
     /// A future that ends the call early. Created only when the call has to wait: in a pipeline, most replies have arrived when
     /// they are read.
     early: Option<BoxFuture<'static, EarlyEnd>>,
+    trace_id: u128,
+    waits: Option<WaitGuard>,
     method: PhantomData<fn() -> M>,
 }
 
@@ -58,6 +62,7 @@ impl<M: Method> SingleRankCall<M> {
     pub(crate) fn send(call: Terms, part: RankCall) -> Self {
         let Terms { group, context, began, view } = call;
         let (cancel, deadline) = (context.cancel.clone(), context.deadline);
+        let trace_id = context.trace.trace_id;
         let (rank, incarnation, shard) = (part.rank, part.incarnation, part.shard);
         let (channel, request) = request::<M>(part, context);
         let stage = match try_send(channel.link(), request) {
@@ -67,7 +72,21 @@ impl<M: Method> SingleRankCall<M> {
                 Stage::Sending(Box::pin(async move { send_request(&channel, request).await }))
             }
         };
-        Self { group, cancel, began, deadline, view, rank, incarnation, shard, stage, early: None, method: PhantomData }
+        Self {
+            group,
+            cancel,
+            began,
+            deadline,
+            view,
+            rank,
+            incarnation,
+            shard,
+            stage,
+            early: None,
+            trace_id,
+            waits: None,
+            method: PhantomData,
+        }
     }
 
     /// Returns `true` if the transport has accepted the request.
@@ -104,6 +123,9 @@ impl<M: Method> SingleRankCall<M> {
     /// Polls until the call is cancelled, its deadline passes, or the rank can no longer reply.
     fn poll_early(&mut self, cx: &mut Context<'_>) -> Poll<EarlyEnd> {
         let early = self.early.get_or_insert_with(|| {
+            let (method, ranks) = (M::NAME, vec![self.rank]);
+            let ranks = RanksWait { method, view: self.view.clone(), ranks, stages: None, turn: None };
+            self.waits = Some(WaitGuard::begin(waiting::wait::<M>(&self.group, (self.trace_id, self.deadline), ranks)));
             let (cancel, mut view) = (self.cancel.clone(), self.view.clone());
             let (deadline, rank, incarnation) = (self.deadline, self.rank, self.incarnation);
             Box::pin(async move {

@@ -49,6 +49,11 @@ pub trait RankMonitor: fmt::Debug + Send + Sync {
     /// Returns the last known status of the rank, and its age; `None` before the first one.
     fn last_status(&self) -> Option<(WorkerStatus, Duration)>;
 
+    /// Returns the process of the rank on this machine, if it is known.
+    fn pid(&self) -> Option<u32> {
+        None
+    }
+
     /// Returns what ends a rank that hangs; `None` if nothing does.
     fn fix(&self) -> Option<&'static str> {
         None

@@ -223,6 +223,13 @@ impl WorkQueue {
         self.items.get(&id).is_some_and(|item| item.held.is_none())
     }
 
+    /// Returns the worker that holds the item.
+    #[must_use]
+    pub fn holder(&self, id: WorkId) -> Option<&WorkerId> {
+        let (name, _) = self.items.get(&id)?.held.as_ref()?;
+        self.worker(name)
+    }
+
     /// Accepts a poll. An earlier waiting poll of the same worker ends without items; a newer incarnation replaces an older one.
     ///
     /// # Errors

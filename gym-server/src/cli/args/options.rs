@@ -64,6 +64,11 @@ pub(in crate::cli) enum Command {
     Collect(Box<CollectArgs>),
     /// Show the servers of a head server: health, requests in flight, uptime, transports
     Status(StatusArgs),
+    /// Name the wait that blocks each of the oldest rollouts, from the collector to the leaf, across processes
+    #[command(after_help = "\
+Asks the servers of the head server, and the collectors and controllers of this user on this machine. A process that does not answer \
+is named with its state.")]
+    Stuck(StuckArgs),
     /// List the workers that have joined a head server, and those that are gone
     Workers(StatusArgs),
     /// Show the collections and workers of a head server until Ctrl-C, as its page /ui does
@@ -457,6 +462,25 @@ pub(in crate::cli) struct TopArgs {
     /// Print one screen and end; the default if the output is not a terminal
     #[arg(long)]
     pub(in crate::cli) once: bool,
+    /// Head server to query [default: head_server of env.yaml, http://127.0.0.1:11000]
+    #[arg(long, value_name = "URL", env = "HEAD_SERVER_URL")]
+    pub(in crate::cli) head_url: Option<String>,
+}
+
+#[derive(Clone, Debug, Args)]
+pub(in crate::cli) struct StuckArgs {
+    /// Only this rollout: TASK-REPEAT, such as 17-3
+    #[arg(value_name = "ROLLOUT")]
+    pub(in crate::cli) rollout: Option<String>,
+    /// Only waits that have lasted for this number of seconds
+    #[arg(long, value_name = "SECS", default_value = "5", value_parser = seconds)]
+    pub(in crate::cli) older: Duration,
+    /// Maximum number of rollouts and other waits that are followed
+    #[arg(long, value_name = "N", default_value_t = 10, value_parser = clap::value_parser!(u64).range(1..=50))]
+    pub(in crate::cli) limit: u64,
+    /// Print JSON
+    #[arg(long)]
+    pub(in crate::cli) json: bool,
     /// Head server to query [default: head_server of env.yaml, http://127.0.0.1:11000]
     #[arg(long, value_name = "URL", env = "HEAD_SERVER_URL")]
     pub(in crate::cli) head_url: Option<String>,

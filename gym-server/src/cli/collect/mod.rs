@@ -16,7 +16,7 @@ use futures_util::FutureExt as _;
 use gym_client::ServerClient;
 use gym_client::collect::monitor::CollectionMonitor;
 use gym_client::collect::{CollectOptions, ExistingOutput, RolloutCollector, ServerNames, connect_head};
-use gym_client::registry::RemoteRegistry;
+use gym_client::registry::{RemoteRegistry, WaitsListener};
 use gym_core::transport::TransportPolicy;
 use gym_core::{CancelToken, World};
 
@@ -122,6 +122,9 @@ pub(super) async fn collect(
             collector = collector.pulling_only(servers);
         }
     }
+    // For `rgym stuck`: a collector has no server. Without it, a collection runs as well.
+    let waits = WaitsListener::start(&transports).await;
+    let waits = waits.inspect_err(|error| tracing::debug!(%error, "the collector does not report its waits")).ok();
     let began = tokio::time::Instant::now();
     let ended = CancelToken::new();
     let showing = progress::show(
@@ -142,6 +145,7 @@ pub(super) async fn collect(
     ended.cancel();
     // The tasks only draw, so their errors are ignored.
     watching.abort();
+    drop(waits);
     let _ = shown.await;
     let outcome = match collected {
         None => {

@@ -7,5 +7,6 @@ mod machine;
 #[cfg(feature = "ray")]
 pub(super) mod ray;
 pub(super) mod status;
+pub(super) mod stuck;
 pub(super) mod top;
 pub(super) mod workers;

@@ -66,16 +66,16 @@ struct ServerHealth {
 
 /// The fields that are read from `/server_instances`.
 #[derive(Debug, Deserialize)]
-struct ListedServer {
-    process_name: String,
+pub(super) struct ListedServer {
+    pub(super) process_name: String,
     #[serde(default)]
     name: Option<String>,
     #[serde(default)]
     server_type: Option<String>,
     #[serde(default)]
-    url: Option<String>,
+    pub(super) url: Option<String>,
     #[serde(default)]
-    pid: Option<u32>,
+    pub(super) pid: Option<u32>,
     #[serde(default)]
     start_time: Option<f64>,
 }
@@ -125,7 +125,7 @@ pub(in crate::cli) async fn status(
     Ok(ExitCode::SUCCESS)
 }
 
-async fn list(transports: &Transports, head: &Endpoint) -> Result<Vec<ListedServer>> {
+pub(super) async fn list(transports: &Transports, head: &Endpoint) -> Result<Vec<ListedServer>> {
     let response = get(transports, head, "/server_instances", HEAD_TIMEOUT).await?.into_result();
     let response = response.map_err(|error| error.about(format!("GET {head}/server_instances")))?;
     serde_json::from_slice(&response.message.head.to_bytes()).map_err(|error| {

@@ -6,10 +6,12 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
+use std::pin::pin;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use bytes::Bytes;
+use gym_core::base::waits::{Wait, WaitKind, recorded};
 use gym_core::message::readable;
 use gym_core::rollout::FailureClass;
 use gym_core::server::{EndpointReport, EndpointState};
@@ -222,7 +224,12 @@ impl Upstream {
         let mut attempts = Attempts::default();
         let mut waiting = None;
         loop {
-            let result = state.send_once(cx, target, Some(body.clone())).await;
+            let wait = || {
+                let shown = Arc::clone(&self.0);
+                let wait = Wait::new(WaitKind::Endpoint, cx.trace.trace_id).until(cx.deadline);
+                wait.on(Arc::new(move || shown.shown.clone()))
+            };
+            let result = recorded(pin!(state.send_once(cx, target, Some(body.clone()))), wait).await;
             if matches!(&result, Ok(answer) if answer.status < 400) {
                 return result.map(Some);
             }
@@ -255,12 +262,19 @@ impl Upstream {
                         ?wait,
                         "the endpoint is asked again"
                     );
-                    cx.bound(Execution::Unknown, async {
+                    let made = attempts.made;
+                    let paused = || {
+                        let shown = Arc::clone(&self.0);
+                        let text = move || shown.failing(made);
+                        Wait::new(WaitKind::EndpointBackoff, cx.trace.trace_id)
+                            .until(tokio::time::Instant::now() + wait)
+                            .on(Arc::new(text))
+                    };
+                    let pause = cx.bound(Execution::Unknown, async {
                         tokio::time::sleep(wait).await;
                         Ok(())
-                    })
-                    .await
-                    .map_err(|error| error.about(subject()))?;
+                    });
+                    recorded(pin!(pause), paused).await.map_err(|error| error.about(subject()))?;
                 }
             }
         }
@@ -310,6 +324,12 @@ impl Upstream {
 }
 
 impl UpstreamState {
+    /// Describes why a call waits before it is sent again.
+    fn failing(&self, made: u32) -> String {
+        let report = self.health.report(self.retries.budget);
+        format!("{} failed {made} times, for {} s: {}", self.shown, report.failing_seconds, report.reason)
+    }
+
     /// Records what an error response says about the endpoint. An error that the request caused says nothing.
     fn note(&self, answer: &EndpointResponse) {
         match probe::of_status(answer, self.keys, &self.model) {

@@ -2,6 +2,7 @@
 
 use gym_core::Rope;
 use gym_core::base::InFlight;
+use gym_core::base::waits::{WaitKind, WaitQuery, WaitReport};
 use gym_core::rollout::metrics::{ROLLOUT_INDEX, TASK_INDEX};
 use gym_core::rollout::{Attempt, TaskKey};
 use serde::{Deserialize, Serialize};
@@ -10,9 +11,12 @@ use tokio::time::Instant;
 /// The route of a rollout.
 pub(crate) const RUN: &str = "/run";
 
+/// Maximum requests that `/waits` reads; each can be a megabyte.
+const WAITS_MAX: usize = 200;
+
 /// The requests for `/run` in flight. Their rows are read only when somebody asks.
 #[derive(Debug, Default)]
-pub(crate) struct RunsInFlight(InFlight<Rope>);
+pub(crate) struct RunsInFlight(InFlight<(u128, Rope)>);
 
 /// The request that has been in flight for the longest time.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -32,13 +36,29 @@ pub(crate) struct RunGuard<'a> {
 }
 
 impl RunsInFlight {
-    pub(crate) fn begin(&self, began: Instant, row: &Rope) -> RunGuard<'_> {
-        RunGuard { runs: self, slot: self.0.begin(began, row.clone()) }
+    pub(crate) fn begin(&self, began: Instant, trace_id: u128, row: &Rope) -> RunGuard<'_> {
+        RunGuard { runs: self, slot: self.0.begin(began, (trace_id, row.clone())) }
+    }
+
+    /// Returns the requests as waits of this server, with their rollouts.
+    pub(crate) fn waits(&self, server: &str, query: &WaitQuery) -> Vec<WaitReport> {
+        let runs = self.0.list().into_iter();
+        let mut runs: Vec<_> = runs.filter(|(began, (trace_id, _))| query.wants(*trace_id, began.elapsed())).collect();
+        runs.sort_by_key(|(began, _)| *began);
+        // Rows can be large, so only those that are shown are read.
+        runs.truncate(WAITS_MAX);
+        let report = |(began, (trace_id, row)): (Instant, (u128, Rope))| WaitReport {
+            rollout: rollout(&row).map(|attempt| attempt.to_string()),
+            server: server.to_owned(),
+            route: RUN.to_owned(),
+            ..WaitReport::new(WaitKind::Handler, trace_id, began.elapsed())
+        };
+        runs.into_iter().map(report).collect()
     }
 
     /// Returns the request that arrived first.
     pub(crate) fn oldest(&self) -> Option<OldestRun> {
-        let (began, row) = self.0.oldest()?;
+        let (began, (_, row)) = self.0.oldest()?;
         let rollout = rollout(&row).map(|attempt| attempt.to_string());
         Some(OldestRun { route: RUN.to_owned(), rollout, seconds: began.elapsed().as_secs() })
     }
@@ -68,9 +88,9 @@ mod tests {
         let runs = RunsInFlight::default();
         let start = Instant::now();
         let row = |text: &'static str| Rope::from(text);
-        let nameless = runs.begin(start, &row(r#"{"x":1}"#));
-        let second = runs.begin(start, &row(r#"{"_ng_task_index":3,"_ng_rollout_index":0,"_ng_attempt_index":1}"#));
-        let first = runs.begin(start, &row(r#"{"_ng_task_index":17,"_ng_rollout_index":2}"#));
+        let nameless = runs.begin(start, 0, &row(r#"{"x":1}"#));
+        let second = runs.begin(start, 5, &row(r#"{"_ng_task_index":3,"_ng_rollout_index":0,"_ng_attempt_index":1}"#));
+        let first = runs.begin(start, 6, &row(r#"{"_ng_task_index":17,"_ng_rollout_index":2}"#));
         tokio::time::advance(Duration::from_secs(45)).await;
         let oldest = |rollout: Option<&str>| {
             Some(OldestRun { route: "/run".to_owned(), rollout: rollout.map(str::to_owned), seconds: 45 })
@@ -78,6 +98,8 @@ mod tests {
         assert_eq!(runs.oldest(), oldest(None));
         drop(nameless);
         assert_eq!(runs.oldest(), oldest(Some("3-0-a1")));
+        let [wait] = &runs.waits("shop", &WaitQuery::parse("trace=5"))[..] else { panic!("one has this trace") };
+        assert_eq!((wait.rollout.as_deref(), &*wait.server, wait.age_us), (Some("3-0-a1"), "shop", 45_000_000));
         drop(second);
         assert_eq!(runs.oldest(), oldest(Some("17-2")));
         drop(first);

@@ -33,6 +33,9 @@ pub struct WorkerStatus {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct RunningCall {
+    /// The number of the call at its rank, from 0.
+    #[serde(default)]
+    pub number: u64,
     /// Name of the method.
     pub method: String,
     /// Time since the call started, in milliseconds.
@@ -123,6 +126,7 @@ impl CallStats {
         let ms = |duration: std::time::Duration| u64::try_from(duration.as_millis()).unwrap_or(u64::MAX);
         let running: Vec<RunningCall> = (self.running().entries.iter())
             .map(|entry| RunningCall {
+                number: entry.number,
                 method: entry.method.to_owned(),
                 elapsed_ms: ms(entry.since.elapsed()),
                 progress: entry.progress.units(),

@@ -1,0 +1,371 @@
+//! Chains of waits: from the collector's rollout over the servers to the leaf, which nothing else explains.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt::Write as _;
+
+use gym_core::base::waits::{ProcessWaits, WaitKind, WaitReport};
+use serde::Serialize;
+
+use crate::cli::inspect::stuck::process::{Asked, NoAnswer, states};
+
+/// One wait of a chain, with its process.
+#[derive(Clone, Debug, Serialize)]
+pub(super) struct Hop {
+    #[serde(flatten)]
+    pub(super) wait: WaitReport,
+    pub(super) process: String,
+    /// The wait in one sentence.
+    pub(super) text: String,
+}
+
+/// What blocks one rollout, or one call without a rollout.
+#[derive(Clone, Debug, Serialize)]
+pub(super) struct Chain {
+    /// `17-3-a1`; `None` for a call of no rollout.
+    pub(super) rollout: Option<String>,
+    pub(super) age_ms: u64,
+    /// The wait that blocks all others, with what is known about it.
+    pub(super) leaf: String,
+    pub(super) hops: Vec<Hop>,
+}
+
+/// The processes that answered, each once.
+pub(super) struct Cluster<'a> {
+    asked: &'a [Asked],
+    processes: Vec<&'a ProcessWaits>,
+    /// The process of each worker of the cluster, by its name.
+    workers: &'a BTreeMap<String, u32>,
+}
+
+type Found<'a> = (&'a ProcessWaits, &'a WaitReport);
+
+impl<'a> Cluster<'a> {
+    pub(super) fn new(asked: &'a [Asked], workers: &'a BTreeMap<String, u32>) -> Self {
+        Self { processes: asked.iter().filter_map(|asked| asked.answer.as_ref().ok()).collect(), asked, workers }
+    }
+
+    pub(super) fn silent(&self) -> impl Iterator<Item = &'a NoAnswer> {
+        self.asked.iter().filter_map(|asked| asked.answer.as_ref().err())
+    }
+
+    /// Returns all waits, oldest first. The servers of a process report the same waits, except for their rollouts.
+    fn waits(&self) -> Vec<Found<'a>> {
+        let mut seen = BTreeSet::new();
+        let mut waits: Vec<Found<'a>> = Vec::new();
+        let mut processes: BTreeMap<(&str, u32), usize> = BTreeMap::new();
+        for process in &self.processes {
+            let first =
+                *processes.entry((&process.host, process.pid)).and_modify(|count| *count += 1).or_insert(0) == 0;
+            for wait in &process.waits {
+                let is_run = wait.kind == WaitKind::Handler && wait.route == "/run";
+                let new = seen.insert((
+                    &*process.host,
+                    process.pid,
+                    &*wait.server,
+                    &*wait.route,
+                    &*wait.trace,
+                    wait.rollout.clone(),
+                ));
+                if if is_run { new } else { first } {
+                    waits.push((process, wait));
+                }
+            }
+        }
+        waits.sort_by_key(|(_, wait)| std::cmp::Reverse(wait.age_us));
+        waits
+    }
+
+    /// Returns the traces of the oldest rollouts and calls, which are asked for once more.
+    pub(super) fn oldest(&self, rollout: Option<&str>, limit: usize) -> Vec<String> {
+        let mut traces: Vec<String> = Vec::new();
+        let wanted = |wait: &WaitReport| match rollout {
+            None => true,
+            Some(wanted) => wait.rollout.as_deref().is_some_and(|name| is_of(name, wanted)),
+        };
+        for (_, wait) in self.waits() {
+            if traces.len() < limit && !wait.trace.is_empty() && wanted(wait) && !traces.contains(&wait.trace) {
+                traces.push(wait.trace.clone());
+            }
+        }
+        traces
+    }
+
+    /// Builds the chains of these traces, and of the waits without one, oldest first.
+    pub(super) fn chains(&self, traces: &[String], rollout: Option<&str>, limit: usize) -> Vec<Chain> {
+        let waits = self.waits();
+        let mut chains: Vec<Chain> = Vec::new();
+        for trace in traces {
+            let of_trace: Vec<Found<'a>> = waits.iter().filter(|(_, wait)| wait.trace == *trace).copied().collect();
+            chains.extend(self.chain(of_trace, &waits));
+        }
+        let untraced = waits.iter().filter(|(_, wait)| wait.trace.is_empty());
+        for found in untraced {
+            let matches =
+                rollout.is_none_or(|wanted| found.1.rollout.as_deref().is_some_and(|name| is_of(name, wanted)));
+            if matches {
+                chains.extend(self.chain(vec![*found], &waits));
+            }
+        }
+        chains.sort_by_key(|chain| std::cmp::Reverse(chain.age_ms));
+        chains.truncate(limit);
+        chains
+    }
+
+    fn chain(&self, waits: Vec<Found<'a>>, all: &[Found<'a>]) -> Option<Chain> {
+        let mut found = in_order(waits);
+        let (_, first) = found.first()?;
+        let (age_ms, rollout) = (first.age_us / 1_000, found.iter().find_map(|(_, wait)| wait.rollout.clone()));
+        // A call that waits for another group's turn goes on with the calls of that group.
+        while let Some((process, last)) = found.last().copied()
+            && let Some(holder) = &last.holder
+        {
+            let held = all.iter().find(|(of, wait)| {
+                (&of.host, of.pid) == (&process.host, process.pid)
+                    && wait.kind == WaitKind::Ranks
+                    && wait.server == *holder
+                    && !found.iter().any(|(_, known)| std::ptr::eq(*known, *wait))
+            });
+            match held {
+                Some(held) => found.push(*held),
+                None => break,
+            }
+        }
+        let hops: Vec<Hop> = found.iter().map(|(process, wait)| hop(process, wait)).collect();
+        let (process, last) = found.last()?;
+        let mut leaf = hops.last()?.text.clone();
+        if let Some(why) = self.why(process, last) {
+            let _ = write!(leaf, "; {why}");
+        }
+        let _ = write!(leaf, " (in {})", hops.last()?.process);
+        Some(Chain { rollout, age_ms, leaf, hops })
+    }
+
+    /// Explains a leaf by the state of the processes that it is for.
+    fn why(&self, process: &ProcessWaits, leaf: &WaitReport) -> Option<String> {
+        match leaf.kind {
+            WaitKind::Call => self.callee(leaf),
+            WaitKind::Ranks => {
+                let states = states(process, leaf);
+                (!states.is_empty()).then(|| states.join("; "))
+            }
+            WaitKind::Queue => {
+                let worker = leaf.on.strip_prefix("worker ")?.strip_suffix(" has it")?;
+                let pid = self.workers.get(worker)?;
+                let silent = self.silent().find(|silent| silent.pid == Some(*pid));
+                Some(match silent {
+                    Some(silent) => format!("worker {worker} (pid {pid}) does not answer: {}", silent.reason),
+                    None => format!(
+                        "worker {worker} (pid {pid}) does not list it: it has not begun, or its result is on the way"
+                    ),
+                })
+            }
+            _ => None,
+        }
+    }
+
+    /// Explains a call that its server does not list.
+    fn callee(&self, call: &WaitReport) -> Option<String> {
+        let at = |asked: &&Asked| asked.address.url == call.on;
+        let named = |asked: &&Asked| asked.address.server == call.server;
+        let asked = self.asked.iter().find(at).or_else(|| self.asked.iter().find(named));
+        let server = &call.server;
+        Some(match asked.map(|asked| (&asked.answer, asked.address.pid)) {
+            None if call.on.starts_with("mem:") => return None,
+            None => format!("`{server}` is not registered any more"),
+            Some((Ok(_), _)) => format!(
+                "`{server}` answers, and does not list the call: it has not arrived, or its response is on the way"
+            ),
+            Some((Err(silent), _)) if silent.foreign => {
+                format!("`{server}` is a server of another program, which does not report what it waits for")
+            }
+            Some((Err(silent), Some(pid))) => format!("`{server}` (pid {pid}) does not answer: {}", silent.reason),
+            Some((Err(silent), None)) => format!("`{server}` does not answer: {}", silent.reason),
+        })
+    }
+}
+
+/// Orders the waits of one trace from the rollout to the leaf: by age, and each call directly before its handler. Within a process, a call is
+/// recorded after its handler has begun; and the ages of two processes are those at different times.
+fn in_order<'a>(mut left: Vec<Found<'a>>) -> Vec<Found<'a>> {
+    let of_rollout = |wait: &WaitReport| wait.kind.is_root();
+    left.sort_by_key(|(_, wait)| (!of_rollout(wait), std::cmp::Reverse(wait.age_us)));
+    let mut ordered: Vec<Found<'a>> = Vec::new();
+    while !left.is_empty() {
+        let mut at = 0;
+        let (_, next) = left[0];
+        if next.kind == WaitKind::Handler {
+            let call = left.iter().position(|(_, call)| call.kind == WaitKind::Call && same(call, next));
+            at = call.unwrap_or(0);
+        }
+        let taken = left.remove(at);
+        ordered.push(taken);
+        if taken.1.kind == WaitKind::Call
+            && let Some(at) = left.iter().position(|(_, wait)| wait.kind == WaitKind::Handler && same(wait, taken.1))
+        {
+            ordered.push(left.remove(at));
+        }
+    }
+    // A handler that blocks its thread is the leaf, although its time is counted from its last poll.
+    ordered.sort_by_key(|(_, wait)| wait.kind == WaitKind::Blocked);
+    ordered
+}
+
+fn same(one: &WaitReport, other: &WaitReport) -> bool {
+    one.server == other.server && one.route == other.route
+}
+
+/// Returns `true` if the attempt `17-3-a1` is one of the rollout `17-3`.
+fn is_of(attempt: &str, rollout: &str) -> bool {
+    attempt.strip_prefix(rollout).is_some_and(|rest| rest.is_empty() || rest.starts_with("-a"))
+}
+
+/// Writes an attempt as a person reads it: `17-3, attempt 2` for `17-3-a1`.
+pub(super) fn attempt(name: &str) -> String {
+    match name.rsplit_once("-a") {
+        Some((rollout, number)) => match number.parse::<u32>() {
+            Ok(number) => format!("{rollout}, attempt {}", number + 1),
+            Err(_) => name.to_owned(),
+        },
+        None => name.to_owned(),
+    }
+}
+
+pub(super) fn seconds(ms: u64) -> String {
+    format!("{:.1} s", ms as f64 / 1_000.0)
+}
+
+fn hop(process: &ProcessWaits, wait: &WaitReport) -> Hop {
+    let WaitReport { server, route, on, .. } = wait;
+    let left = wait.left_ms.map(seconds);
+    let left = left.as_deref().unwrap_or("some time");
+    let text = match wait.kind {
+        WaitKind::Attempt => "the collector waits for its attempt".to_owned(),
+        WaitKind::AttemptBackoff => format!("the collector makes another attempt in {left}"),
+        WaitKind::Record => "the collector waits for the disk to record the outcome".to_owned(),
+        WaitKind::Pause => format!("the collector begins no rollout: {on}"),
+        WaitKind::Call => format!("waits for `{route}` of `{server}` at {on}"),
+        WaitKind::CallBackoff => format!("waits before a call is sent again: {on}"),
+        WaitKind::Handler => format!("`{server}` runs `{route}`"),
+        WaitKind::Blocked => format!("`{route}` of server `{server}` blocks the thread `{on}`"),
+        WaitKind::Endpoint => format!("waits for the response of {on}"),
+        WaitKind::EndpointBackoff => format!("waits {left} before the endpoint is called again: {on}"),
+        WaitKind::Queue => format!("waits in the work queue for `{route}` of `{server}`: {on}"),
+        WaitKind::Turn => format!("`{route}` of group `{server}` waits for its turn: {on}"),
+        WaitKind::Ranks => format!("`{route}` of group `{server}` waits for {on}"),
+        _ => format!("{server} {route} {on}"),
+    };
+    let program = if process.program.is_empty() { "process" } else { &process.program };
+    Hop { wait: wait.clone(), process: format!("{program}, pid {} on {}", process.pid, process.host), text }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+    use crate::cli::inspect::stuck::process::Address;
+
+    fn wait(kind: WaitKind, age_ms: u64, server: &str, route: &str) -> WaitReport {
+        WaitReport {
+            server: server.to_owned(),
+            route: route.to_owned(),
+            ..WaitReport::new(kind, 7, Duration::from_millis(age_ms))
+        }
+    }
+
+    fn asked(server: &str, pid: u32, waits: Vec<WaitReport>) -> Asked {
+        let process = ProcessWaits { host: "node-1".to_owned(), pid, waits, ..ProcessWaits::default() };
+        let address = Address { server: server.to_owned(), url: format!("http://node-1:{pid}"), pid: Some(pid) };
+        Asked { address, answer: Ok(process) }
+    }
+
+    fn silent(server: &str, pid: u32) -> Asked {
+        let address = Address { server: server.to_owned(), url: format!("http://node-1:{pid}"), pid: Some(pid) };
+        let answer = Err(NoAnswer {
+            server: server.to_owned(),
+            url: address.url.clone(),
+            pid: Some(pid),
+            reason: "its process is stopped".to_owned(),
+            foreign: false,
+        });
+        Asked { address, answer }
+    }
+
+    fn chains(asked: &[Asked]) -> Vec<Chain> {
+        let workers = BTreeMap::new();
+        let cluster = Cluster::new(asked, &workers);
+        cluster.chains(&cluster.oldest(None, 10), None, 10)
+    }
+
+    #[test]
+    fn a_chain_leads_from_the_rollout_to_the_server_that_does_not_answer() {
+        let rollout = WaitReport { rollout: Some("17-3-a1".to_owned()), ..wait(WaitKind::Attempt, 41_000, "", "") };
+        let call = |age, server: &str, route: &str| WaitReport {
+            on: "http://node-1:3".to_owned(),
+            ..wait(WaitKind::Call, age, server, route)
+        };
+        // The agent answered a little later than the collector, so its handler seems older than the call.
+        let agent = wait(WaitKind::Handler, 41_010, "agent", "/run");
+        let asked = [
+            asked("", 1, vec![rollout, call(40_999, "agent", "/run")]),
+            asked("agent", 2, vec![agent, call(40_000, "model", "/v1/responses")]),
+            silent("model", 3),
+        ];
+        let [chain] = &chains(&asked)[..] else { panic!("one rollout") };
+        assert_eq!((chain.rollout.as_deref(), chain.age_ms), (Some("17-3-a1"), 41_000));
+        let kinds: Vec<WaitKind> = chain.hops.iter().map(|hop| hop.wait.kind).collect();
+        assert_eq!(kinds, [WaitKind::Attempt, WaitKind::Call, WaitKind::Handler, WaitKind::Call]);
+        let leaf = "waits for `/v1/responses` of `model` at http://node-1:3; `model` (pid 3) does not answer: its process is stopped";
+        assert!(chain.leaf.starts_with(leaf), "{}", chain.leaf);
+    }
+
+    #[test]
+    fn a_turn_leads_to_the_call_that_holds_it() {
+        let turn = WaitReport { holder: Some("policy".to_owned()), ..wait(WaitKind::Turn, 30_000, "logprob", "score") };
+        let mut train =
+            WaitReport { on: "rank 1 (pid 312)".to_owned(), ..wait(WaitKind::Ranks, 40_000, "policy", "train") };
+        train.trace = String::new();
+        let chains = chains(&[asked("", 1, vec![turn, train])]);
+        let of_turn = chains.iter().find(|chain| chain.hops.len() == 2).expect("a chain over both groups");
+        assert!(of_turn.leaf.starts_with("`train` of group `policy` waits for rank 1 (pid 312)"), "{}", of_turn.leaf);
+    }
+
+    #[test]
+    fn servers_of_one_process_report_its_waits_once() {
+        let run = |server: &str| WaitReport {
+            rollout: Some("0-0".to_owned()),
+            ..wait(WaitKind::Handler, 9_000, server, "/run")
+        };
+        let model = || wait(WaitKind::Handler, 8_000, "model", "/v1/responses");
+        let asked = [asked("env", 1, vec![run("env"), model()]), asked("agent", 1, vec![run("agent"), model()])];
+        let [chain] = &chains(&asked)[..] else { panic!("one rollout") };
+        assert_eq!(
+            chain.hops.iter().map(|hop| &*hop.text).collect::<Vec<_>>(),
+            ["`env` runs `/run`", "`agent` runs `/run`", "`model` runs `/v1/responses`"]
+        );
+    }
+
+    #[test]
+    fn waits_of_one_process_are_ordered_although_inner_ones_are_recorded_first() {
+        let us = |age_us, report: WaitReport| WaitReport { age_us, ..report };
+        let waits = vec![
+            us(900, wait(WaitKind::Handler, 0, "agent", "/run")),
+            us(800, wait(WaitKind::Handler, 0, "model", "/v1/responses")),
+            us(700, wait(WaitKind::Endpoint, 0, "", "")),
+            us(600, wait(WaitKind::Call, 0, "model", "/v1/responses")),
+            us(500, wait(WaitKind::Call, 0, "agent", "/run")),
+            us(400, wait(WaitKind::Attempt, 0, "", "")),
+        ];
+        let [chain] = &chains(&[asked("", 1, waits)])[..] else { panic!("one rollout") };
+        let kinds: Vec<WaitKind> = chain.hops.iter().map(|hop| hop.wait.kind).collect();
+        use WaitKind::{Attempt, Call, Endpoint, Handler};
+        assert_eq!(kinds, [Attempt, Call, Handler, Call, Handler, Endpoint]);
+    }
+
+    #[test]
+    fn attempts_are_counted_from_one() {
+        assert_eq!(attempt("17-3-a1"), "17-3, attempt 2");
+        assert_eq!(attempt("17-3"), "17-3");
+        assert!(is_of("17-3-a1", "17-3") && is_of("17-3", "17-3") && !is_of("17-31", "17-3"));
+    }
+}

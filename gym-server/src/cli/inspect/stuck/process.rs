@@ -1,0 +1,132 @@
+//! The processes that `rgym stuck` asks for their waits, and the state of those that do not answer.
+
+use std::time::Duration;
+
+use futures_util::future::join_all;
+use gym_client::Transports;
+use gym_client::registry::local_programs;
+use gym_core::base::host_name;
+use gym_core::base::waits::{ProcessWaits, WAITS_ROUTE, WaitReport};
+use gym_core::transport::ConnectOptions;
+use gym_core::{CallContext, Endpoint, Error, Request, Result, Route};
+use serde::Serialize;
+
+use crate::cli::inspect::status::ListedServer;
+
+/// Limit for one process. One that does not answer from memory within it stands still.
+const ASK_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// An address at which a process reports its waits.
+#[derive(Clone, Debug)]
+pub(super) struct Address {
+    /// The server at the address; empty for a program without servers.
+    pub(super) server: String,
+    pub(super) url: String,
+    pub(super) pid: Option<u32>,
+}
+
+/// What an address answered.
+#[derive(Debug)]
+pub(super) struct Asked {
+    pub(super) address: Address,
+    pub(super) answer: Result<ProcessWaits, NoAnswer>,
+}
+
+/// The reason why an address did not report its waits.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub(super) struct NoAnswer {
+    pub(super) server: String,
+    pub(super) url: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) pid: Option<u32>,
+    /// What is known about the process.
+    pub(super) reason: String,
+    /// A server of another program, which serves and does not report waits.
+    #[serde(skip)]
+    pub(super) foreign: bool,
+}
+
+/// Returns the addresses of the servers that the head server lists, and of the programs of this machine.
+pub(super) fn addresses(head: Option<&Endpoint>, listed: Vec<ListedServer>) -> Vec<Address> {
+    let servers = listed
+        .into_iter()
+        .filter_map(|server| Some(Address { server: server.process_name, url: server.url?, pid: server.pid }));
+    let head = head.map(|head| Address { server: "head_server".to_owned(), url: head.to_string(), pid: None });
+    let local = local_programs().into_iter();
+    let local = local.map(|program| Address {
+        server: String::new(),
+        url: program.endpoint.to_string(),
+        pid: Some(program.pid),
+    });
+    head.into_iter().chain(servers).chain(local).collect()
+}
+
+/// Asks each address for the waits of this query.
+pub(super) async fn ask(transports: &Transports, addresses: &[Address], query: &str) -> Vec<Asked> {
+    join_all(addresses.iter().map(|address| async {
+        let answer = get(transports, &address.url, query).await.and_then(|(status, body)| {
+            serde_json::from_slice::<ProcessWaits>(&body).map_err(|_| Error::invalid(format!("HTTP status {status}")))
+        });
+        let answer = answer.map_err(|error| NoAnswer {
+            server: address.server.clone(),
+            url: address.url.clone(),
+            pid: address.pid,
+            foreign: error.code() == gym_core::Code::InvalidArgument,
+            reason: reason(address, &error),
+        });
+        Asked { address: address.clone(), answer }
+    }))
+    .await
+}
+
+async fn get(transports: &Transports, url: &str, query: &str) -> Result<(u16, bytes::Bytes)> {
+    let cx = CallContext::within(ASK_TIMEOUT);
+    let endpoint = Endpoint::parse(url)?;
+    let channel = transports.connect(&cx, std::slice::from_ref(&endpoint), &ConnectOptions::default()).await?;
+    let response = channel.call(Request::get(cx.child(), Route::from(format!("{WAITS_ROUTE}?{query}")))).await?;
+    Ok((response.status.0, response.message.head.to_bytes()))
+}
+
+fn reason(address: &Address, error: &Error) -> String {
+    if error.code() == gym_core::Code::InvalidArgument {
+        return format!("it does not report its waits ({}): it is a server of another program", error.message());
+    }
+    let state = address.pid.filter(|_| is_here(&address.url)).and_then(state);
+    match state {
+        Some(state) => state.to_owned(),
+        None if error.code() == gym_core::Code::DeadlineExceeded => {
+            format!("no answer within {} s: its threads are blocked, or it cannot be reached", ASK_TIMEOUT.as_secs())
+        }
+        None => error.message().chars().take(120).collect(),
+    }
+}
+
+/// Returns `true` if the address is on this machine.
+fn is_here(url: &str) -> bool {
+    let Ok(endpoint) = Endpoint::parse(url) else { return false };
+    let host = endpoint.address().rsplit_once(':').map_or("", |(host, _)| host);
+    gym_client::registry::is_loopback(host) || host == host_name()
+}
+
+/// Describes a process of this machine that should answer; `None` if it runs as usual.
+pub(super) fn state(pid: u32) -> Option<&'static str> {
+    let Ok(stat) = std::fs::read_to_string(format!("/proc/{pid}/stat")) else {
+        return Some("its process has ended");
+    };
+    // The name in parentheses can contain anything, so the state is looked for behind it.
+    match stat.rsplit_once(") ")?.1.chars().next()? {
+        'T' => Some("its process is stopped (SIGSTOP); kill -CONT continues it"),
+        't' => Some("its process is stopped by a debugger"),
+        'Z' | 'X' => Some("its process has ended"),
+        'D' => Some("its process waits for a disk or a device"),
+        _ => None,
+    }
+}
+
+/// Adds the state of the processes that a wait is for, if they are on this machine.
+pub(super) fn states(process: &ProcessWaits, wait: &WaitReport) -> Vec<String> {
+    if process.host != host_name() {
+        return Vec::new();
+    }
+    wait.pids.iter().filter_map(|pid| Some(format!("pid {pid}: {}", state(*pid)?))).collect()
+}
