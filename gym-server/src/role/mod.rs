@@ -235,7 +235,7 @@ impl RoleState {
         match (request.verb, path) {
             (Verb::Get | Verb::Head, "/" | "/livez" | "/readyz" | "/healthz") => return reply::ok(),
             (Verb::Get | Verb::Head, "/health") => return Box::pin(self.health(request)).await,
-            (Verb::Get | Verb::Head, "/metrics") => return reply::metrics(&self.server.metrics),
+            (Verb::Get | Verb::Head, "/metrics") => return reply::metrics(&request.context, &self.server.metrics),
             _ => {}
         }
         let route = self.spec.routes.iter().position(|route| *route == path);
