@@ -8,7 +8,9 @@ use gym_core::Endpoint;
 use gym_core::registry::{Heartbeat, Instance, Member, MemberState};
 use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::metrics::family::Family;
-use prometheus_client::metrics::gauge::{ConstGauge, Gauge};
+#[cfg(feature = "http")]
+use prometheus_client::metrics::gauge::ConstGauge;
+use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
 use prometheus_client::registry::{Registry, Unit};
 use serde::Serialize;
@@ -64,6 +66,7 @@ impl ClusterMetrics {
     }
 
     /// Adds the number of workers that the head server was started to expect (`--expected-workers`).
+    #[cfg(feature = "http")]
     pub(super) fn register_expected(registry: &mut Registry, workers: usize) {
         let help = "Workers that the head server was started to expect; without a value if it was not told";
         let workers = ConstGauge::new(i64::try_from(workers).unwrap_or(i64::MAX));
