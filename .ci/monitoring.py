@@ -5,11 +5,13 @@
 - `/metrics` of every process passes `promtool check metrics`, and `/health` responds;
 - the rules pass promtool, each alert has a unit test in which it fires, and two fire here too, at the rates of this test;
 - every query of the dashboard returns data, or is in WITHOUT_DATA with its reason;
-- the command blocks of docs/monitoring.md run.
+- the command blocks of docs/monitoring.md run;
+- one id is in the logs of all processes of a rollout, and OpenTelemetry's own package decodes the spans that they export.
 
 The GPUs are those of an `nvidia-smi` that prints recorded figures.
 """
 
+import http.server
 import json
 import os
 import pathlib
@@ -19,6 +21,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.parse
 import urllib.request
@@ -177,9 +180,118 @@ def check_alert(api, name):
     print(f"monitoring: {name} fires: {alert['annotations']['summary']}")
 
 
+DECODE = """
+import sys
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+for path in sys.argv[1:]:
+    request = ExportTraceServiceRequest.FromString(open(path, 'rb').read())
+    for resource in request.resource_spans:
+        service = {a.key: a.value.string_value for a in resource.resource.attributes}['service.name']
+        for scope in resource.scope_spans:
+            for span in scope.spans:
+                assert len(span.trace_id) == 16 and len(span.span_id) == 8, span
+                assert 0 < span.start_time_unix_nano <= span.end_time_unix_nano, span
+                attributes = {a.key: a.value.string_value for a in span.attributes}
+                print(span.trace_id.hex(), span.span_id.hex(), span.parent_span_id.hex() or '-', service, span.name,
+                      attributes.get('server', '-'), attributes.get('attempt', '-').replace(' ', '_'))
+"""
+
+
+class SpanReceiver(http.server.BaseHTTPRequestHandler):
+    """Keeps what is exported to it."""
+
+    folder = None
+
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers["content-length"]))
+        if self.path != "/v1/traces" or self.headers["content-type"] != "application/x-protobuf":
+            fail(f"an export to {self.path} as {self.headers['content-type']}")
+        (self.folder / f"{time.monotonic_ns()}.spans").write_bytes(body)
+        self.send_response(200)
+        self.send_header("content-length", "0")
+        self.end_headers()
+
+    def log_message(self, *_):
+        pass
+
+
+def check_traces(rgym, python):
+    """A rollout whose servers are processes of their own: one id in all logs, from the task to the verification, and in the exported spans."""
+    folder = pathlib.Path(tempfile.mkdtemp())
+    receiver = http.server.ThreadingHTTPServer(("127.0.0.1", 0), type("Receiver", (SpanReceiver,), {"folder": folder}))
+    threading.Thread(target=receiver.serve_forever, daemon=True).start()
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    processes = Processes(folder, dict(os.environ, OTEL_EXPORTER_OTLP_ENDPOINT=f"http://127.0.0.1:{receiver.server_port}"))
+    logs = ["--log-format", "json", "-v"]
+    config = ["--config", "examples/configs/quickstart.yaml", f"++head_server.port={port}"]
+    servers = ["policy_model", "math", "math_simple_agent", "math_environment_server"]
+    try:
+        processes.start("head", rgym, "run", "--head-only", *config)
+        wait("the head server", lambda: get(f"{url}/livez"))
+        for name in servers:
+            processes.start(name, rgym, "run", "--serve", name, "--head-url", url, *config, *logs, OTEL_SERVICE_NAME=name)
+        wait("the servers", lambda: len(json.loads(get(f"{url}/server_instances"))) == len(servers))
+        collecting = processes.start("collector", rgym, "collect", "--head-url", url, "--agent", "math_simple_agent", "--input",
+                                     "examples/data/math.jsonl", "--limit", 5, "--output", folder / "out.jsonl", *logs, OTEL_SERVICE_NAME="collector")
+        if collecting.wait(PATIENCE_S):
+            fail(f"the collection ended with {collecting.returncode}: {processes.log('collector')}")
+        for name in reversed(servers):
+            processes.end(name)
+        check_logs(processes)
+        check_spans(folder, python)
+    except BaseException:
+        for log in sorted(folder.glob("*.log")):
+            print(f"── {log.name}\n{log.read_text()[-2000:]}", file=sys.stderr)
+        raise
+    finally:
+        processes.end_all()
+        receiver.shutdown()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def check_logs(processes):
+    """Each attempt of the collector is found in the log of every server, under its id, with the routes of an episode."""
+    def lines(name):
+        for line in processes.log(name).splitlines():
+            if line.startswith("{"):
+                yield json.loads(line)
+
+    attempts = {line["span"]["trace_id"] for line in lines("collector") if line["fields"].get("message") == "an attempt ended"}
+    if len(attempts) != 5:
+        fail(f"{len(attempts)} attempts in the log of the collector instead of 5")
+    for name, routes in [("math_simple_agent", {"/run"}), ("policy_model", {"/v1/responses"}), ("math", {"/seed_session", "/verify"})]:
+        found = {}
+        for line in lines(name):
+            if line["fields"].get("message") == "a call ended" and "span" in line:
+                found.setdefault(line["span"]["trace_id"], set()).add(line["span"]["route"])
+        for attempt in attempts:
+            if not routes <= found.get(attempt, set()):
+                fail(f"attempt {attempt} in the log of {name}: {found.get(attempt)} instead of {routes}")
+    print("monitoring: one id is in the logs of collector, agent, model and resources, for each of 5 rollouts in 5 processes")
+
+
+def check_spans(folder, python):
+    files = sorted(folder.glob("*.spans"))
+    done = subprocess.run([python, "-c", DECODE, *map(str, files)], text=True, capture_output=True)
+    if done.returncode:
+        fail(f"OpenTelemetry's package does not decode the export: {done.stderr}")
+    spans = [line.split() for line in done.stdout.splitlines()]
+    ids = {(trace, span): service for trace, span, _, service, *_ in spans}
+    roots = [span for span in spans if span[2] == "-"]
+    if len(roots) != 5 or {span[3] for span in roots} != {"collector"} or len(ids) != len(spans):
+        fail(f"{len(roots)} first spans, {len(ids)} ids of {len(spans)} spans:\n{done.stdout}")
+    for trace, span, parent, service, name, *_ in spans:
+        expected = {"collector": None, "math_environment_server": "collector", "math_simple_agent": "math_environment_server"}.get(service, "math_simple_agent")
+        if expected and ids.get((trace, parent)) != expected:
+            fail(f"the span {name} of {service} has the parent {parent}, which is none of {expected}:\n{done.stdout}")
+    print(f"monitoring: OpenTelemetry's package decodes {len(spans)} spans of 5 rollouts; each has the caller as its parent")
+
+
 def main():
     rgym, on_nodes = (str(pathlib.Path(program).resolve()) for program in sys.argv[1:3])
     check_rules()
+    check_traces(rgym, sys.argv[3])
     folder = pathlib.Path(tempfile.mkdtemp())
     (folder / "nvidia-smi").write_text(NVIDIA_SMI)
     (folder / "nvidia-smi").chmod(0o755)
