@@ -514,7 +514,8 @@ impl Heartbeats {
                     tokio::time::sleep(MOMENT).await;
                 }
                 let expected = if known == MemberState::Joining { MemberState::Serving } else { known };
-                let beat = Heartbeat { lease: lease.clone(), seq, healthy: true, draining: false, known: expected };
+                let (lease, round_trip_us) = (lease.clone(), None);
+                let beat = Heartbeat { lease, seq, healthy: true, draining: false, round_trip_us, known: expected };
                 let Ok(reply) = head.beat(&CallContext::default(), &beat).await else { return };
                 known = reply.state;
             }

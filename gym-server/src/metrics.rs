@@ -1,20 +1,20 @@
 //! Prometheus metrics of one process: requests by server and route, and resource usage.
 
+mod collection;
 mod pools;
 
 use std::collections::BTreeMap;
 use std::fmt;
-use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
 
+use gym_client::collect::CollectProgress;
+use gym_client::transport::{ProcessMetrics, open_metrics};
 use gym_client::work::WorkPool;
 use gym_core::base::stall::{self, StalledHandler};
 use gym_core::registry::AffinityCounts;
 use gym_core::server::SessionCounts;
 use gym_core::{Response, Status};
 use prometheus_client::collector::Collector;
-use prometheus_client::encoding::text::encode;
 use prometheus_client::encoding::{DescriptorEncoder, EncodeLabelSet, EncodeMetric};
 use prometheus_client::metrics::MetricType;
 use prometheus_client::metrics::counter::{ConstCounter, Counter};
@@ -24,6 +24,9 @@ use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
 use prometheus_client::registry::{Registry, Unit};
 use tokio::time::Instant;
 
+pub use gym_client::transport::{process_cpu, resident_bytes};
+
+use crate::metrics::collection::CollectionMetrics;
 use crate::metrics::pools::PoolMetrics;
 
 /// The metrics of one process; `GET /metrics` of each of its servers prints them. Cheap to clone.
@@ -37,8 +40,6 @@ pub struct Metrics {
     affinity: AffinityMetrics,
     pools: PoolMetrics,
     tool_errors: Family<ToolErrorLabels, Counter>,
-    cpu_seconds: Gauge<f64, AtomicU64>,
-    resident_bytes: Gauge,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -81,8 +82,6 @@ impl Metrics {
             affinity: AffinityMetrics::default(),
             pools: PoolMetrics::default(),
             tool_errors: Family::default(),
-            cpu_seconds: Gauge::default(),
-            resident_bytes: Gauge::default(),
         };
         metrics.with(|registry| {
             registry.register("gym_requests", "Responses by server, route and status class", metrics.requests.clone());
@@ -95,13 +94,7 @@ impl Metrics {
             registry.register("gym_sessions_expired", help, metrics.sessions.expired.clone());
             let help = "Tool calls of completed episodes whose error went to the model, by agent and cause";
             registry.register("gym_tool_errors", help, metrics.tool_errors.clone());
-            let help = "CPU time of the process, user and system (a total that only grows)";
-            registry.register("process_cpu_seconds_total", help, metrics.cpu_seconds.clone());
-            registry.register(
-                "process_resident_memory_bytes",
-                "Resident memory of the process",
-                metrics.resident_bytes.clone(),
-            );
+            registry.register_collector(Box::new(ProcessMetrics));
             metrics.pools.register(registry);
             registry.register_collector(Box::new(StallMetrics));
             registry.register_collector(Box::new(metrics.affinity.clone()));
@@ -119,12 +112,7 @@ impl Metrics {
     pub fn text(&self) -> String {
         self.sessions.update();
         self.pools.update();
-        self.cpu_seconds.set(process_cpu().as_secs_f64());
-        self.resident_bytes.set(i64::try_from(resident_bytes()).unwrap_or(i64::MAX));
-        let mut text = String::new();
-        // Writing to a string cannot fail. If encoding fails, an incomplete page is better than a panic.
-        let _ = self.with(|registry| encode(&mut text, registry));
-        text
+        self.with(|registry| open_metrics(registry))
     }
 
     /// Counts the sessions of a server from now on, if it has any. Each output of the metrics calls `counts`, until it returns
@@ -153,6 +141,15 @@ impl Metrics {
         counts: impl Fn() -> Vec<(String, AffinityCounts)> + Send + Sync + 'static,
     ) {
         self.affinity.lock().push((among, Box::new(counts)));
+    }
+
+    /// Shows the counters of a collection from now on ([`Driver::progress`](gym_client::collect::Driver::progress)), and its pool if workers
+    /// take the rollouts from one. `rgym collect` does this.
+    pub fn watch_collection(&self, progress: Arc<CollectProgress>, pool: Option<WorkPool>) {
+        self.with(|registry| registry.register_collector(Box::new(CollectionMetrics(progress))));
+        if let Some(pool) = pool {
+            self.watch_pool("collector", pool);
+        }
     }
 
     /// Shows the queue and the workers of a server's pool from now on.
@@ -371,21 +368,4 @@ impl Drop for RouteGuard<'_> {
     fn drop(&mut self) {
         self.metrics.in_flight.dec();
     }
-}
-
-/// Returns the user and system time of this process.
-#[must_use]
-pub fn process_cpu() -> Duration {
-    let time = rustix::time::clock_gettime(rustix::time::ClockId::ProcessCPUTime);
-    Duration::new(u64::try_from(time.tv_sec).unwrap_or(0), u32::try_from(time.tv_nsec).unwrap_or(0))
-}
-
-/// Returns the resident memory of this process, or 0 if `/proc` does not report it.
-#[must_use]
-pub fn resident_bytes() -> u64 {
-    let pages = std::fs::read_to_string("/proc/self/statm")
-        .ok()
-        .and_then(|statm| statm.split_whitespace().nth(1)?.parse::<u64>().ok())
-        .unwrap_or(0);
-    pages * rustix::param::page_size() as u64
 }

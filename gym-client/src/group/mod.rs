@@ -61,4 +61,4 @@ pub use provision::{
 pub use supervise::{
     DEFAULT_MAX_RESTARTS, Group, GroupMetrics, GroupOptions, RankStatus, RankUsage, StartError, StuckRank, StuckReason,
 };
-pub use usage::{GpuUsage, NodeUsage, ProcessUsage, visible_gpus};
+pub use usage::{GPU_METRICS, GpuMetrics, GpuUsage, NodeUsage, ProcessUsage, visible_gpus};

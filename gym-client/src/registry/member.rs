@@ -93,6 +93,7 @@ impl MemberKeeper {
             known: MemberState::Joining,
             healthy: false,
             said_draining: false,
+            round_trip_us: None,
         };
         Box::pin(async move {
             let within = cx.child().at_most(member.options.join_within);
@@ -153,7 +154,12 @@ struct Membership {
     healthy: bool,
     /// The newest heartbeat says that the member drains.
     said_draining: bool,
+    /// A measured round trip that no heartbeat has told.
+    round_trip_us: Option<u64>,
 }
+
+/// A measurement of the round trip, in microseconds; `None` if the head server did not respond.
+type Ping = BoxFuture<'static, Option<u64>>;
 
 /// Heartbeats without a response, with their numbers.
 type SentHeartbeats = FuturesUnordered<BoxFuture<'static, (u64, Result<HeartbeatReply>)>>;
@@ -201,6 +207,7 @@ impl Membership {
         let mut wait = RETRY_FIRST;
         let mut warned = false;
         let mut sent = SentHeartbeats::new();
+        let mut ping: Option<Ping> = None;
         let drain = self.options.drain.clone();
         loop {
             let now = Instant::now();
@@ -209,6 +216,7 @@ impl Membership {
                 if sent.len() < SENT_MAX {
                     sent.push(self.send(&lease));
                 }
+                ping.get_or_insert_with(|| self.ping());
                 self.next_beat = now + self.spec.timing.heartbeat.mul_f64(NEXT_BEFORE_END);
             }
             let (seq, replied) = tokio::select! {
@@ -220,6 +228,10 @@ impl Membership {
                     continue;
                 }
                 Some(replied) = sent.next(), if !sent.is_empty() => replied,
+                measured = async { ping.as_mut()?.await }, if ping.is_some() => {
+                    (self.round_trip_us, ping) = (measured, None);
+                    continue;
+                }
                 () = tokio::time::sleep_until(self.next_beat) => continue,
             };
             match replied {
@@ -295,10 +307,21 @@ impl Membership {
             seq: self.seq,
             healthy: self.healthy,
             draining: self.said_draining,
+            round_trip_us: self.round_trip_us.take(),
             known,
         };
         let (registry, limit) = (Arc::clone(&self.registry), self.spec.timing.heartbeat + REPLY_TIME);
         Box::pin(async move { (beat.seq, registry.beat(&CallContext::within(limit), &beat).await) })
+    }
+
+    /// Measures the round trip to the head server with a request of its own: the response to a heartbeat waits at the head server.
+    fn ping(&self) -> Ping {
+        let registry = Arc::clone(&self.registry);
+        Box::pin(async move {
+            let began = Instant::now();
+            registry.ping(&CallContext::within(REPLY_TIME)).await.ok()?;
+            Some(u64::try_from(began.elapsed().as_micros()).unwrap_or(u64::MAX))
+        })
     }
 
     fn learn(&mut self, reply: HeartbeatReply, seq: u64) {

@@ -229,6 +229,10 @@ impl MemberRegistry for RemoteRegistry {
         self.poll(cx, "/cluster/beat", beat).await
     }
 
+    async fn ping(&self, cx: &CallContext) -> Result<()> {
+        self.get::<serde::de::IgnoredAny>(cx, "/livez".to_owned()).await.map(drop)
+    }
+
     async fn leave(&self, cx: &CallContext, lease: MemberLease) -> Result<()> {
         self.post(cx, "/cluster/leave", &lease).await.map(drop)
     }

@@ -7,6 +7,7 @@
 
 pub(crate) mod body;
 mod connectors;
+mod exposition;
 mod metrics;
 mod paths;
 pub(crate) mod peer;
@@ -25,6 +26,7 @@ use gym_core::transport::{
 };
 use gym_core::{CallContext, Channel, Code, Endpoint, Error, Handler, Result};
 
+pub use exposition::{ProcessMetrics, metrics_response, open_metrics, process_cpu, resident_bytes};
 #[cfg(feature = "http")]
 pub use gym_transport_http as http;
 #[cfg(feature = "rdma")]

@@ -40,8 +40,23 @@ impl PoolHost {
     /// # Errors
     /// The errors of the listener and of the registration.
     pub async fn start(pool: WorkPool, name: &str, host: &str, client: &ServerClient, world: &World) -> Result<Self> {
-        let place = ListenOptions::default().at(host.to_owned(), 0);
         let handler: Arc<dyn Handler> = Arc::new(pool.clone());
+        Self::start_with(handler, pool, name, host, client, world).await
+    }
+
+    /// Like [`PoolHost::start`], with a handler that answers further routes, such as `/metrics`, and passes all other requests to `pool`.
+    ///
+    /// # Errors
+    /// As [`PoolHost::start`].
+    pub async fn start_with(
+        handler: Arc<dyn Handler>,
+        pool: WorkPool,
+        name: &str,
+        host: &str,
+        client: &ServerClient,
+        world: &World,
+    ) -> Result<Self> {
+        let place = ListenOptions::default().at(host.to_owned(), 0);
         let listened = client.transports().listen(place, handler, &[HTTP]).await;
         let (listener, handler) = listened.map_err(|error| error.about(format!("listen for workers on {host}")))?;
         let mut endpoints = listener.endpoints().to_vec();

@@ -72,6 +72,8 @@ pub struct WorkPoolSnapshot {
     pub workers_lost: u64,
     /// Responses that came too late to count.
     pub late: u64,
+    /// The weights that differ from 1, by server.
+    pub weights: BTreeMap<String, u32>,
 }
 
 /// One worker of a pool.
@@ -85,6 +87,8 @@ pub struct WorkerSnapshot {
     pub capacity: usize,
     /// Number of items that it holds.
     pub held: usize,
+    /// Items that it has finished.
+    pub finished: u64,
     /// It gets no new work: its cluster's member is joining, suspect, draining or gone.
     pub paused: bool,
 }
@@ -124,6 +128,8 @@ struct PoolState {
     armed: Option<Instant>,
     workers_lost: u64,
     late: u64,
+    /// Items that each worker has finished.
+    finished: BTreeMap<Arc<str>, u64>,
     /// The pool takes no more calls, and its workers stop.
     closed: bool,
 }
@@ -155,6 +161,7 @@ impl WorkPool {
             memberships: BTreeMap::new(),
             members: None,
             armed: None,
+            finished: BTreeMap::new(),
             workers_lost: 0,
             late: 0,
             closed: false,
@@ -287,6 +294,7 @@ impl WorkPool {
             incarnation: who.incarnation,
             capacity,
             held,
+            finished: state.finished.get(&who.name).copied().unwrap_or(0),
             paused: state.pauses(&who.name),
         });
         let waiting = state.queue.waiting();
@@ -296,6 +304,7 @@ impl WorkPool {
             workers: workers.collect(),
             workers_lost: state.workers_lost,
             late: state.late,
+            weights: self.shared.weights.clone(),
         }
     }
 
@@ -324,7 +333,10 @@ impl WorkPool {
         for (done, message) in done {
             let id = WorkId(done.id);
             match state.queue.finish(now, &who, id) {
-                Ok(()) => state.answer(id, message::result(done, message)),
+                Ok(()) => {
+                    *state.finished.entry(Arc::clone(&who.name)).or_default() += 1;
+                    state.answer(id, message::result(done, message));
+                }
                 Err(_) => state.late += 1,
             }
         }
@@ -500,6 +512,7 @@ impl PoolState {
             poll.wake.notify_one();
         }
         self.memberships.remove(&who.name);
+        self.finished.remove(&who.name);
         if lost == LostWork::default() {
             return;
         }

@@ -217,6 +217,18 @@ pub struct TraceContext {
 }
 
 impl TraceContext {
+    /// Returns the id of the span as `traceparent` has it: 16 hexadecimal digits.
+    #[must_use]
+    pub fn span(self) -> impl fmt::Display {
+        fmt::from_fn(move |f| write!(f, "{:016x}", self.span_id))
+    }
+
+    /// Returns the id of the trace as `traceparent` has it, for log lines: 32 hexadecimal digits.
+    #[must_use]
+    pub fn trace(self) -> impl fmt::Display {
+        fmt::from_fn(move |f| write!(f, "{:032x}", self.trace_id))
+    }
+
     /// Returns the `traceparent` text; `None` if the call is not traced.
     #[must_use]
     pub fn to_traceparent(self) -> Option<String> {

@@ -272,6 +272,10 @@ pub struct Heartbeat {
     /// `true` if the member requests that it be drained, for example after its first SIGTERM.
     #[serde(default)]
     pub draining: bool,
+    /// A round trip to the head server that the member has measured since its last heartbeat, in microseconds. The member measures, because the
+    /// head server cannot call one behind a router.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub round_trip_us: Option<u64>,
     /// The state that the member knows; the response arrives as soon as it has another one, or when a heartbeat is due.
     pub known: MemberState,
 }

@@ -1,17 +1,21 @@
 //! Standard error, shared by log lines, the output of Python servers and the progress bar, so that they do not
 //! overwrite each other.
 
+pub(super) mod otlp;
+
 use std::fmt::Display;
 use std::io::{self, Write};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use gym_client::launch::LineSink;
 use indicatif::ProgressBar;
+use tracing_subscriber::Layer as _;
 use tracing_subscriber::filter::{LevelFilter, Targets};
 use tracing_subscriber::layer::SubscriberExt as _;
 use tracing_subscriber::util::SubscriberInitExt as _;
 
 use crate::cli::args::options::{CommonOptions, LogFormat};
+use crate::cli::console::otlp::export::ExportSetup;
 use crate::cli::exit::Failure;
 
 /// Writes whole lines to standard error. Cheap to clone; clones share the bar.
@@ -79,7 +83,9 @@ impl Write for Console {
 }
 
 /// Sends log lines to the console. `RUST_LOG` sets the levels; without it, `-v` does. Commands that serve log more than others.
-pub(super) fn log_to(console: &Console, shared: &CommonOptions, serves: bool) -> Result<(), Failure> {
+///
+/// Returns the export of spans, to start within a runtime, if there is one.
+pub(super) fn log_to(console: &Console, shared: &CommonOptions, serves: bool) -> Result<Option<ExportSetup>, Failure> {
     let ours = match (shared.verbose, serves) {
         (0, false) => LevelFilter::WARN,
         (0, true) => LevelFilter::INFO,
@@ -100,13 +106,14 @@ pub(super) fn log_to(console: &Console, shared: &CommonOptions, serves: bool) ->
     };
     let console = console.clone();
     let layer = tracing_subscriber::fmt::layer().with_writer(move || console.clone());
-    let registry = tracing_subscriber::registry().with(filter);
+    let (spans, export) = otlp::layer()?.unzip();
+    let registry = tracing_subscriber::registry().with(spans);
     // Fails if the program has installed its own subscriber, which is kept.
     let _ = match shared.log_format {
-        LogFormat::Text => registry.with(layer).try_init(),
-        LogFormat::Json => registry.with(layer.json()).try_init(),
+        LogFormat::Text => registry.with(layer.with_filter(filter)).try_init(),
+        LogFormat::Json => registry.with(layer.json().with_filter(filter)).try_init(),
     };
-    Ok(())
+    Ok(export)
 }
 
 static PROGRAM: OnceLock<String> = OnceLock::new();

@@ -43,6 +43,7 @@ use crate::cli::args::aliases;
 use crate::cli::args::options::{self, Cli, Command, NewCommand};
 use crate::cli::args::translation;
 use crate::cli::console::Console;
+use crate::cli::console::otlp::export::ExportSetup;
 pub use crate::cli::exit::{EXIT_CODES, ExitMeaning};
 use crate::cli::exit::{Failure, Outcome, USAGE};
 use crate::cli::inspect::{config, doctor, status, stuck, top, workers};
@@ -116,7 +117,7 @@ fn parse(argv: impl IntoIterator<Item = OsString>, transports: &[Transport]) -> 
 
 fn start(cli: Cli, overrides: Vec<String>, head_url_given: bool, servers: Servers, console: &Console) -> Outcome {
     let serves = matches!(cli.command, Command::Run(_));
-    console::log_to(console, &cli.shared, serves)?;
+    let export = console::log_to(console, &cli.shared, serves)?;
     // Each of several servers may need a thousand connections.
     gym_core::base::raise_descriptors();
     let mut runtime = tokio::runtime::Builder::new_multi_thread();
@@ -127,7 +128,8 @@ fn start(cli: Cli, overrides: Vec<String>, head_url_given: bool, servers: Server
         runtime.enable_all().build().map_err(|error| Failure::Failed(format!("cannot start the runtime: {error}")))?;
     let console = console.clone();
     let command = async move {
-        match cli.command {
+        let export = export.map(ExportSetup::start);
+        let ended = match cli.command {
             Command::Run(args) => run::run(*args, &overrides, head_url_given, &servers, &console).await,
             Command::Collect(args) => collect::collect(*args, &overrides, head_url_given, &servers, &console).await,
             Command::Status(args) => status::status(args, &overrides, head_url_given, &servers).await,
@@ -145,7 +147,14 @@ fn start(cli: Cli, overrides: Vec<String>, head_url_given: bool, servers: Server
                 aliases::completions(shell, console::program(), &servers.transports().known())
             }
             Command::Aliases => aliases::print(),
+        };
+        if let Some(export) = export {
+            let dropped = export.end().await;
+            if dropped > 0 {
+                console.warn(format!("{dropped} spans of rollouts were not exported"));
+            }
         }
+        ended
     };
     // Spawned, because `block_on` does not run on a worker thread, and each wake-up would then cross threads.
     let ended = runtime.block_on(async move { tokio::spawn(command.boxed()).await });

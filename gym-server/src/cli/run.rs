@@ -13,11 +13,12 @@ use gym_core::{Endpoint, World};
 use crate::cli::args::options::{ClusterArgs, RunArgs};
 use crate::cli::console::{self, Console};
 use crate::cli::exit::{FAILED, Failure, Outcome};
+use crate::cli::setup::cluster::node;
 use crate::cli::setup::cluster::{HeadOptions, head_registry, load_worker, look_up};
 use crate::cli::setup::configuration::{LoadedConfig, Need, load, nothing_named};
 use crate::cli::setup::head_server;
 use crate::cli::setup::models::ModelWatch;
-use crate::cli::setup::node;
+use crate::cli::setup::monitor::MonitorListener;
 use crate::cli::setup::signals::StopSignals;
 use crate::cli::setup::stack_options::{options, prepare_transports};
 use crate::stack::{HEAD_NAME, RunningServer, Servers, Stack, StackOptions, WorkerOptions, takes_work};
@@ -131,6 +132,11 @@ async fn serve(serving: Serving, overrides: &[String], servers: &Servers, consol
         }
         stack = Box::pin(Stack::start(loaded.config, servers, &world, options)) => stack?,
     };
+    #[cfg(feature = "ray")]
+    if let Some(gpus) = gym_client::group::GpuMetrics::of_this_machine() {
+        stack.metrics().with(|known| known.register_collector(Box::new(gpus)));
+    }
+    let _monitored = MonitorListener::start(&args.monitor, stack.metrics(), console).await?;
     // A worker runs what its agents and environments can run, and verifies.
     let runs = |server: &RunningServer| {
         let kind = ServerKind::from_key(&server.kind);

@@ -12,11 +12,13 @@
 //! | `GET /ui`, `/ui/state`, `/ui/rollout` | a page that shows the cluster and its collections, and its data |
 //! | `POST /collections/report` | what a collector reports once a second: [`gym_client::collect::monitor`] |
 //! | `GET /waits` | what the calls of the process wait for, for `rgym stuck` |
+//! | `GET /cluster/targets` | the processes with metrics, for the service discovery of Prometheus |
 //!
 //! The head server is only on the control path: rollouts and tensors never pass through it. Its state is soft: after a
 //! restart, the servers register again within a heartbeat.
 
 pub(crate) mod collections;
+mod monitoring;
 pub(crate) mod page;
 #[cfg(test)]
 mod sources;
@@ -32,15 +34,15 @@ use gym_client::collect::monitor::{CollectionMonitor, CollectionReport, REPORT_R
 use gym_client::registry::{DrainRequest, RosterRequest, SharedConfiguration, WatchRequest};
 use gym_core::base::waits::{self, WAITS_ROUTE, WaitQuery};
 use gym_core::registry::{
-    Instance, Lease, Member, MemberRegistry, MemberSpec, MemberState, MemoryRegistry, Registration, Registry,
+    Heartbeat, Instance, Lease, Member, MemberRegistry, MemberSpec, MemberState, MemoryRegistry, Registration, Registry,
 };
 use gym_core::{CallContext, Error, Handler, Message, Request, Response, Result, Status, Verb, World};
-use prometheus_client::metrics::gauge::Gauge;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
 use crate::head::collections::Collections;
+use crate::head::monitoring::ClusterMetrics;
 use crate::metrics::{Metrics, RouteMetrics};
 use crate::role::reply;
 
@@ -101,15 +103,15 @@ struct HeadState {
     world: World,
     metrics: Metrics,
     routes: RouteMetrics,
-    live: Gauge,
+    cluster: ClusterMetrics,
 }
 
 impl HeadServer {
     /// Creates a head server over `registry` that serves the text of `config`. `/health` reports 503 until [`HeadServer::set_ready`].
     #[must_use]
     pub fn new(registry: MemoryRegistry, config: GlobalConfig, world: &World, metrics: Metrics) -> Self {
-        let live = Gauge::default();
-        metrics.with(|known| known.register("gym_registered_servers", "Servers with a live lease", live.clone()));
+        let cluster = ClusterMetrics::default();
+        metrics.with(|known| cluster.register(known));
         let routes = metrics.route("head_server", "all");
         let start_time = world.now().as_secs_f64();
         Self(Arc::new(HeadState {
@@ -123,7 +125,7 @@ impl HeadServer {
             world: world.clone(),
             metrics,
             routes,
-            live,
+            cluster,
         }))
     }
 
@@ -132,6 +134,9 @@ impl HeadServer {
     #[must_use]
     pub(crate) fn expecting(self, members: usize) -> Self {
         self.0.expected.store(members, Ordering::Relaxed);
+        if members > 0 {
+            self.0.metrics.with(|known| ClusterMetrics::register_expected(known, members));
+        }
         self
     }
 
@@ -241,7 +246,11 @@ impl HeadState {
             }
             (Verb::Post, "/registry/watch") => self.watch(&read(&request.message)?).await,
             (Verb::Post, "/cluster/join") => self.join(cx, read(&request.message)?).await,
-            (Verb::Post, "/cluster/beat") => json(&self.registry.beat(cx, &read(&request.message)?).await?),
+            (Verb::Post, "/cluster/beat") => {
+                let beat: Heartbeat = read(&request.message)?;
+                self.cluster.heard(&beat);
+                json(&self.registry.beat(cx, &beat).await?)
+            }
             (Verb::Post, "/cluster/leave") => {
                 self.registry.leave(cx, read(&request.message)?).await?;
                 Ok(reply::ok())
@@ -251,6 +260,9 @@ impl HeadState {
                 Ok(reply::ok())
             }
             (Verb::Get, "/cluster/configuration") => json(&self.shared),
+            (Verb::Get, "/cluster/targets") => {
+                json(&monitoring::targets(&self.registry.members(cx).await?, &self.registry.list(cx).await?))
+            }
             (Verb::Get, "/cluster/members") => json(&self.registry.members(cx).await?),
             (Verb::Post, "/cluster/roster") => {
                 let RosterRequest { seen, wait_ms } = read(&request.message)?;
@@ -286,7 +298,8 @@ impl HeadState {
                 | "/server_instances"
                 | "/registry/instances"
                 | "/cluster/configuration"
-                | "/cluster/members",
+                | "/cluster/members"
+                | "/cluster/targets",
             ) => Ok(reply::method_not_allowed("GET")),
             _ => Ok(reply::not_found()),
         }
@@ -356,9 +369,8 @@ impl HeadState {
     }
 
     async fn metrics(&self, cx: &CallContext) -> Result<Response> {
-        let live = self.registry.list(cx).await?.len();
-        self.live.set(i64::try_from(live).unwrap_or(i64::MAX));
-        Ok(reply::metrics(&self.metrics))
+        self.cluster.update(self.registry.list(cx).await?.len(), &self.registry.members(cx).await?);
+        Ok(reply::metrics(cx, &self.metrics))
     }
 
     async fn watch(&self, request: &WatchRequest) -> Result<Response> {

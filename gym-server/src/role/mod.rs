@@ -26,6 +26,7 @@ use futures_util::future::BoxFuture;
 use gym_client::{CookieJar, Transports};
 use gym_core::base::stall::{self, HandlerLabel};
 use gym_core::base::waits::{self, PendingWait, WAITS_ROUTE, Wait, WaitKind, WaitQuery};
+use gym_core::message::TraceContext;
 use gym_core::rollout::FailureClass;
 use gym_core::server::{GymnasiumServer, ServerKind, TaskCheck};
 use gym_core::transport::Fence;
@@ -33,6 +34,8 @@ use gym_core::{
     AgentServer, CallContext, EnvironmentServer, Error, Handler, Incarnation, ModelServer, Request, ResourcesServer,
     Response, Result, SessionId, Verb, World,
 };
+use tracing::field::Empty;
+use tracing::{Instrument as _, Span};
 
 pub use gym_core::server::{ValidationProblem, unprocessable};
 pub use settings::{Seconds, ServerRef};
@@ -218,16 +221,40 @@ impl Handler for RoleServer {
         }
         // Outside the future, which would otherwise hold the request in addition to the call built from it.
         let session = if state.spec.sessions { state.session(&request.context) } else { SessionId::new("") };
-        let Request { verb, route, context, message, .. } = request;
+        let Request { verb, route, mut context, message, .. } = request;
+        let caller = context.trace.span_id;
+        if context.trace.sampled {
+            // The calls of this one are its children.
+            context.trace.span_id = state.server.world.rng().u64(1..);
+        }
         let request = RoleRequest { verb, route, context, session, message };
-        Box::pin(async move {
+        let span = call_span(&state.server.name, &request, caller);
+        let responded = async move {
             let mut response = state.respond(&request).await;
             if let Some(fence) = &state.fence {
                 fence.mark(&mut response);
             }
             Ok(response)
-        })
+        };
+        Box::pin(responded.instrument(span))
     }
+}
+
+/// Returns the span of a call, whose log lines all carry the id of its trace: that of the attempt at a rollout.
+fn call_span(server: &str, request: &RoleRequest, caller: u64) -> Span {
+    let trace = request.context.trace;
+    if trace.trace_id == 0 {
+        return Span::none();
+    }
+    let route = request.path();
+    let span = tracing::info_span!(
+        "call", server, route, trace_id = %trace.trace(), span_id = Empty, parent_id = Empty, status = Empty
+    );
+    if trace.sampled {
+        span.record("span_id", tracing::field::display(trace.span()));
+        span.record("parent_id", tracing::field::display(TraceContext { span_id: caller, ..trace }.span()));
+    }
+    span
 }
 
 impl RoleState {
@@ -236,7 +263,7 @@ impl RoleState {
         match (request.verb, path) {
             (Verb::Get | Verb::Head, "/" | "/livez" | "/readyz" | "/healthz") => return reply::ok(),
             (Verb::Get | Verb::Head, "/health") => return Box::pin(self.health(request)).await,
-            (Verb::Get | Verb::Head, "/metrics") => return reply::metrics(&self.server.metrics),
+            (Verb::Get | Verb::Head, "/metrics") => return reply::metrics(&request.context, &self.server.metrics),
             (Verb::Get | Verb::Head, WAITS_ROUTE) => return self.waits(request.route.query()),
             _ => {}
         }
@@ -281,6 +308,9 @@ impl RoleState {
             let value = [&self.cookie, "=", request.session.as_str(), attributes].concat();
             response.metadata.push("set-cookie", value);
         }
+        Span::current().record("status", response.status.0);
+        let seconds = counted.began().elapsed().as_secs_f64();
+        tracing::debug!(server = self.server.name, path, status = response.status.0, seconds, "a call ended");
         counted.finish(&response);
         response
     }

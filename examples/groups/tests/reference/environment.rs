@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use crate::page::{Page, code, sources};
 
 /// The variables that a user sets: name, reader, meaning.
-const READ: [(&str, &str, &str); 40] = [
+const READ: [(&str, &str, &str); 42] = [
     (
         "CUDA_VISIBLE_DEVICES",
         "worker groups",
@@ -77,6 +77,12 @@ const READ: [(&str, &str, &str); 40] = [
         "Workers that must serve before the head server is ready, unless `--expected-workers` is given.",
     ),
     ("OPENAI_API_KEY", "`openai_model`, `vllm_model`", "The API key of the endpoint, unless the block sets one."),
+    (
+        "OTEL_EXPORTER_OTLP_ENDPOINT",
+        "`rgym`",
+        "The OpenTelemetry collector that gets the spans of rollouts, over HTTP: `http://HOST:4318`. Without the variable, none are exported.",
+    ),
+    ("OTEL_SERVICE_NAME", "`rgym`", "The name of this process in exported spans. Otherwise `gym`."),
     ("PATH", "all", "Directories in which `python3`, `nvidia-smi` and the programs of child processes are searched."),
     ("PYTHONPATH", "Python servers", "Kept, after the directory of the server."),
     (

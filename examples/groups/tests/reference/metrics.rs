@@ -1,17 +1,23 @@
 //! The page on metrics, from those of running servers and of a running worker group.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 use std::time::Duration;
 
 use gym_client::Transports;
 use gym_client::config::{ConfigLoader, Overrides};
-use gym_client::group::{GroupOptions, GroupRequest, InProcessRanks, VirtualCluster, WorkerKind, Workers};
+use gym_client::group::{
+    GPU_METRICS, GroupOptions, GroupRequest, InProcessRanks, NodeAgent, NodeOptions, VirtualCluster, WorkerKind,
+    Workers,
+};
+use gym_client::registry::RemoteRegistry;
 use gym_client::transport::UCX_METRICS;
 use gym_client::work::WorkPullerOptions;
-use gym_core::World;
 use gym_core::group::cluster::ClusterSpec;
 use gym_core::group::prelude::*;
+use gym_core::registry::{Heartbeat, MemberRegistry as _, MemberSpec, MemberState};
 use gym_core::transport::InProcess;
+use gym_core::{CallContext, Endpoint, Incarnation, World};
 use gym_server::{Stack, StackOptions};
 use prometheus_client::encoding::text::encode;
 use prometheus_client::registry::Registry;
@@ -23,7 +29,21 @@ use crate::page::{Page, code, workspace};
 const PATIENCE: Duration = Duration::from_secs(60);
 
 /// The labels of each metric. The name is that of the samples, except for the suffixes of a histogram.
-const LABELS: [(&str, &[&str]); 41] = [
+const LABELS: [(&str, &[&str]); 64] = [
+    ("gym_cluster_round_trip_seconds", &[]),
+    ("gym_cluster_worker_round_trip_seconds", &["worker"]),
+    ("gym_cluster_workers", &["state"]),
+    ("gym_cluster_workers_expected", &[]),
+    ("gym_collect_attempts_total", &["class"]),
+    ("gym_collect_done", &[]),
+    ("gym_collect_in_flight", &[]),
+    ("gym_collect_mean_reward", &["agent"]),
+    ("gym_collect_oldest_seconds", &[]),
+    ("gym_collect_requested", &[]),
+    ("gym_collect_rollouts_total", &["outcome"]),
+    ("gym_gpu_memory_capacity_bytes", GPU),
+    ("gym_gpu_memory_used_bytes", GPU),
+    ("gym_gpu_utilization_ratio", GPU),
     ("gym_handler_stalled_seconds", &["server", "route", "thread"]),
     ("gym_handler_stalls_total", &["server", "route"]),
     ("gym_model_affinity_hits_total", &["server", "among"]),
@@ -31,9 +51,18 @@ const LABELS: [(&str, &[&str]); 41] = [
     ("gym_model_affinity_placed_total", &["server", "among"]),
     ("gym_model_affinity_sheds_total", &["server", "among"]),
     ("gym_model_affinity_skew", &["server", "among"]),
+    ("gym_node_controllers", &[]),
+    ("gym_node_cpus", &[]),
+    ("gym_node_cpus_free", &[]),
+    ("gym_node_gpus", &[]),
+    ("gym_node_gpus_free", &[]),
     ("gym_pool_held", &["server"]),
     ("gym_pool_late_responses_total", &["server"]),
     ("gym_pool_waiting", &["server"]),
+    ("gym_pool_weight", &["server", "of"]),
+    ("gym_pool_worker_capacity", &["server", "worker"]),
+    ("gym_pool_worker_finished_total", &["server", "worker"]),
+    ("gym_pool_worker_held", &["server", "worker"]),
     ("gym_pool_workers", &["server"]),
     ("gym_pool_workers_lost_total", &["server"]),
     ("gym_registered_servers", &[]),
@@ -68,9 +97,11 @@ const LABELS: [(&str, &[&str]); 41] = [
 ];
 
 const RANK: &[&str] = &["group", "rank"];
+const GPU: &[&str] = &["gpu", "uuid"];
 
 /// Metrics without a sample in the test, and the reason. Their type and description are in the output all the same.
-const WITHOUT_SAMPLES: [(&str, &str); 12] = [
+const WITHOUT_SAMPLES: [(&str, &str); 13] = [
+    ("gym_collect_mean_reward", "the collection has no rollout"),
     ("gym_handler_stalled_seconds", "no handler blocks a thread"),
     ("gym_handler_stalls_total", "no handler blocks a thread"),
     ("gym_model_affinity_hits_total", ONE_MODEL),
@@ -133,13 +164,16 @@ async fn of_servers() -> String {
         format!("{block}.entrypoint=app.py"),
         format!("{block}.agent_server.type=responses_api_agents"),
         format!("{block}.agent_server.name=math_simple_agent"),
+        format!("{block}.weights.math_simple_agent=2"),
         "+head_server.port=0".to_owned(),
     ];
     let overrides = Overrides::parse(&pool).unwrap();
     let file = examples.join("configs/quickstart.yaml").display().to_string();
     let config = ConfigLoader::new(&examples).environment(|_| None).load(&[file], &overrides).unwrap();
     let servers = gym_examples::servers::servers();
-    let stack = Stack::start(config, &servers, &World::real(), StackOptions::default()).await.unwrap();
+    let options = StackOptions { expected_workers: 1, ..StackOptions::default() };
+    let stack = Stack::start(config, &servers, &World::real(), options).await.unwrap();
+    stack.metrics().watch_collection(Arc::default(), None);
     let registry = stack.client().registry().clone();
     let worker = stack.take_work(registry, WorkPullerOptions::of_this_process(&World::real()));
     for environment in gym_examples::tasks::ENVIRONMENTS {
@@ -150,15 +184,35 @@ async fn of_servers() -> String {
             rollout.unwrap();
         }
     }
-    worker.drain(PATIENCE).await;
     let head = stack.servers().iter().find(|row| row.kind == "head_server").unwrap().url.clone();
     let address = head.trim_start_matches("http://").trim_end_matches('/').to_owned();
-    let mut connection = tokio::net::TcpStream::connect(&address).await.unwrap();
-    let request = format!("GET /metrics HTTP/1.1\r\nhost: {address}\r\nconnection: close\r\n\r\n");
+    joins(&head).await;
+    let body = scraped(&address).await;
+    worker.drain(PATIENCE).await;
+    stack.stop().await;
+    body
+}
+
+/// Joins a head server and reports a round trip, as a worker does.
+async fn joins(head: &str) {
+    let transports = Transports::from_features(InProcess::new());
+    let head = RemoteRegistry::new(Endpoint::parse(head).unwrap(), transports, World::real());
+    let cx = CallContext::within(PATIENCE);
+    let lease = head.join(&cx, MemberSpec::new("worker-1", Incarnation(1))).await.unwrap().lease;
+    let known = MemberState::Joining;
+    let beat = Heartbeat { lease, seq: 1, healthy: true, draining: false, round_trip_us: Some(300), known };
+    assert_eq!(head.beat(&cx, &beat).await.unwrap().state, MemberState::Serving);
+}
+
+/// Returns what `GET /metrics` prints for a scraper of OpenMetrics.
+async fn scraped(address: &str) -> String {
+    let mut connection = tokio::net::TcpStream::connect(address).await.unwrap();
+    let request = format!(
+        "GET /metrics HTTP/1.1\r\nhost: {address}\r\naccept: application/openmetrics-text\r\nconnection: close\r\n\r\n"
+    );
     connection.write_all(request.as_bytes()).await.unwrap();
     let mut response = String::new();
     connection.read_to_string(&mut response).await.unwrap();
-    stack.stop().await;
     let (head, body) = response.split_once("\r\n\r\n").unwrap();
     assert!(head.starts_with("HTTP/1.1 200"), "{head}");
     body.to_owned()
@@ -173,6 +227,16 @@ worker! {
             Ok((call.value + 1).into())
         }
     }
+}
+
+/// Returns what the agent of a node prints.
+async fn of_node() -> String {
+    Workers::new().enter();
+    let agent = NodeAgent::listen(Workers::new(), NodeOptions::new("secret")).await.unwrap();
+    let http = agent.endpoints().iter().find(|endpoint| endpoint.scheme() == "http").unwrap();
+    let text = scraped(http.address()).await;
+    agent.stop(Duration::ZERO).await;
+    text
 }
 
 /// Returns the metrics of a worker group in this process.
@@ -197,7 +261,16 @@ async fn of_group() -> String {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_page_on_metrics_is_the_generated_one() {
-    let (servers, group) = (parse(&of_servers().await), parse(&of_group().await));
+    let (servers, node, group) = (parse(&of_servers().await), parse(&of_node().await), parse(&of_group().await));
+    // Of the process and of its GPUs; those of the servers' page are the same.
+    let node: BTreeMap<String, Metric> = node.into_iter().filter(|(name, _)| name.starts_with("gym_node_")).collect();
+    let gpu: BTreeMap<String, Metric> = GPU_METRICS
+        .iter()
+        .map(|(name, help)| {
+            let labels = Some(GPU.iter().map(|label| (*label).to_owned()).collect());
+            ((*name).to_owned(), Metric { kind: "gauge".to_owned(), help: (*help).to_owned(), labels })
+        })
+        .collect();
     // UCX is loaded only where it is installed and a configuration names it.
     let ucx: BTreeMap<String, Metric> = UCX_METRICS
         .iter()
@@ -211,9 +284,9 @@ async fn the_page_on_metrics_is_the_generated_one() {
         .collect();
     let labels: BTreeMap<&str, &[&str]> = LABELS.into_iter().collect();
     let found: BTreeSet<&str> =
-        [&servers, &group, &ucx].into_iter().flat_map(|part| part.keys().map(String::as_str)).collect();
+        [&servers, &node, &gpu, &group, &ucx].into_iter().flat_map(|part| part.keys().map(String::as_str)).collect();
     assert_eq!(found, labels.keys().copied().collect(), "the metrics in the output, and those of the table LABELS");
-    for (name, metric) in servers.iter().chain(&group).chain(&ucx) {
+    for (name, metric) in servers.iter().chain(&node).chain(&gpu).chain(&group).chain(&ucx) {
         assert!(!metric.help.is_empty() && !metric.kind.is_empty(), "{name}: {metric:?}");
         let known: BTreeSet<String> = labels[name.as_str()].iter().map(|label| (*label).to_owned()).collect();
         match &metric.labels {
@@ -225,7 +298,8 @@ async fn the_page_on_metrics_is_the_generated_one() {
     let mut page = Page::new(
         "metrics.md",
         "Metrics",
-        "Prometheus metrics in the text format of OpenMetrics. `GET /metrics` of each server prints those of its process; a program \
+        "Prometheus metrics; [monitoring.md](../monitoring.md) has rules and a dashboard. `GET /metrics` of each server prints those of \
+         its process, in the format of OpenMetrics if the request accepts it and otherwise in that of Prometheus; a program \
          adds its own with `stack.metrics().with(|registry| …)`. The samples of a histogram have the suffixes `_bucket`, `_sum` and \
          `_count`. A metric without a sample is left out until it has one.",
     );
@@ -234,8 +308,19 @@ async fn the_page_on_metrics_is_the_generated_one() {
         [code(name), metric.kind.clone(), labels, metric.help.clone()]
     };
     let head = ["metric", "type", "labels", "meaning"];
-    page.section("Servers", "`gym_registered_servers` is a metric of the head server only.");
+    page.section(
+        "Servers",
+        "`gym_registered_servers` and `gym_cluster_…` are metrics of the head server only. `gym_collect_…` are those of a collector, or of a \
+         program that calls `stack.metrics().watch_collection(…)`.",
+    );
     page.table(head, servers.iter().map(row));
+    page.section(
+        "GPUs",
+        "Of processes that `rgym run` starts, and of node agents, on machines with GPUs and `nvidia-smi`.",
+    );
+    page.table(head, gpu.iter().map(row));
+    page.section("Nodes", "The agent of a node has these metrics, those of its process and those of its GPUs.");
+    page.table(head, node.iter().map(row));
     page.section(
         "UCX",
         "A process has these metrics once it has loaded UCX. The values of a peer cover its open connections.",

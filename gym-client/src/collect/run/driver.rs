@@ -16,6 +16,8 @@ use gym_core::transport::RetryPolicy;
 use gym_core::{CallContext, CancelToken, Code, Error, Request, Result, Route, World};
 use tokio::task::JoinSet;
 use tokio::time::Instant;
+use tracing::Instrument as _;
+use tracing::field::Empty;
 
 use crate::client::ServerClient;
 use crate::collect::run::events::{BothObservers, Observed, RolloutEventKind, RolloutObserver};
@@ -48,6 +50,9 @@ pub struct DriverOptions {
     pub truncated: TruncatedRollouts,
     /// Delays before further attempts. Default: at least 200 ms, otherwise [`RetryPolicy::default`].
     pub backoff: RetryPolicy,
+    /// Marks the trace of each attempt as sampled: the `tracing` spans of the attempt and of each call have an id then, and servers export them if
+    /// they export any. Default: `false`.
+    pub sampled: bool,
 }
 
 impl Default for DriverOptions {
@@ -64,6 +69,7 @@ impl Default for DriverOptions {
             fail_fast: FailFast::default(),
             truncated: TruncatedRollouts::default(),
             backoff: RetryPolicy { backoff_min: Duration::from_millis(200), ..RetryPolicy::default() },
+            sampled: false,
         }
     }
 }
@@ -326,22 +332,27 @@ impl Driver {
             let deadline = Instant::now() + self.options.attempt_timeout + self.options.record_timeout;
             let mut cx = CallContext::within(self.options.attempt_timeout);
             let trace_id = self.world.rng().u128(1..);
-            cx.trace = TraceContext { trace_id, span_id: u64::from(attempt.number) + 1, sampled: false };
+            cx.trace = TraceContext { trace_id, span_id: u64::from(attempt.number) + 1, sampled: self.options.sampled };
             let cancel = cx.cancel.clone();
             let observed = self.observed.as_ref().filter(|observed| observed.observer.wants(attempt));
             if let Some(observed) = observed {
                 observed.tell(&row, attempt, RolloutEventKind::Started);
             }
             let began = Instant::now();
+            let trace = cx.trace.trace();
+            let span = tracing::info_span!("rollout", %attempt, agent = %row.agent, trace_id = %trace, span_id = Empty, outcome = Empty);
+            if cx.trace.sampled {
+                span.record("span_id", tracing::field::display(cx.trace.span()));
+            }
             let attempted = self.attempt(attempt, Arc::clone(&row), cx, deadline, observed.is_some());
-            let mut attempted = Box::pin(attempted);
+            let mut attempted = Box::pin(attempted.instrument(span));
             let limited = pin!(tokio::time::timeout_at(deadline, &mut attempted));
             let wait = |kind| Wait::new(kind, trace_id).on(Arc::new(move || attempt.to_string()));
             let (next, event) = match recorded(limited, || wait(WaitKind::Attempt).until(deadline)).await {
                 Ok(Ok(ended)) => ended,
                 Ok(Err(error)) => break Err(error),
                 Err(_) => {
-                    tracing::warn!(%attempt, "attempt superseded: no outcome was recorded by its deadline");
+                    tracing::warn!(%attempt, trace_id = %trace, "attempt superseded: no outcome was recorded by its deadline");
                     let failure = superseded(&row);
                     self.progress.fail(attempt, &failure);
                     cancel.cancel();
@@ -428,6 +439,13 @@ impl Driver {
             }
             let event_of =
                 |result: &AttemptResult| observed.then(|| Box::new(RolloutEventKind::of(result, began.elapsed())));
+            let outcome = match &result {
+                AttemptResult::Completed { .. } => "completed",
+                AttemptResult::Failed { failure, .. } => failure.class.as_str(),
+                AttemptResult::Lost => "not recorded",
+            };
+            tracing::Span::current().record("outcome", outcome);
+            tracing::debug!(%attempt, outcome, seconds = began.elapsed().as_secs_f64(), "an attempt ended");
             let mut event = event_of(&result);
             let (mut next, mut figures) = match &result {
                 AttemptResult::Completed { figures, .. } => (NextStep::Done, Some(*figures)),

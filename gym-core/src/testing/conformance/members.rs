@@ -88,7 +88,7 @@ impl<'a> Process<'a> {
 
     fn next(&mut self, known: MemberState, healthy: bool) -> Heartbeat {
         self.seq += 1;
-        Heartbeat { lease: self.lease.clone(), seq: self.seq, healthy, draining: false, known }
+        Heartbeat { lease: self.lease.clone(), seq: self.seq, healthy, draining: false, round_trip_us: None, known }
     }
 
     async fn beat(&mut self, known: MemberState, healthy: bool) -> Result<MemberState> {

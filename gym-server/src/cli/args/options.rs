@@ -143,6 +143,17 @@ pub(in crate::cli) struct Starting {
     pub(in crate::cli) wait_for_model: Option<Duration>,
 }
 
+/// Where a process answers `/health` and `/metrics` besides its servers.
+#[derive(Clone, Debug, Args)]
+pub(in crate::cli) struct MonitorArgs {
+    /// Port at which this process answers /health and /metrics, in addition to its servers; 0 for a free one [default: none]
+    #[arg(long, value_name = "PORT")]
+    pub(in crate::cli) metrics_port: Option<u16>,
+    /// Address to bind for --metrics-port; 0.0.0.0 for all
+    #[arg(long, value_name = "ADDRESS", default_value = "127.0.0.1", requires = "metrics_port")]
+    pub(in crate::cli) metrics_host: String,
+}
+
 #[derive(Clone, Debug, Subcommand)]
 pub(in crate::cli) enum NewCommand {
     /// Create a crate with an environment, its configuration, rows, a test and a README
@@ -225,6 +236,8 @@ pub(in crate::cli) struct RunArgs {
     /// Seconds allowed for requests that carry no deadline, such as those of Python clients
     #[arg(long, value_name = "SECS", default_value = "86400", value_parser = seconds)]
     pub(in crate::cli) request_timeout: Duration,
+    #[command(flatten)]
+    pub(in crate::cli) monitor: MonitorArgs,
     #[command(flatten)]
     pub(in crate::cli) cluster: ClusterArgs,
 }
@@ -320,6 +333,8 @@ pub(in crate::cli) enum RayCommand {
 
 #[derive(Clone, Debug, Args)]
 pub(in crate::cli) struct CollectArgs {
+    #[command(flatten)]
+    pub(in crate::cli) monitor: MonitorArgs,
     #[command(flatten)]
     pub(in crate::cli) sources: Sources,
     #[command(flatten)]

@@ -1,6 +1,7 @@
 //! The way of rollouts to the servers: pushed by name, or pulled from a work queue that the collector hosts.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 use std::time::Duration;
 
 use gym_client::ServerClient;
@@ -8,11 +9,13 @@ use gym_client::collect::{CollectOptions, DriverOptions, ServerNames};
 use gym_client::registry::{address_towards, is_loopback};
 use gym_client::work::{PULLS_LABEL, PoolHost, PoolWatch, WorkPool, WorkPoolOptions, WorkPullerOptions};
 use gym_core::registry::Instance;
-use gym_core::{CallContext, Endpoint, Result, World};
+use gym_core::{CallContext, Endpoint, Handler, Result, World};
 
 use crate::cli::args::options::{CollectArgs, DispatchMode};
 use crate::cli::console::{self, Console};
 use crate::cli::exit::Failure;
+use crate::cli::setup::monitor::Monitored;
+use crate::metrics::Metrics;
 use crate::stack::Stack;
 
 /// Time for workers to return their last responses and to learn that the pool is gone.
@@ -143,6 +146,7 @@ pub(super) struct PulledWork {
 }
 
 impl PulledWork {
+    #[allow(clippy::too_many_arguments)] // The parts of one start, used once.
     /// Listens, and registers with the head server of `client`. Returns `None` if no worker comes and nobody asked for pull.
     pub(super) async fn start(
         plan: &PullPlan,
@@ -150,6 +154,7 @@ impl PulledWork {
         client: &ServerClient,
         driver: &DriverOptions,
         stack: Option<&Stack>,
+        metrics: &Metrics,
         world: &World,
         console: &Console,
     ) -> Result<Option<Self>> {
@@ -158,7 +163,9 @@ impl PulledWork {
         options.queue.items_max = options.queue.items_max.max(driver.concurrency + 1);
         let pool = WorkPool::new(options, world);
         let name = format!("collector-{}-{}", std::process::id(), &world.unique_id()[..8]);
-        let host = PoolHost::start(pool.clone(), &name, &plan.host, client, world).await?;
+        // The head server lists the listener among the processes with metrics.
+        let handler: Arc<dyn Handler> = Arc::new(Monitored::beside(Arc::new(pool.clone()), metrics));
+        let host = PoolHost::start_with(handler, pool.clone(), &name, &plan.host, client, world).await?;
         let own =
             stack.map(|stack| stack.take_work(client.registry().clone(), WorkPullerOptions::of_this_process(world)));
         let started = Self { pool, host, own };

@@ -28,8 +28,10 @@ use crate::cli::exit::{FAILED, Failure, INCOMPLETE, Outcome, SUCCESS};
 use crate::cli::setup::configuration::{LoadedConfig, Need, load, nothing_named};
 use crate::cli::setup::head_server;
 use crate::cli::setup::models::ModelWatch;
+use crate::cli::setup::monitor::MonitorListener;
 use crate::cli::setup::signals::StopSignals;
 use crate::cli::setup::stack_options::{options, prepare_transports};
+use crate::metrics::Metrics;
 use crate::stack::{HEAD_NAME, Servers, Stack, StackOptions};
 
 pub(super) async fn collect(
@@ -87,14 +89,26 @@ pub(super) async fn collect(
         let servers = stack.as_ref().map_or(0, |stack| stack.servers().len() - 1);
         console.line(&format!("started {servers} servers for this collection, head {0}; its page is {0}/ui", head.url));
     }
+    let metrics = stack.as_ref().map_or_else(Metrics::new, |stack| stack.metrics().clone());
     let transports = client.transports().clone();
+    if stack.is_none() {
+        metrics.with(|known| known.register_collector(Box::new(transports.metrics())));
+    }
     let names = plan.as_ref().map_or_else(|| names.clone(), |plan| plan.names(names.clone()));
     let pulled = match &plan {
         None => None,
         Some(plan) => {
             let weights = dispatch::weights(&args, &names)?;
-            let starting =
-                dispatch::PulledWork::start(plan, weights, &client, &options.driver, stack.as_ref(), &world, console);
+            let starting = dispatch::PulledWork::start(
+                plan,
+                weights,
+                &client,
+                &options.driver,
+                stack.as_ref(),
+                &metrics,
+                &world,
+                console,
+            );
             tokio::select! {
                 biased;
                 () = stop.graceful.cancelled() => return Err(Failure::Failed("stopped before the first rollout".to_owned())),
@@ -125,6 +139,8 @@ pub(super) async fn collect(
     // For `rgym stuck`: a collector has no server. Without it, a collection runs as well.
     let waits = WaitsListener::start(&transports).await;
     let waits = waits.inspect_err(|error| tracing::debug!(%error, "the collector does not report its waits")).ok();
+    metrics.watch_collection(collector.progress(), pulled.as_ref().map(|pulled| pulled.pool.clone()));
+    let _monitored = MonitorListener::start(&args.monitor, &metrics, console).await?;
     let began = tokio::time::Instant::now();
     let ended = CancelToken::new();
     let showing = progress::show(

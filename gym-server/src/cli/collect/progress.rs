@@ -250,8 +250,14 @@ mod tests {
         };
         let expected = "120/1000 rollouts (12.0%), 0.5/s, ETA 00:29:20, mean reward 0.532, 16 in flight, 3 failed";
         assert_eq!(line(&snapshot, Some(0.5), ""), expected);
-        let worker =
-            WorkerSnapshot { name: "w".into(), incarnation: Incarnation(1), capacity: 8, held: 8, paused: false };
+        let worker = WorkerSnapshot {
+            name: "w".into(),
+            incarnation: Incarnation(1),
+            capacity: 8,
+            held: 8,
+            finished: 0,
+            paused: false,
+        };
         let pool = WorkPoolSnapshot { waiting: 8, held: 8, workers: vec![worker], ..WorkPoolSnapshot::default() };
         let pulled = ProgressSnapshot { total: 20, in_flight: 16, pool: Some(pool), ..ProgressSnapshot::default() };
         assert_eq!(line(&pulled, None, ""), "0/20 rollouts (0.0%), 16 in flight (8 wait; 1 workers)");

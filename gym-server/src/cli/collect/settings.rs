@@ -12,6 +12,7 @@ use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
 
 use crate::cli::args::options::{CollectArgs, Truncated};
+use crate::cli::console::otlp;
 use crate::cli::exit::Failure;
 use crate::cli::setup::configuration::{LoadedConfig, find_file};
 
@@ -73,6 +74,7 @@ pub(super) fn read(
     options.aggregate = !(args.disable_aggregation || keys.flag("disable_aggregation")?);
     options.materialize = materialize(args, &keys, loaded, &input)?;
     options.driver = driver(args, &keys)?;
+    options.driver.sampled = otlp::endpoint().is_some();
     options.events.clone_from(&args.events);
     options.tensorboard.clone_from(&args.tensorboard);
     Ok(options)

@@ -1,6 +1,8 @@
 //! What a process of a cluster reads from its head server: a configuration if it has none of its own, and the servers that its files
 //! name and do not define.
 
+pub(in crate::cli) mod node;
+
 use std::time::Duration;
 
 use gym_client::collect::ServerNames;

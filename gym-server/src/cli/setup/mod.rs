@@ -6,7 +6,7 @@ pub(super) mod configuration;
 pub(super) mod head_server;
 mod interpreter;
 pub(super) mod models;
-pub(super) mod node;
+pub(super) mod monitor;
 #[cfg(feature = "ray")]
 pub(super) mod ray;
 pub(super) mod signals;

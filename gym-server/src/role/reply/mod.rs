@@ -4,9 +4,9 @@ pub(crate) mod aggregate;
 pub(crate) mod health;
 pub(crate) mod runs;
 
-use gym_core::message::ContentType;
+use gym_client::transport::metrics_response;
 use gym_core::server::{ValidationProblem, unprocessable};
-use gym_core::{Code, Error, Execution, Message, ModelResponse, RawObject, Response, Status};
+use gym_core::{CallContext, Code, Error, Execution, Message, ModelResponse, RawObject, Response, Status};
 use serde_json::{Value, json};
 
 use crate::metrics::Metrics;
@@ -28,12 +28,9 @@ pub(crate) fn ok() -> Response {
     Response::json(r#"{"status":"ok"}"#)
 }
 
-/// Returns the metrics of the process in the format of Prometheus.
-pub(crate) fn metrics(metrics: &Metrics) -> Response {
-    let mut response = Response::text(metrics.text());
-    response.message.content_type =
-        ContentType::Other("application/openmetrics-text; version=1.0.0; charset=utf-8".into());
-    response
+/// Returns the metrics of the process in the format that the caller accepts.
+pub(crate) fn metrics(cx: &CallContext, metrics: &Metrics) -> Response {
+    metrics_response(cx, metrics.text())
 }
 
 /// Converts an error of a role into a response: 422 and 404 as FastAPI writes them, all others as every transport does.

@@ -1,5 +1,6 @@
 //! The agent of a node: starts ranks for controllers on other machines.
 
+mod metrics;
 pub(super) mod program;
 mod session;
 
@@ -36,7 +37,8 @@ use crate::group::provision::nodes::message::{
 use crate::group::provision::workers::Workers;
 use crate::launch::{LineSink, prefixed};
 use crate::registry::{MemberAddress, MemberKeeper, MemberOptions, RemoteRegistry};
-use crate::transport::{HTTP, Transports};
+use crate::transport::{HTTP, Transports, metrics_response};
+use metrics::AgentMetrics;
 use session::NodeSession;
 
 /// Sessions of one node: controllers that hold something, or did until a moment ago.
@@ -145,6 +147,7 @@ struct AgentState {
     keepers: Mutex<JoinSet<()>>,
     /// How the last session that has ended did.
     ended: Mutex<Option<SessionEnd>>,
+    metrics: AgentMetrics,
 }
 
 /// How a session ended.
@@ -243,6 +246,7 @@ impl NodeAgent {
             sessions: Mutex::default(),
             keepers: Mutex::default(),
             ended: Mutex::default(),
+            metrics: AgentMetrics::default(),
             options,
         });
         let changes = Arc::default();
@@ -378,7 +382,7 @@ struct AgentHandler {
 impl Handler for AgentHandler {
     fn handle(&self, request: Request) -> BoxFuture<'static, Result<Response>> {
         let (state, changes) = (Arc::clone(&self.state), self.changes.clone());
-        if request.verb == Verb::Get || request.route.path() == "/node/poll" {
+        if matches!(request.verb, Verb::Get | Verb::Head) || request.route.path() == "/node/poll" {
             return Box::pin(state.answer(request));
         }
         Box::pin(async move {
@@ -409,6 +413,14 @@ fn transports() -> Transports {
 
 impl AgentState {
     async fn answer(self: Arc<Self>, request: Request) -> Result<Response> {
+        // For monitoring systems, which do not know the secret.
+        match (request.verb, request.route.path()) {
+            (Verb::Get | Verb::Head, "/health") => return reply(&json!({"status": "ok", "name": self.options.name})),
+            (Verb::Get | Verb::Head, "/metrics") => {
+                return Ok(metrics_response(&request.context, self.metrics.text(&self)));
+            }
+            _ => {}
+        }
         if !is_allowed(&request.context.metadata, &self.options.secret) {
             let message = "the join secret is missing or wrong\n  fix: give nodes and controllers the same secret";
             return Err(

@@ -1,0 +1,83 @@
+//! `/health` and `/metrics` of a process, at a port of their own or beside the routes of another handler. A collector has no server, and the
+//! servers of a worker take any free port.
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+use futures_util::future::BoxFuture;
+use gym_client::Transports;
+use gym_client::transport::HTTP;
+use gym_client::transport::http::HttpBackend;
+use gym_core::transport::{ListenOptions, serve};
+use gym_core::{CancelToken, Handler, Request, Response, Result, Verb};
+use tokio::task::JoinSet;
+
+use crate::cli::args::options::MonitorArgs;
+use crate::cli::console::Console;
+use crate::cli::exit::Failure;
+use crate::metrics::Metrics;
+use crate::role::reply;
+
+/// Time for a scrape that runs when the process ends.
+const END_GRACE: Duration = Duration::from_secs(1);
+
+/// Answers `/health` and `/metrics`, and passes all other requests on.
+pub(in crate::cli) struct Monitored {
+    metrics: Metrics,
+    others: Option<Arc<dyn Handler>>,
+}
+
+impl Monitored {
+    /// Adds the two routes to those of `others`.
+    pub(in crate::cli) fn beside(others: Arc<dyn Handler>, metrics: &Metrics) -> Self {
+        Self { metrics: metrics.clone(), others: Some(others) }
+    }
+}
+
+impl fmt::Debug for Monitored {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Monitored")
+    }
+}
+
+impl Handler for Monitored {
+    fn handle(&self, request: Request) -> BoxFuture<'static, Result<Response>> {
+        let response = match (request.verb, request.route.path()) {
+            (Verb::Get | Verb::Head, "/" | "/health" | "/healthz" | "/livez" | "/readyz") => reply::ok(),
+            (Verb::Get | Verb::Head, "/metrics") => reply::metrics(&request.context, &self.metrics),
+            _ => match &self.others {
+                Some(others) => return others.handle(request),
+                None => reply::not_found(),
+            },
+        };
+        Box::pin(std::future::ready(Ok(response)))
+    }
+}
+
+/// The listener of `--metrics-port`. Dropping it closes the port.
+#[derive(Debug)]
+pub(in crate::cli) struct MonitorListener {
+    _serving: JoinSet<Result<()>>,
+}
+
+impl MonitorListener {
+    /// Listens where the options say, and says where.
+    pub(in crate::cli) async fn start(
+        args: &MonitorArgs,
+        metrics: &Metrics,
+        console: &Console,
+    ) -> Result<Option<Self>, Failure> {
+        let Some(port) = args.metrics_port else { return Ok(None) };
+        let place = ListenOptions::default().at(args.metrics_host.clone(), port);
+        let handler: Arc<dyn Handler> = Arc::new(Monitored { metrics: metrics.clone(), others: None });
+        let listened = Transports::new().with(HttpBackend::default()).listen(place, handler, &[HTTP]).await;
+        let (listener, handler) = listened.map_err(|error| {
+            Failure::Failed(format!("--metrics-port {port}: {error}\n  fix: name another port, or 0 for a free one"))
+        })?;
+        console.line(&format!("metrics at {}/metrics", listener.endpoints()[0]));
+        let mut serving = JoinSet::new();
+        serving.spawn(serve(listener, handler, CancelToken::new(), END_GRACE));
+        Ok(Some(Self { _serving: serving }))
+    }
+}
