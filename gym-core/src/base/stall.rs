@@ -423,10 +423,10 @@ mod tests {
     fn a_thread_that_polls_or_rests_is_never_reported() {
         let (monitor, start) = (StallMonitor::default(), Instant::now());
         let (busy, idle) = (monitor.register("busy".to_owned()), monitor.register("idle".to_owned()));
-        idle.begin(&HandlerLabel::new("bank", "/run"));
+        idle.begin(&HandlerLabel::new("bank", "/run"), TRACE);
         idle.end();
         for second in 0..60 {
-            busy.begin(&HandlerLabel::new("bank", "/verify"));
+            busy.begin(&HandlerLabel::new("bank", "/verify"), TRACE);
             assert_eq!(monitor.look(start + Duration::from_secs(second)), []);
             busy.end();
         }

@@ -85,27 +85,28 @@ pub(crate) fn ranks_and_turns_are_named() {
         let of = |rank: usize| format!("rank {rank} (pid {})", pids[rank]);
         match stall {
             "hangs" => {
-                let words = ["`train` of group `policy` waits for ", &of(0), "has run `train` call 0 for ", &of(1)];
+                let words =
+                    ["`rank.train` of group `policy` waits: ", &of(0), "has run `rank.train` call 0 for ", &of(1)];
                 ground.expect("ranks that hang", None, &words);
             }
             "queued" => {
-                let held = format!("{} is held by `train` call 0, which has run for ", of(0));
-                ground.expect("a call behind another one", None, &["`score` of group `policy` waits for ", &held]);
+                let held = format!("{} is held by `rank.train` call 0, which has run for ", of(0));
+                ground.expect("a call behind another one", None, &["`rank.score` of group `policy` waits: ", &held]);
             }
             "turn" => {
                 // The chain goes on with the call that holds the turn.
-                let words = ["`train` of group `policy` waits for ", &of(0), &of(1)];
+                let words = ["`rank.train` of group `policy` waits: ", &of(0), &of(1)];
                 ground.expect("a turn of another group", None, &words);
                 ground.expect_hop(
                     "a turn of another group",
-                    "`score` of group `logprob` waits for its turn: policy has had its bundles for ",
+                    "`rank.score` of group `logprob` waits for its turn: policy has had its bundles for ",
                 );
             }
             _ => {
                 stop(pids[1]);
                 std::io::Write::write_all(&mut input, b"go\n").expect("writes");
                 let stopped = format!("pid {}: its process is stopped", pids[1]);
-                ground.expect("a stopped rank", None, &["`score` of group `policy` waits for ", &of(1), &stopped]);
+                ground.expect("a stopped rank", None, &["`rank.score` of group `policy` waits: ", &of(1), &stopped]);
                 let _ = rustix::process::kill_process(
                     rustix::process::Pid::from_raw(pids[1]).expect("not zero"),
                     rustix::process::Signal::CONT,

@@ -251,7 +251,7 @@ fn hop(process: &ProcessWaits, wait: &WaitReport) -> Hop {
         WaitKind::EndpointBackoff => format!("waits {left} before the endpoint is called again: {on}"),
         WaitKind::Queue => format!("waits in the work queue for `{route}` of `{server}`: {on}"),
         WaitKind::Turn => format!("`{route}` of group `{server}` waits for its turn: {on}"),
-        WaitKind::Ranks => format!("`{route}` of group `{server}` waits for {on}"),
+        WaitKind::Ranks => format!("`{route}` of group `{server}` waits: {on}"),
         _ => format!("{server} {route} {on}"),
     };
     let program = if process.program.is_empty() { "process" } else { &process.program };
@@ -327,7 +327,7 @@ mod tests {
         train.trace = String::new();
         let chains = chains(&[asked("", 1, vec![turn, train])]);
         let of_turn = chains.iter().find(|chain| chain.hops.len() == 2).expect("a chain over both groups");
-        assert!(of_turn.leaf.starts_with("`train` of group `policy` waits for rank 1 (pid 312)"), "{}", of_turn.leaf);
+        assert!(of_turn.leaf.starts_with("`train` of group `policy` waits: rank 1 (pid 312)"), "{}", of_turn.leaf);
     }
 
     #[test]
