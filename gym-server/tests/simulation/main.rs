@@ -62,8 +62,9 @@ const PAST_FAILURES_OF_CLUSTERS: &[u64] = &[68269];
 /// Fewer than of servers for the same reason.
 const SEEDS_OF_GROUPS: u64 = 100;
 
-/// Seeds of groups that once found a failure: tied ranks started again before the exits of their old incarnations were reported.
-const PAST_FAILURES_OF_GROUPS: &[u64] = &[237, 265, 320];
+/// Seeds of groups that once found a failure: tied ranks started again before the exits of their old incarnations were reported (the first three);
+/// a rank whose `on_restart` had lost its response did not serve for 600 s (189, 1024).
+const PAST_FAILURES_OF_GROUPS: &[u64] = &[237, 265, 320, 189, 1024];
 
 /// What some seed of a cluster must have: members that the head server gave up, workers that a pool gave up, their late responses, and
 /// workers that return to a restarted head server.

@@ -1,7 +1,7 @@
 //! What one controller holds on a node: resources, ports, and ranks under a lease.
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
 use futures_util::StreamExt as _;
@@ -15,8 +15,9 @@ use crate::group::provision::events::{EventLog, RankEvent};
 use crate::group::provision::machine::{PreparedRanks, PreparesRanks};
 use crate::group::provision::nodes::lease::AgentLease;
 use crate::group::provision::nodes::lock;
-use crate::group::provision::nodes::message::{LaunchBody, PollReply, PortsBody, ReserveBody, StartBody};
+use crate::group::provision::nodes::message::{LaunchBody, PollBody, PollReply, PortsBody, ReserveBody, StartBody};
 use crate::group::provision::place::{HeldPort, hold_ports};
+use crate::group::usage::node::NodeMonitor;
 
 /// The share of a lease for which a poll may wait: the lease is extended several times before it ends.
 const WAIT_SHARE: u32 = 4;
@@ -41,6 +42,8 @@ pub(super) struct NodeSession {
     changing: tokio::sync::Mutex<()>,
     /// `true` once the session ends: its ranks are being stopped.
     ending: watch::Sender<bool>,
+    /// Samples the node, once the controller wants its usage.
+    monitor: OnceLock<NodeMonitor>,
 }
 
 /// Ranks that a controller prepared with one request.
@@ -65,12 +68,15 @@ impl NodeSession {
             ports: Mutex::default(),
             changing: tokio::sync::Mutex::default(),
             ending: watch::Sender::new(false),
+            monitor: OnceLock::new(),
         }
     }
 
-    /// Waits for events after the first `seen`, at most for `wait`, and returns them.
-    pub(super) async fn poll(&self, received: u64, seen: usize, wait: Duration) -> Result<PollReply> {
-        let until = lock(&self.lease).confirm(received);
+    /// Waits for events after those that the controller has seen, no longer than it asks for, and returns them.
+    pub(super) async fn poll(&self, request: &PollBody) -> Result<PollReply> {
+        let (seen, wait) = (request.seen, Duration::from_millis(request.wait_ms));
+        let monitor = request.monitor.then(|| self.monitor.get_or_init(NodeMonitor::start));
+        let until = lock(&self.lease).confirm(request.received);
         let launches: Vec<NodeLaunch> = lock(&self.launches).values().cloned().collect();
         join_all(launches.iter().map(|launch| launch.ranks.lease(until))).await;
         let wait = wait.min(lock(&self.lease).duration() / WAIT_SHARE);
@@ -87,7 +93,8 @@ impl NodeSession {
         };
         let usage = lock(&self.launches).iter().flat_map(usage).collect();
         let events = self.log.after(seen);
-        Ok(PollReply { number: lock(&self.lease).respond(self.here.now()), events, usage })
+        let node = monitor.and_then(NodeMonitor::usage);
+        Ok(PollReply { number: lock(&self.lease).respond(self.here.now()), events, usage, node })
     }
 
     /// Holds ports for a group.
