@@ -70,8 +70,6 @@ const SEEDS_OF_GROUPS: u64 = 100;
 /// - and a lost reservation, for the same reason;
 /// - a node that was killed and restarted during a start failed it as `NotFound`;
 /// - a broken connection to a living rank was not opened again.
-///
-/// An agent that was stopped for its lease, and could start a rank then, has a test of its own beside the session of agents.
 const PAST_FAILURES_OF_GROUPS: &[u64] = &[237, 265, 320, 189, 1024, 37, 69, 95, 127, 5, 100, 6, 56];
 
 /// What some seed of a cluster must have: members that the head server gave up, workers that a pool gave up, their late responses, and
