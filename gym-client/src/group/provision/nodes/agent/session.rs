@@ -201,3 +201,57 @@ impl NodeSession {
         Ok(())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::net::{IpAddr, Ipv4Addr};
+
+    use gym_core::Incarnation;
+    use gym_core::transport::InProcess;
+    use serde_json::value::RawValue;
+
+    use super::*;
+    use crate::group::provision::deployment::LaunchSpec;
+    use crate::group::provision::in_process::InProcessRanks;
+    use crate::group::provision::place::{RankPlace, Rendezvous};
+    use crate::group::provision::workers::tests::Idle;
+    use crate::group::provision::workers::{WorkerKind, Workers};
+    use crate::transport::Transports;
+
+    const LEASE: Duration = Duration::from_secs(2);
+
+    fn launch(number: u64) -> LaunchBody {
+        let local = IpAddr::V4(Ipv4Addr::LOCALHOST);
+        let rendezvous = Rendezvous { master_address: local, master_port: 1, available: vec![(local, 2)] };
+        let (ranks, init) = (vec![RankPlace::on_one_node(0, 1)], RawValue::NULL.to_owned());
+        let spec = LaunchSpec::new("group", "idle", init, ranks.clone());
+        LaunchBody::of(&spec, &[], "session", number, ranks, &rendezvous)
+    }
+
+    fn start(launch: u64) -> StartBody {
+        StartBody { session: "session".to_owned(), launch, lives: vec![(0, Incarnation(1))], rendezvous: None }
+    }
+
+    /// The agent is stopped, and reads requests of before when it goes on: the controller may have started the ranks on another node by then.
+    #[tokio::test(start_paused = true)]
+    async fn an_agent_that_was_stopped_for_its_lease_starts_no_rank() {
+        let workers = Workers::new().with("idle", WorkerKind::of::<Idle>());
+        let ranks = InProcessRanks::new(workers, Transports::from_features(InProcess::new()));
+        let request = ReserveBody {
+            session: "session".to_owned(),
+            controller: "a test".to_owned(),
+            build: String::new(),
+            cpus: 1,
+            gpus: Vec::new(),
+            lease_ms: 2_000,
+        };
+        let session = NodeSession::begin(&request, LEASE, Arc::new(ranks));
+        session.launch(launch(1)).await.expect("the lease runs");
+        tokio::time::advance(LEASE).await;
+        for late in [session.launch(launch(2)).await, session.start(start(1)).await] {
+            let error = late.expect_err("the lease is over");
+            assert!(error.code() == Code::Unavailable && error.message() == "the lease has ended", "{error}");
+        }
+        assert_eq!(session.log.count(), 0, "no rank has started");
+    }
+}
