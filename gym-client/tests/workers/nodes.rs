@@ -143,7 +143,7 @@ pub(crate) async fn a_group_spans_nodes_that_joined_a_cluster() {
     let joined = join_by_hand(&head, &agents).await;
     let nodes = Nodes::of_cluster(Arc::new(head), transports(), SECRET);
     let mut bundles = ClusterSpec::new([2, 2]);
-    bundles.use_gpus = false;
+    (bundles.use_gpus, bundles.monitor_memory) = (false, true);
     let cluster = VirtualCluster::new(bundles, nodes).expect("valid");
     let cx = CallContext::within(LONG);
     let request = GroupRequest::new("policy", "obedient", &Init::default(), options()).expect("JSON");
@@ -159,10 +159,28 @@ pub(crate) async fn a_group_spans_nodes_that_joined_a_cluster() {
     let states: Vec<NodeState> = cluster.nodes(&cx).await.expect("placed").into_iter().map(|node| node.state).collect();
     assert_eq!(states, [NodeState::Serving, NodeState::Serving]);
     until("usage arrives", || group.resource_usage().iter().all(|rank| rank.host.is_some())).await;
+    until_sampled(&cluster, &cx).await;
     cluster.shutdown(LONG).await.expect("ends");
     drop(joined);
     for agent in agents {
         agent.stop(LONG).await;
+    }
+}
+
+/// Waits until the agents of all nodes have reported the usage of their machine.
+async fn until_sampled(cluster: &VirtualCluster, cx: &CallContext) {
+    let sampled = async {
+        loop {
+            let nodes = cluster.nodes(cx).await.expect("placed");
+            let usage: Vec<_> = nodes.into_iter().filter_map(|node| node.usage).collect();
+            if usage.len() == 2 {
+                return usage;
+            }
+            sleep(Duration::from_millis(10)).await;
+        }
+    };
+    for usage in timeout(LONG, sampled).await.expect("the agents report their usage") {
+        assert!(usage.available_bytes_min > 0 && usage.available_bytes <= usage.memory_bytes, "{usage:?}");
     }
 }
 

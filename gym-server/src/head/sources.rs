@@ -6,7 +6,8 @@ use std::path::{Path, PathBuf};
 /// The crates whose sources count: those that a head server and its workers have in common, whatever their programs are.
 const CRATES: [&str; 5] = ["gym-core", "gym-transport-http", "gym-transport-rdma", "gym-client", "gym-server"];
 
-/// Returns the folders of the sources below the folder of the crates. A package of a registry has only its own; there, the versions decide.
+/// Returns the folders of the sources below the folder of the crates. A package of a registry has none
+/// of them at this place; there, the versions decide.
 pub(crate) fn folders(crates: &Path) -> impl Iterator<Item = PathBuf> {
     CRATES.iter().map(|name| crates.join(name).join("src")).filter(|folder| folder.is_dir())
 }

@@ -229,8 +229,8 @@ const OF_TESTS: [&str; 53] = [
 ];
 
 /// Texts in capitals that are no variables of this program: parts of names, settings of UCX, variables of other launchers and of the
-/// children of tests, and names of other kinds.
-const NO_VARIABLES: [&str; 31] = [
+/// children of tests, variables of the build, and names of other kinds.
+const NO_VARIABLES: [&str; 32] = [
     "A",
     "BIG",
     "CARGO_MANIFEST_DIR",
@@ -239,6 +239,7 @@ const NO_VARIABLES: [&str; 31] = [
     "F8_E4M3",
     "GYM_NODE_",
     "GYM_RAY_",
+    "GYM_SOURCES",
     "MM_FIFO_SIZE",
     "MM_RX_BUFS_GROW",
     "NCCL_DEBUG",

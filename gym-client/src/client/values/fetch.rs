@@ -78,7 +78,8 @@ impl Value {
         }
     }
 
-    /// Returns the bytes. They are read into this process once, for all its calls.
+    /// Returns the bytes. They are read into this process once, for all its calls. Has no deadline: the fetch has brought them to this node, and
+    /// reads of its disk cannot be interrupted.
     ///
     /// # Errors
     /// If the file cannot be read.
@@ -97,7 +98,7 @@ impl Value {
         read.await.cloned().map_err(|error| error.within(Execution::Finished, value.reference.subject()))
     }
 
-    /// Deserializes a value that is JSON.
+    /// Deserializes a value that is JSON. Has no deadline, as [`bytes`](Self::bytes).
     ///
     /// # Errors
     /// `InvalidArgument` if it is not, and the errors of [`bytes`](Self::bytes).

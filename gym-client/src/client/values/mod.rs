@@ -145,7 +145,7 @@ impl Values {
         }))
     }
 
-    /// Holds bytes for others. Copies nothing.
+    /// Holds bytes for others. Copies nothing. Has no deadline, because it waits for no other process: the first call binds a port of this machine.
     ///
     /// # Errors
     /// `InvalidArgument` for an invalid name or option. `ResourceExhausted` if all values would have more than
@@ -155,7 +155,8 @@ impl Values {
         self.hold(name, bytes.len() as u64, Source::Memory(bytes)).await
     }
 
-    /// Holds a file for others, without reading it into memory. The file must not change.
+    /// Holds a file for others, without reading it into memory. The file must not change. Has no deadline: it waits only for the file system, whose
+    /// calls cannot be interrupted.
     ///
     /// # Errors
     /// `NotFound` or another error of the disk if the file cannot be opened; otherwise as [`put`](Self::put).

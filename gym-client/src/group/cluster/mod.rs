@@ -177,7 +177,7 @@ impl VirtualCluster {
         Ok(self.reservation(cx).await?.placement())
     }
 
-    /// Returns the nodes of the placement.
+    /// Returns the nodes of the placement, with the usage of other machines if the spec has `monitor_memory`.
     ///
     /// # Errors
     /// As [`VirtualCluster::placement`].
@@ -206,7 +206,7 @@ impl VirtualCluster {
     }
 
     /// Returns the usage of this machine and its GPUs, as last sampled. Returns `None` unless the spec has `monitor_memory` and a
-    /// group was started.
+    /// group was started. The usage of other machines is part of [`nodes`](Self::nodes): their agents sample it.
     #[must_use]
     pub fn node_usage(&self) -> Option<NodeUsage> {
         let monitor = self.monitor.lock().unwrap_or_else(PoisonError::into_inner);

@@ -17,6 +17,7 @@ use serde_json::value::RawValue;
 use crate::group::provision::events::{NodeEvent, NodeStatus, RankEvent};
 use crate::group::provision::place::RankPlace;
 use crate::group::provision::variables::Variables;
+use crate::group::usage::node::NodeUsage;
 use crate::group::usage::process::ProcessUsage;
 
 /// Default limit for a rank's start, until it accepts calls: loading weights takes minutes.
@@ -130,6 +131,12 @@ pub trait Deployment: fmt::Debug + Send + Sync + 'static {
     /// Returns the usage of each running rank at the last sample. Never waits for a rank. Empty if ranks have no process of their
     /// own.
     fn usage(&self) -> BTreeMap<Rank, ProcessUsage>;
+
+    /// Returns the usage of the nodes of the ranks, by name, as their agents last sampled it; empty for a cluster without `monitor_memory`. Never waits
+    /// for a node. `None` if the ranks run on this machine, which their cluster samples itself.
+    fn node_usage(&self) -> Option<BTreeMap<String, NodeUsage>> {
+        None
+    }
 
     /// Asks all ranks to stop, kills ranks that still run after `grace`, and returns when all have exited. Later calls have no
     /// effect.

@@ -10,6 +10,8 @@ use gym_core::group::{Rank, RankExit};
 use gym_core::{Endpoint, Incarnation};
 use serde::{Deserialize, Serialize};
 
+use crate::group::usage::node::NodeUsage;
+
 /// A node, and its state as the reservation's holder knows it.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
@@ -20,6 +22,9 @@ pub struct NodeStatus {
     pub address: Option<Endpoint>,
     /// Its state.
     pub state: NodeState,
+    /// Its memory and GPUs, as its agent last sampled them. `None` for a lost node, for a cluster without `monitor_memory`, and for this machine, whose usage
+    /// is [`VirtualCluster::node_usage`](crate::group::VirtualCluster::node_usage).
+    pub usage: Option<NodeUsage>,
 }
 
 /// The state of a node.

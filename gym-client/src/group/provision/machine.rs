@@ -92,8 +92,12 @@ impl Reservation for MachineReservation {
     }
 
     fn nodes(&self) -> Vec<NodeStatus> {
-        let node =
-            |node: &NodeResources| NodeStatus { resources: node.clone(), address: None, state: NodeState::Serving };
+        let node = |node: &NodeResources| NodeStatus {
+            resources: node.clone(),
+            address: None,
+            state: NodeState::Serving,
+            usage: None,
+        };
         self.nodes.iter().map(node).collect()
     }
 

@@ -302,13 +302,19 @@ impl Group {
     #[must_use]
     pub fn resource_usage(&self) -> Vec<RankUsage> {
         let usage = self.shared.deployment.usage();
-        let places: Vec<_> =
-            self.shared.records().iter().map(|record| (record.place.rank, record.place.gpus.clone())).collect();
-        let gpus = |names: Vec<String>| self.monitor.as_ref().map(|monitor| monitor.gpus(&names)).unwrap_or_default();
+        let (nodes, here) =
+            (self.shared.deployment.node_usage(), self.monitor.as_ref().and_then(|monitor| monitor.usage()));
         let memory_limit_bytes = self.memory_limit_bytes;
-        let rank =
-            |(rank, names)| RankUsage { rank, host: usage.get(&rank).copied(), memory_limit_bytes, gpus: gpus(names) };
-        places.into_iter().map(rank).collect()
+        let rank = |record: &RankRecord| {
+            let node = match &nodes {
+                Some(nodes) => record.node_name.as_deref().and_then(|name| nodes.get(name)),
+                None => here.as_ref(),
+            };
+            let rank = record.place.rank;
+            let gpus = node.map(|node| node.gpus_of(&record.place.gpus)).unwrap_or_default();
+            RankUsage { rank, host: usage.get(&rank).copied(), memory_limit_bytes, gpus }
+        };
+        self.shared.records().iter().map(rank).collect()
     }
 
     /// Returns the ranks that run without a heartbeat, or with a call without progress. Kills no rank; [`Group::restart_workers`] does. The supervisor

@@ -10,6 +10,7 @@ use gym_core::group::health::HealthPolicy;
 use gym_core::group::{GroupError, Method, RankLayout, WorkerGroupExt};
 use gym_core::registry::Balance;
 
+use crate::group::provision::DEFAULT_START_TIMEOUT;
 use crate::group::supervise::subset::RankSubset;
 use crate::transport::Transports;
 
@@ -27,7 +28,8 @@ pub struct GroupOptions {
     /// Restarts ranks that end. Off by default. A failed call is never repeated.
     pub restart_on_failure: bool,
     /// The restart budget of each rank, for automatic restarts and for
-    /// [`Group::restart_failed_workers`](crate::group::Group::restart_failed_workers). The default is 3.
+    /// [`Group::restart_failed_workers`](crate::group::Group::restart_failed_workers). A restart that finds no room on other nodes within
+    /// [`NodesOptions::wait_for_room`](crate::group::NodesOptions::wait_for_room) counts too: otherwise a group would wait without a limit. The default is 3.
     pub max_restarts: u32,
     /// Pause before the first automatic restart of a rank that has never served, doubled for each further restart in a row. A rank that has served
     /// restarts at once the first time. The default is 1 s.
@@ -41,6 +43,9 @@ pub struct GroupOptions {
     /// A call without progress for this long is stuck; see [`CallContext::progress`]. The supervisor then writes a warning, and kills no rank. The
     /// default is 300 s, half of a call's default deadline.
     pub stall: Duration,
+    /// Limits `on_restart`, which loads weights and may take as long as a start. A rank whose preparation takes longer counts as failed. The
+    /// default is 600 s.
+    pub prepare_timeout: Duration,
     /// Starts [submitted](gym_core::group::GroupCall::submit) calls without being awaited. Off by default.
     pub async_communication: bool,
     /// The rule of [`Group::balancer`](crate::group::Group::balancer). The default, `None`, is the least busy rank.
@@ -64,6 +69,7 @@ impl GroupOptions {
             heartbeat: Duration::from_secs(5),
             silence_max: Duration::from_secs(15),
             stall: Duration::from_secs(300),
+            prepare_timeout: DEFAULT_START_TIMEOUT,
             async_communication: false,
             balance: None,
             on_restart: None,

@@ -31,8 +31,6 @@ const EXIT_NEWS: Duration = Duration::from_secs(1);
 const RECONNECT_EVERY: Duration = Duration::from_secs(1);
 /// Time for a status request, which takes microseconds; the limit leaves time for a machine that swaps.
 const PROBE_WAIT: Duration = Duration::from_secs(2);
-/// Time for `on_restart`, which loads weights and may take as long as a start.
-const PREPARE_WAIT: Duration = crate::group::provision::DEFAULT_START_TIMEOUT;
 
 /// State shared by the group and its supervisor.
 #[derive(Debug)]
@@ -382,8 +380,8 @@ impl GroupSupervisor {
         let lives = unprepared.iter().map(|member| (member.rank, member.incarnation)).collect();
         // In one call, because the ranks may run a collective in it.
         let subset = RankSubset::of(Arc::clone(&self.shared.name), unprepared, self.shared.gate.clone());
-        let preparing =
-            async move { on_restart(subset?, CallContext::within(PREPARE_WAIT)).await.map_err(Error::from) };
+        let within = self.shared.options.prepare_timeout;
+        let preparing = async move { on_restart(subset?, CallContext::within(within)).await.map_err(Error::from) };
         self.spawn(preparing, |prepared| JobResult::Prepared(lives, prepared));
     }
 

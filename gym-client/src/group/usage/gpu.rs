@@ -11,6 +11,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
+use serde::{Deserialize, Serialize};
 use tokio::process::Command;
 use tokio::time::MissedTickBehavior;
 use tokio_util::task::AbortOnDropHandle;
@@ -28,7 +29,7 @@ const GPUS: &str = "--query-gpu=index,uuid,memory.used,memory.total,utilization.
 const MIB: u64 = 1 << 20;
 
 /// Usage of one GPU by all its processes.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct GpuUsage {
     /// Its index, as in `nvidia-smi`.

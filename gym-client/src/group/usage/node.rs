@@ -1,4 +1,5 @@
-//! Memory of this node and of its GPUs, sampled while a cluster with `monitor_memory` exists.
+//! Memory of a node and of its GPUs, sampled while a cluster with `monitor_memory` exists: by this process for this machine, and by the agent of
+//! another node for the polls of its controller.
 //!
 //! The usage of a GPU is that of all its processes. [`ProcessUsage`](crate::group::usage::process::ProcessUsage) has the GPU
 //! memory of one rank.
@@ -6,6 +7,7 @@
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use serde::{Deserialize, Serialize};
 use tokio::time::{MissedTickBehavior, interval};
 use tokio_util::task::AbortOnDropHandle;
 
@@ -15,7 +17,7 @@ use crate::group::usage::gpu::{GpuSampler, GpuUsage};
 const NODE_PERIOD: Duration = Duration::from_secs(1);
 
 /// Memory usage of a node.
-#[derive(Clone, Debug, Default, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct NodeUsage {
     /// Its memory, in bytes.
@@ -26,6 +28,16 @@ pub struct NodeUsage {
     pub available_bytes_min: u64,
     /// Its GPUs; empty if there are none, or `nvidia-smi` is missing.
     pub gpus: Vec<GpuUsage>,
+}
+
+impl NodeUsage {
+    /// Returns the usage of these GPUs, as far as it is known. The names are those of `CUDA_VISIBLE_DEVICES`.
+    pub(crate) fn gpus_of(&self, names: &[String]) -> Vec<GpuUsage> {
+        let is = |gpu: &GpuUsage, name: &str| {
+            name.parse() == Ok(gpu.index) || (!name.is_empty() && gpu.uuid.starts_with(name))
+        };
+        self.gpus.iter().filter(|gpu| names.iter().any(|name| is(gpu, name))).cloned().collect()
+    }
 }
 
 /// Samples in the background until it is dropped.
@@ -45,15 +57,6 @@ impl NodeMonitor {
 
     pub(crate) fn usage(&self) -> Option<NodeUsage> {
         self.last.lock().unwrap_or_else(PoisonError::into_inner).clone()
-    }
-
-    /// Returns the usage of these GPUs, as far as it is known. The names are those of `CUDA_VISIBLE_DEVICES`.
-    pub(crate) fn gpus(&self, names: &[String]) -> Vec<GpuUsage> {
-        let all = self.usage().map(|usage| usage.gpus).unwrap_or_default();
-        let is = |gpu: &GpuUsage, name: &str| {
-            name.parse() == Ok(gpu.index) || (!name.is_empty() && gpu.uuid.starts_with(name))
-        };
-        all.into_iter().filter(|gpu| names.iter().any(|name| is(gpu, name))).collect()
     }
 }
 

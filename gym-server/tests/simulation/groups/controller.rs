@@ -82,6 +82,7 @@ impl Controller {
         (options.heartbeat, options.silence_max) = (self.plan.heartbeat, self.plan.heartbeat * 3);
         if self.plan.prepares {
             options = options.on_restart(counter::prepare, ());
+            options.prepare_timeout = self.plan.deadline * 3;
         }
         let mut request = GroupRequest::new(name.clone(), WORKER, &self.life, options).expect("a number is JSON");
         (request.on, request.start_timeout) = (self.plan.on(), RANK_STARTS_WITHIN);

@@ -18,6 +18,7 @@ use crate::group::provision::nodes::lock;
 use crate::group::provision::nodes::message::{KillBody, LaunchBody, RanksBody, StartBody, StopBody, millis};
 use crate::group::provision::nodes::state::{NodeRanks, NodesState};
 use crate::group::provision::place::{RankPlace, Rendezvous};
+use crate::group::usage::node::NodeUsage;
 use crate::group::usage::process::ProcessUsage;
 
 /// Time for a stop beyond the grace.
@@ -341,6 +342,10 @@ impl Deployment for NodesDeployment {
 
     fn usage(&self) -> BTreeMap<Rank, ProcessUsage> {
         lock(&self.0.ranks).iter().filter_map(|(rank, known)| Some((*rank, known.usage?))).collect()
+    }
+
+    fn node_usage(&self) -> Option<BTreeMap<String, NodeUsage>> {
+        Some(self.0.state.usage())
     }
 
     async fn shutdown(&self, grace: Duration) -> Result<()> {

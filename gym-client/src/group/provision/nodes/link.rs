@@ -18,6 +18,7 @@ use crate::group::provision::nodes::lock;
 use crate::group::provision::nodes::message::{
     NodeReport, PollBody, PollReply, ReserveBody, SECRET_METADATA, bearer, millis, read, write,
 };
+use crate::group::usage::node::NodeUsage;
 use crate::transport::Transports;
 use crate::transport::peer::ReconnectingPeer;
 
@@ -88,6 +89,10 @@ pub(super) struct NodeLink {
     lease_end: Mutex<Instant>,
     /// `true` once an engine is about to take the node away.
     draining: AtomicBool,
+    /// `true` if the controller wants the usage of the node.
+    monitor: bool,
+    /// The last sample.
+    usage: Mutex<Option<NodeUsage>>,
 }
 
 #[derive(Clone, Debug, PartialEq)]
@@ -127,13 +132,27 @@ impl NodeLink {
         resources: NodeResources,
         session: String,
         (lease, reconnect): (Duration, Duration),
+        monitor: bool,
         reserved_at: Instant,
     ) -> Self {
         let state = watch::Sender::new(LinkState { node: NodeState::Serving, fenced: None });
         let lease_end = Mutex::new(reserved_at + lease);
         let (address, incarnation) = (report.address, report.incarnation);
-        let draining = AtomicBool::new(false);
-        Self { resources, address, session, client, incarnation, lease, reconnect, state, lease_end, draining }
+        let (draining, usage) = (AtomicBool::new(false), Mutex::default());
+        Self {
+            resources,
+            address,
+            session,
+            client,
+            incarnation,
+            lease,
+            reconnect,
+            state,
+            lease_end,
+            draining,
+            monitor,
+            usage,
+        }
     }
 
     pub(super) fn name(&self) -> &str {
@@ -142,7 +161,13 @@ impl NodeLink {
 
     pub(super) fn status(&self) -> NodeStatus {
         let state = self.state.borrow().node.clone();
-        NodeStatus { resources: self.resources.clone(), address: self.client.endpoint().cloned(), state }
+        let (address, usage) = (self.client.endpoint().cloned(), self.usage());
+        NodeStatus { resources: self.resources.clone(), address, state, usage }
+    }
+
+    /// Returns the usage of the node, as its agent last sampled it. `None` for a lost node: nothing is known of it.
+    pub(super) fn usage(&self) -> Option<NodeUsage> {
+        if self.is_lost() { None } else { lock(&self.usage).clone() }
     }
 
     #[cfg(feature = "ray")]
@@ -254,6 +279,7 @@ impl LinkPoller {
                 received: self.received,
                 seen: self.seen,
                 wait_ms: millis(link.lease / 4),
+                monitor: link.monitor,
             };
             // From here on, the agent may count the lease from the last response, which it sent before we received it.
             let end = self.received_at + link.lease;
@@ -270,6 +296,9 @@ impl LinkPoller {
             let error = match polled {
                 Ok(reply) => {
                     (self.received, self.received_at) = (reply.number, now);
+                    if reply.node.is_some() {
+                        lock(&link.usage).clone_from(&reply.node);
+                    }
                     self.seen += reply.events.len();
                     self.broken_since = None;
                     let recovered = link.state.send_if_modified(|state| {

@@ -30,6 +30,7 @@ use crate::group::provision::deployment::LaunchSpec;
 use crate::group::provision::events::RankEvent;
 use crate::group::provision::place::{RankPlace, Rendezvous};
 use crate::group::provision::variables::Variables;
+use crate::group::usage::node::NodeUsage;
 use crate::group::usage::process::ProcessUsage;
 pub(super) use crate::transport::body::{read, write};
 
@@ -82,6 +83,8 @@ pub(super) struct PollBody {
     /// Number of events that the controller has.
     pub(super) seen: usize,
     pub(super) wait_ms: u64,
+    /// The controller wants the usage of the node.
+    pub(super) monitor: bool,
 }
 
 #[derive(Debug, Serialize, Deserialize)]
@@ -91,6 +94,8 @@ pub(super) struct PollReply {
     pub(super) events: Vec<(u64, RankEvent)>,
     /// The usage of each running rank, with its launch.
     pub(super) usage: Vec<(u64, Rank, ProcessUsage)>,
+    /// The usage of the node, as last sampled, if the controller wants it.
+    pub(super) node: Option<NodeUsage>,
 }
 
 #[derive(Debug, Serialize, Deserialize)]

@@ -26,6 +26,7 @@ use crate::group::provision::nodes::message::{NodeReport, PortsBody, PortsReply,
 use crate::group::provision::nodes::moving::{PlacedBundles, moved};
 use crate::group::provision::nodes::{Nodes, REPORT_TIME, lock};
 use crate::group::provision::place::{BundleId, placed};
+use crate::group::usage::node::NodeUsage;
 use crate::group::usage::process::ProcessUsage;
 use crate::transport::Transports;
 
@@ -129,6 +130,11 @@ impl NodesState {
 
     pub(super) fn statuses(&self) -> Vec<NodeStatus> {
         lock(&self.held).hosts.iter().map(|link| link.status()).collect()
+    }
+
+    /// Returns the usage of each node, by name.
+    pub(super) fn usage(&self) -> BTreeMap<String, NodeUsage> {
+        lock(&self.held).hosts.iter().filter_map(|link| Some((link.name().to_owned(), link.usage()?))).collect()
     }
 
     pub(super) fn log(&self) -> &EventLog<NodeEvent> {
@@ -261,7 +267,8 @@ impl NodesState {
             .reserve(&cx.child().at_most(REPORT_TIME), &request)
             .await
             .map_err(|error| error.about(format!("reserve on node {}", report.name)))?;
-        Ok(NodeLink::new(client, &granted, resources, session, times, Instant::now()))
+        let monitor = self.request.cluster.monitor_memory;
+        Ok(NodeLink::new(client, &granted, resources, session, times, monitor, Instant::now()))
     }
 
     /// Polls a node in the background, until it is lost or the bundles are released.

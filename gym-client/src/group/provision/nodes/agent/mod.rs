@@ -432,8 +432,8 @@ impl AgentState {
             (Verb::Get, "/node") => reply(&self.report()),
             (Verb::Post, "/node/reserve") => reply(&Self::reserve(&self, read(&body)?)?),
             (Verb::Post, "/node/poll") => {
-                let PollBody { session, received, seen, wait_ms } = read(&body)?;
-                reply(&self.session(&session)?.poll(received, seen, Duration::from_millis(wait_ms)).await?)
+                let request: PollBody = read(&body)?;
+                reply(&self.session(&request.session)?.poll(&request).await?)
             }
             (Verb::Post, "/node/ports") => {
                 let request: PortsBody = read(&body)?;

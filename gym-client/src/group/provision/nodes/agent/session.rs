@@ -1,7 +1,7 @@
 //! What one controller holds on a node: resources, ports, and ranks under a lease.
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
 use futures_util::StreamExt as _;
@@ -15,8 +15,9 @@ use crate::group::provision::events::{EventLog, RankEvent};
 use crate::group::provision::machine::{PreparedRanks, PreparesRanks};
 use crate::group::provision::nodes::lease::AgentLease;
 use crate::group::provision::nodes::lock;
-use crate::group::provision::nodes::message::{LaunchBody, PollReply, PortsBody, ReserveBody, StartBody};
+use crate::group::provision::nodes::message::{LaunchBody, PollBody, PollReply, PortsBody, ReserveBody, StartBody};
 use crate::group::provision::place::{HeldPort, hold_ports};
+use crate::group::usage::node::NodeMonitor;
 
 /// The share of a lease for which a poll may wait: the lease is extended several times before it ends.
 const WAIT_SHARE: u32 = 4;
@@ -41,6 +42,8 @@ pub(super) struct NodeSession {
     changing: tokio::sync::Mutex<()>,
     /// `true` once the session ends: its ranks are being stopped.
     ending: watch::Sender<bool>,
+    /// Samples the node, once the controller wants its usage.
+    monitor: OnceLock<NodeMonitor>,
 }
 
 /// Ranks that a controller prepared with one request.
@@ -65,12 +68,15 @@ impl NodeSession {
             ports: Mutex::default(),
             changing: tokio::sync::Mutex::default(),
             ending: watch::Sender::new(false),
+            monitor: OnceLock::new(),
         }
     }
 
-    /// Waits for events after the first `seen`, at most for `wait`, and returns them.
-    pub(super) async fn poll(&self, received: u64, seen: usize, wait: Duration) -> Result<PollReply> {
-        let until = lock(&self.lease).confirm(received);
+    /// Waits for events after those that the controller has seen, no longer than it asks for, and returns them.
+    pub(super) async fn poll(&self, request: &PollBody) -> Result<PollReply> {
+        let (seen, wait) = (request.seen, Duration::from_millis(request.wait_ms));
+        let monitor = request.monitor.then(|| self.monitor.get_or_init(NodeMonitor::start));
+        let until = lock(&self.lease).confirm(request.received);
         let launches: Vec<NodeLaunch> = lock(&self.launches).values().cloned().collect();
         join_all(launches.iter().map(|launch| launch.ranks.lease(until))).await;
         let wait = wait.min(lock(&self.lease).duration() / WAIT_SHARE);
@@ -87,7 +93,8 @@ impl NodeSession {
         };
         let usage = lock(&self.launches).iter().flat_map(usage).collect();
         let events = self.log.after(seen);
-        Ok(PollReply { number: lock(&self.lease).respond(self.here.now()), events, usage })
+        let node = monitor.and_then(NodeMonitor::usage);
+        Ok(PollReply { number: lock(&self.lease).respond(self.here.now()), events, usage, node })
     }
 
     /// Holds ports for a group.
@@ -192,5 +199,59 @@ impl NodeSession {
             return Err(Error::not_started(Code::Unavailable, "the session is ending"));
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::{IpAddr, Ipv4Addr};
+
+    use gym_core::Incarnation;
+    use gym_core::transport::InProcess;
+    use serde_json::value::RawValue;
+
+    use super::*;
+    use crate::group::provision::deployment::LaunchSpec;
+    use crate::group::provision::in_process::InProcessRanks;
+    use crate::group::provision::place::{RankPlace, Rendezvous};
+    use crate::group::provision::workers::tests::Idle;
+    use crate::group::provision::workers::{WorkerKind, Workers};
+    use crate::transport::Transports;
+
+    const LEASE: Duration = Duration::from_secs(2);
+
+    fn launch(number: u64) -> LaunchBody {
+        let local = IpAddr::V4(Ipv4Addr::LOCALHOST);
+        let rendezvous = Rendezvous { master_address: local, master_port: 1, available: vec![(local, 2)] };
+        let (ranks, init) = (vec![RankPlace::on_one_node(0, 1)], RawValue::NULL.to_owned());
+        let spec = LaunchSpec::new("group", "idle", init, ranks.clone());
+        LaunchBody::of(&spec, &[], "session", number, ranks, &rendezvous)
+    }
+
+    fn start(launch: u64) -> StartBody {
+        StartBody { session: "session".to_owned(), launch, lives: vec![(0, Incarnation(1))], rendezvous: None }
+    }
+
+    /// The agent is stopped, and reads requests of before when it goes on: the controller may have started the ranks on another node by then.
+    #[tokio::test(start_paused = true)]
+    async fn an_agent_that_was_stopped_for_its_lease_starts_no_rank() {
+        let workers = Workers::new().with("idle", WorkerKind::of::<Idle>());
+        let ranks = InProcessRanks::new(workers, Transports::from_features(InProcess::new()));
+        let request = ReserveBody {
+            session: "session".to_owned(),
+            controller: "a test".to_owned(),
+            build: String::new(),
+            cpus: 1,
+            gpus: Vec::new(),
+            lease_ms: 2_000,
+        };
+        let session = NodeSession::begin(&request, LEASE, Arc::new(ranks));
+        session.launch(launch(1)).await.expect("the lease runs");
+        tokio::time::advance(LEASE).await;
+        for late in [session.launch(launch(2)).await, session.start(start(1)).await] {
+            let error = late.expect_err("the lease is over");
+            assert!(error.code() == Code::Unavailable && error.message() == "the lease has ended", "{error}");
+        }
+        assert_eq!(session.log.count(), 0, "no rank has started");
     }
 }
