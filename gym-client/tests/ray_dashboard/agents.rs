@@ -7,7 +7,7 @@ use futures_util::{FutureExt as _, StreamExt as _};
 use gym_client::Transports;
 use gym_client::group::ray::Ray;
 use gym_client::group::{
-    GroupOptions, GroupRequest, InProcessRanks, NodeAgent, NodeEvent, NodeOptions, NodeState, Provisioner as _,
+    Group, GroupOptions, GroupRequest, InProcessRanks, NodeAgent, NodeEvent, NodeOptions, NodeState, Provisioner as _,
     Reservation, VirtualCluster, WorkerKind, Workers,
 };
 use gym_core::group::cluster::NodeResources;
@@ -347,58 +347,113 @@ impl Handles<Nothing> for Idle {
     }
 }
 
-/// Case 32: ranks whose agents ended with their job restart on the agents of the next attempt. The ranks are tasks of this process.
+/// A group of two ranks on the two agents of a job. Agents and ranks are tasks of this process.
+struct RankedJob {
+    in_process: InProcess,
+    workers: Workers,
+    cluster: VirtualCluster,
+    group: Group,
+    /// The first attempt of the job.
+    id: String,
+}
+
+impl RankedJob {
+    /// Starts a group whose ranks may restart so many times.
+    async fn start(fake: &Fake, restarts: u32) -> (Self, [NodeAgent; 2]) {
+        let in_process = InProcess::new();
+        let mut host = HostOptions::default();
+        host.starts_in_task = true;
+        let workers = Workers::new()
+            .with("idle", WorkerKind::of::<Idle>().with_host(host))
+            .over(Transports::from(in_process.clone()));
+        fake.play(|job| job.log = placed());
+        let ray = Ray::at(fake.address(), workers.clone()).with(options());
+        let cluster = VirtualCluster::new(two_nodes().cluster, ray).expect("valid");
+        let options = GroupOptions::new(in_process.clone().into()).restarting(restarts);
+        let request = GroupRequest::new("policy", "idle", &(), options).expect("JSON");
+        let cx = cx();
+        let playing = async {
+            fake.until("the job runs", |cluster| cluster.jobs.len() == 1).await;
+            let id = fake.job().id();
+            (both_agents(fake, &workers, &in_process, &id).await, id)
+        };
+        let (group, (agents, id)) = tokio::join!(cluster.start(&cx, request), playing);
+        let ranked = Self { in_process, workers, cluster, group: group.expect("starts"), id };
+        ranked.group.call(Nothing, ()).deadline(LONG).await.expect("answers");
+        (ranked, agents)
+    }
+
+    /// Starts the agent of a share and reports it.
+    async fn agent(&self, fake: &Fake, share: usize, seq: u64) -> NodeAgent {
+        let job = fake.with(|cluster| cluster.jobs[&self.id].clone());
+        let agent = start_agent(&self.workers, &self.in_process, &job, share).await;
+        write(fake, &self.id, &listens(&agent, share, seq));
+        agent
+    }
+
+    /// Waits until both ranks serve in this incarnation, and stops everything.
+    async fn is_back(self, fake: &Fake, incarnation: u64) {
+        let is_back = || {
+            let ranks = self.group.worker_status();
+            ranks.iter().all(|rank| rank.incarnation.0 == incarnation && rank.state == RankState::Healthy)
+        };
+        fake.until("both ranks are back", |_| is_back()).await;
+        self.group.call(Nothing, ()).deadline(LONG).await.expect("answers");
+        let nodes: Vec<_> = self.group.worker_status().into_iter().filter_map(|rank| rank.node_name).collect();
+        let names: Vec<_> = nodes.iter().map(|name| &**name).collect();
+        assert_eq!(names, ["share0000@127.0.0.1", "share0001@127.0.0.1"]);
+        self.group.shutdown(LONG).await.expect("stops");
+        self.cluster.shutdown(Duration::from_secs(1)).await.expect("stops");
+    }
+}
+
+async fn start_agent(workers: &Workers, in_process: &InProcess, job: &Job, share: usize) -> NodeAgent {
+    let ranks = InProcessRanks::new(workers.clone(), in_process.clone());
+    let options = agent_options(job, share);
+    NodeAgent::start_in_process(ranks, in_process.clone(), &World::real(), options).await.expect("listens")
+}
+
+/// Waits for a job, and starts and reports its agents.
+async fn both_agents(fake: &Fake, workers: &Workers, in_process: &InProcess, id: &str) -> [NodeAgent; 2] {
+    fake.until("the job runs", |cluster| cluster.jobs.contains_key(id)).await;
+    let job = fake.with(|cluster| cluster.jobs[id].clone());
+    let agents = [start_agent(workers, in_process, &job, 0).await, start_agent(workers, in_process, &job, 1).await];
+    write(fake, id, &[listens(&agents[0], 0, 4), listens(&agents[1], 1, 5)].concat());
+    agents
+}
+
+/// Case 32: ranks whose agents ended with their job restart on the agents of the next attempt.
 #[tokio::test(start_paused = true)]
 async fn ranks_of_a_job_that_failed_restart_on_the_agents_of_the_next_attempt() {
     let fake = Fake::start().await;
-    let in_process = InProcess::new();
-    let mut host = HostOptions::default();
-    host.starts_in_task = true;
-    let workers = Workers::new()
-        .with("idle", WorkerKind::of::<Idle>().with_host(host))
-        .over(Transports::from(in_process.clone()));
-    let agents = async |id: &str| {
-        fake.until("the job runs", |cluster| cluster.jobs.contains_key(id)).await;
-        let job = fake.with(|cluster| cluster.jobs[id].clone());
-        let start = async |share| {
-            let ranks = InProcessRanks::new(workers.clone(), in_process.clone());
-            let options = agent_options(&job, share);
-            NodeAgent::start_in_process(ranks, in_process.clone(), &World::real(), options).await.expect("listens")
-        };
-        let agents = [start(0).await, start(1).await];
-        write(&fake, id, &[listens(&agents[0], 0, 4), listens(&agents[1], 1, 5)].concat());
-        agents
-    };
-    fake.play(|job| job.log = placed());
-    let ray = Ray::at(fake.address(), workers.clone()).with(options());
-    let cluster = VirtualCluster::new(two_nodes().cluster, ray).expect("valid");
-    let mut options = GroupOptions::new(in_process.clone().into());
-    options.restart_on_failure = true;
-    let request = GroupRequest::new("policy", "idle", &(), options).expect("JSON");
-    let cx = cx();
-    let playing = async {
-        fake.until("the job runs", |cluster| cluster.jobs.len() == 1).await;
-        let id = fake.job().id();
-        (agents(&id).await, id)
-    };
-    let (group, (first, id)) = tokio::join!(cluster.start(&cx, request), playing);
-    let group = group.expect("starts");
-    group.call(Nothing, ()).deadline(LONG).await.expect("answers");
-
+    let (ranked, first) = RankedJob::start(&fake, 3).await;
     // Ray ends the agents with the job.
     drop(first);
-    fake.with(|cluster| cluster.jobs.get_mut(&id).expect("a job").fail(-9));
-    let second = id.replace("-a1", "-a2");
-    let _second = agents(&second).await;
-    let is_back = || {
-        let ranks = group.worker_status();
-        ranks.iter().all(|rank| rank.incarnation.0 == 2 && rank.state == RankState::Healthy)
-    };
-    fake.until("both ranks are back", |_| is_back()).await;
-    group.call(Nothing, ()).deadline(LONG).await.expect("answers");
-    let nodes: Vec<_> = group.worker_status().into_iter().filter_map(|rank| rank.node_name).collect();
-    assert_eq!(nodes.iter().map(|name| &**name).collect::<Vec<_>>(), ["share0000@127.0.0.1", "share0001@127.0.0.1"]);
-    group.shutdown(LONG).await.expect("stops");
-    cluster.shutdown(Duration::from_secs(1)).await.expect("stops");
+    fake.with(|cluster| cluster.jobs.get_mut(&ranked.id).expect("a job").fail(-9));
+    let second = ranked.id.replace("-a1", "-a2");
+    let _second = both_agents(&fake, &ranked.workers, &ranked.in_process, &second).await;
+    ranked.is_back(&fake, 2).await;
     assert_eq!(fake.stops(), [second]);
+}
+
+/// While a rank restarts, the node of another rank is lost: the restart waits for that node too, and tries again.
+#[tokio::test(start_paused = true)]
+async fn two_nodes_that_are_lost_a_moment_apart_cost_each_rank_one_restart() {
+    let fake = Fake::start().await;
+    let (ranked, [first, second]) = RankedJob::start(&fake, 1).await;
+    drop(first);
+    write(
+        &fake,
+        &ranked.id,
+        &event(6, "lost", json!({"share": 0, "cause": "node", "node_id": "node-10.0.0.11", "why": "it died"})),
+    );
+    // By then, no rank of the lost node can be alive, and its bundle waits for the next agent.
+    sleep(Duration::from_secs(20)).await;
+    // The second node dies, which nothing has noticed when the first share has its next agent.
+    drop(second);
+    let _first = ranked.agent(&fake, 0, 7).await;
+    let lost = || ranked.group.worker_status()[1].state != RankState::Healthy;
+    fake.until("the second node is lost", |_| lost()).await;
+    let _second = ranked.agent(&fake, 1, 8).await;
+    ranked.is_back(&fake, 2).await;
 }

@@ -181,6 +181,24 @@ async fn a_reservation_that_waits_ends_with_its_deadline_and_its_job() {
     }
 }
 
+/// Ray sets up the environment of a job, or waits for a node, before it starts the driver: then there is no log to read.
+#[tokio::test(start_paused = true)]
+async fn a_job_that_ray_does_not_start_is_explained_with_what_ray_says() {
+    let fake = Fake::start().await;
+    fake.play(|job| {
+        job.status = "PENDING";
+        job.message =
+            Some("Job has not started yet. It may be waiting for the runtime environment to be set up.".to_owned());
+    });
+    let error = refused_with(&fake, &CallContext::within(Duration::from_secs(6)), options(), &two_nodes()).await;
+    assert_eq!(error.code(), Code::DeadlineExceeded);
+    let age = ["is PENDING for 4 s", "is PENDING for 3 s", "is PENDING for 2 s"];
+    assert!(age.iter().any(|age| error.to_string().contains(age)), "{error}");
+    let said = "Ray says: Job has not started yet. It may be waiting for the runtime environment to be set up.";
+    assert_contains(&error, &[&fake.job().id(), said, "10.0.0.11 has 4 CPU", "fix: ", "runtime_env_setup"]);
+    assert_stopped(&fake).await;
+}
+
 /// The explanation and the end of the job need the head, which has limits of its own.
 #[tokio::test(start_paused = true)]
 async fn a_reservation_ends_soon_after_its_deadline_though_the_head_hangs() {

@@ -19,11 +19,21 @@ use crate::transport::INCARNATION_METADATA;
 pub trait Handler: fmt::Debug + Send + Sync + 'static {
     /// Accepts one call and returns the future of its response.
     fn handle(&self, request: Request) -> BoxFuture<'static, Result<Response>>;
+
+    /// Returns `true` if the futures of [`Handler::handle`] do nothing but wait for a task or thread that runs the calls. An ordered transport then polls a
+    /// future where it is woken, without a task for each call. Such a future must be woken without a lock that polling or dropping it acquires.
+    fn only_waits(&self) -> bool {
+        false
+    }
 }
 
 impl<H: Handler + ?Sized> Handler for Arc<H> {
     fn handle(&self, request: Request) -> BoxFuture<'static, Result<Response>> {
         (**self).handle(request)
+    }
+
+    fn only_waits(&self) -> bool {
+        (**self).only_waits()
     }
 }
 

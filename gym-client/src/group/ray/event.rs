@@ -4,6 +4,7 @@ use std::fmt::Write as _;
 
 use gym_core::Endpoint;
 use serde::Deserialize;
+use tokio::time::Instant;
 
 /// Prefix of an event in the log of a job.
 const MARK: &str = "@gym ";
@@ -72,11 +73,21 @@ enum ShimEventKind {
 #[derive(Clone, Debug, Default)]
 pub(super) struct RunState {
     seen: u64,
+    /// What Ray says about the job while it has not started its driver.
+    pub(super) pending: Option<PendingJob>,
     /// The number of the attempt to place the bundles, while they wait for room.
     pub(super) waiting: Option<u32>,
     pub(super) shares: Vec<ShareState>,
     /// Why the job has ended.
     pub(super) ended: Option<RunEnd>,
+}
+
+/// A job whose driver Ray has not started.
+#[derive(Clone, Debug)]
+pub(super) struct PendingJob {
+    /// When Ray first said so.
+    pub(super) since: Instant,
+    pub(super) why: String,
 }
 
 /// The end of a job.
@@ -120,6 +131,7 @@ impl RunState {
             match serde_json::from_str::<ShimEvent>(event) {
                 Ok(event) if event.seq > self.seen => {
                     self.seen = event.seq;
+                    self.pending = None;
                     self.take(event.kind);
                     changed = true;
                 }
@@ -129,6 +141,14 @@ impl RunState {
             }
         }
         changed
+    }
+
+    /// Notes what Ray says about a job that it has not started. A driver that has written something runs, although Ray may say so later.
+    pub(super) fn note_pending(&mut self, now: Instant, why: String) {
+        if self.seen == 0 {
+            let since = self.pending.as_ref().map_or(now, |pending| pending.since);
+            self.pending = Some(PendingJob { since, why });
+        }
     }
 
     fn take(&mut self, event: ShimEventKind) {

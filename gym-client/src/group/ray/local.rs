@@ -5,11 +5,12 @@
 
 use std::collections::VecDeque;
 use std::fmt;
+use std::fs::File;
 use std::net::TcpListener;
 use std::os::unix::fs::DirBuilderExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use gym_core::{CallContext, Code, Error, Execution, Result};
 use tokio::task::JoinHandle;
@@ -38,6 +39,10 @@ const PROBE_EVERY: Duration = Duration::from_millis(100);
 const STOP_GRACE: Duration = Duration::from_secs(8);
 /// Lines of output that are kept for an error.
 const LINES_KEPT: usize = 30;
+/// Prefix of the names of the directories of heads.
+const FOLDER_PREFIX: &str = "gymray-";
+/// Time for which the directory of a head stays whose program was killed, or which did not start: its error names the logs there.
+const FOLDER_KEPT: Duration = Duration::from_secs(3_600);
 /// Ray puts Unix sockets below its directory, whose paths have at most 107 bytes:
 /// `/session_2026-11-24_03-27-23_413844_1154300/sockets/plasma_store.1` has 67 of them.
 const FOLDER_BYTES_MAX: usize = 40;
@@ -54,7 +59,7 @@ pub struct LocalHead {
 /// A head that this process started.
 struct OwnHead {
     launcher: Launcher,
-    folder: PathBuf,
+    folder: HeadFolder,
     watch: JoinHandle<()>,
 }
 
@@ -154,16 +159,17 @@ impl LocalHead {
     }
 
     async fn start_at(cx: &CallContext, address: &RayAddress, program: &Path, ports: &HeadPorts) -> Result<Self> {
-        let folder = create_folder()?;
+        let folder = tokio::task::spawn_blocking(HeadFolder::create).await;
+        let folder = folder.map_err(|error| Error::internal("create a directory").caused_by(error))??;
         let output = HeadOutput::default();
         let launcher = Launcher::builder().lines(keeps(&output)).orphan_grace(STOP_GRACE).build().map_err(of_launch)?;
-        let child = launcher.spawn(ports.spec(program, &folder)).await.map_err(|error| {
-            let _ = std::fs::remove_dir(&folder);
+        let child = launcher.spawn(ports.spec(program, &folder.path)).await.map_err(|error| {
+            let _ = std::fs::remove_dir(&folder.path);
             of_launch(error)
         })?;
         let cluster = format!("127.0.0.1:{}", ports.head);
         let started = RayAddress::of_local_head(&cluster, address.source(), ports.dashboard);
-        let version = ready(cx, &child, &started, &output, &folder).await?;
+        let version = ready(cx, &child, &started, &output, &folder.path).await?;
         let watch = tokio::spawn(watch(child, output));
         Ok(Self { address: started, version, cluster, note: None, own: Some(OwnHead { launcher, folder, watch }) })
     }
@@ -209,8 +215,7 @@ impl LocalHead {
         let Some(own) = self.own else { return Ok(()) };
         own.watch.abort();
         own.launcher.shutdown(STOP_GRACE).await.map_err(of_launch)?;
-        let folder = own.folder.clone();
-        let _ = tokio::task::spawn_blocking(move || std::fs::remove_dir_all(folder)).await;
+        let _ = tokio::task::spawn_blocking(move || std::fs::remove_dir_all(&own.folder.path)).await;
         Ok(())
     }
 }
@@ -329,20 +334,51 @@ fn first_free(from: u16) -> Result<u16> {
     })
 }
 
-/// Creates the directory of a head, which only this user may enter.
-fn create_folder() -> Result<PathBuf> {
-    let name = format!("gymray-{:08x}", fastrand::u32(..));
-    let base = std::env::temp_dir();
-    let base = if base.as_os_str().len() + 1 + name.len() <= FOLDER_BYTES_MAX { base } else { PathBuf::from("/tmp") };
-    let folder = base.join(name);
-    std::fs::DirBuilder::new().mode(0o700).create(&folder).map_err(|error| {
-        let message = format!(
-            "create {}: {error}\n  fix: free space there, or set TMPDIR to another short path",
-            folder.display()
-        );
-        Error::not_started(Code::FailedPrecondition, message)
-    })?;
-    Ok(folder)
+/// The directory of a head, which only this user may enter.
+struct HeadFolder {
+    path: PathBuf,
+    /// Locked until this program ends, however that ends.
+    _held: File,
+}
+
+impl HeadFolder {
+    /// Creates a directory, after it has removed those of heads that ended long ago without removing theirs.
+    fn create() -> Result<Self> {
+        let name = format!("{FOLDER_PREFIX}{:08x}", fastrand::u32(..));
+        let base = std::env::temp_dir();
+        let base =
+            if base.as_os_str().len() + 1 + name.len() <= FOLDER_BYTES_MAX { base } else { PathBuf::from("/tmp") };
+        sweep(&base, SystemTime::now());
+        let path = base.join(name);
+        let created = std::fs::DirBuilder::new().mode(0o700).create(&path).and_then(|()| {
+            let held = File::open(&path)?;
+            held.try_lock()?;
+            Ok(held)
+        });
+        let held = created.map_err(|error| {
+            let message = format!(
+                "create {}: {error}\n  fix: free space there, or set TMPDIR to another short path",
+                path.display()
+            );
+            Error::not_started(Code::FailedPrecondition, message)
+        })?;
+        Ok(Self { path, _held: held })
+    }
+}
+
+/// Removes the directories of heads whose program was killed some time ago. A directory that cannot be opened belongs to another user.
+fn sweep(parent: &Path, now: SystemTime) {
+    let Ok(entries) = std::fs::read_dir(parent) else { return };
+    for entry in entries.filter_map(std::result::Result::ok) {
+        if entry.file_name().to_string_lossy().starts_with(FOLDER_PREFIX)
+            && let Ok(held) = File::open(entry.path())
+            && held.try_lock().is_ok()
+            && let Ok(modified) = held.metadata().and_then(|metadata| metadata.modified())
+            && now.duration_since(modified).is_ok_and(|age| age > FOLDER_KEPT)
+        {
+            let _ = std::fs::remove_dir_all(entry.path());
+        }
+    }
 }
 
 /// Returns a sink that keeps the last lines, and logs all.
@@ -453,8 +489,27 @@ mod tests {
 
     #[test]
     fn the_directory_of_a_head_leaves_room_for_the_sockets_below_it() {
-        let folder = create_folder().unwrap();
-        assert!(folder.as_os_str().len() <= FOLDER_BYTES_MAX, "{}", folder.display());
-        std::fs::remove_dir(folder).unwrap();
+        let folder = HeadFolder::create().unwrap();
+        assert!(folder.path.as_os_str().len() <= FOLDER_BYTES_MAX, "{}", folder.path.display());
+        std::fs::remove_dir(&folder.path).unwrap();
+    }
+
+    #[test]
+    fn directories_of_heads_whose_program_was_killed_long_ago_are_removed() {
+        let parent = tempfile::tempdir().unwrap();
+        let create = |name: &str| {
+            let path = parent.path().join(name);
+            std::fs::create_dir(&path).unwrap();
+            std::fs::write(path.join("a.log"), "").unwrap();
+            path
+        };
+        let [killed, runs, other] = ["gymray-00000001", "gymray-00000002", "gymray4711"].map(create);
+        let held = File::open(&runs).unwrap();
+        held.try_lock().unwrap();
+        let now = SystemTime::now();
+        sweep(parent.path(), now);
+        assert!(killed.exists(), "its logs may still be read");
+        sweep(parent.path(), now + FOLDER_KEPT * 2);
+        assert!(!killed.exists() && runs.exists() && other.exists());
     }
 }

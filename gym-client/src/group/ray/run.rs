@@ -10,7 +10,7 @@ use tokio::time::{Instant, sleep};
 use tokio_util::task::AbortOnDropHandle;
 
 use crate::group::ray::dashboard::{RayJob, RayNode};
-use crate::group::ray::event::{NOT_PLACED, RunEnd, RunState};
+use crate::group::ray::event::{NOT_PLACED, PendingJob, RunEnd, RunState};
 use crate::group::ray::job::JobTemplate;
 
 /// Pause between two looks at the log while an agent is awaited.
@@ -104,13 +104,20 @@ impl RayRun {
                 return Err(self.ended_early(cx, &now, end).await);
             }
             if let Err(end) = cx.check() {
-                let what = match now.waiting {
-                    Some(_) => self.unplaced("its bundles still wait for room").await,
-                    None => format!("the agents have not all started:\n  {}", now.missing()),
+                let what = match (&now.pending, now.waiting) {
+                    (Some(pending), _) => self.unstarted(pending).await,
+                    (None, Some(_)) => self.unplaced("its bundles still wait for room").await,
+                    (None, None) => format!("the agents have not all started:\n  {}", now.missing()),
                 };
                 return Err(Error::new(end.code(), Execution::NotStarted, what));
             }
             let due = said.map_or(begin + SAY_AFTER, |said| said + SAY_EVERY);
+            if let Some(pending) = &now.pending
+                && Instant::now() >= due
+            {
+                said = Some(Instant::now());
+                tracing::warn!(job = %self.id(), "{}", self.unstarted(pending).await);
+            }
             if now.waiting.is_some() && Instant::now() >= due {
                 said = Some(Instant::now());
                 let infeasible = self.is_infeasible().await;
@@ -170,31 +177,49 @@ impl RayRun {
     /// Explains what was asked for and what there is.
     async fn unplaced(&self, why: &str) -> String {
         let cx = CallContext::within(LOOK_TIME);
-        let has = match self.job.dashboard.nodes(&cx).await {
-            Ok(nodes) => {
-                let shown =
-                    |name: &str| !name.starts_with("node:") && name != "object_store_memory" && name != "memory";
-                let node = |node: &RayNode| {
-                    let resources = node.resources_total.iter().filter(|(name, _)| shown(name));
-                    let resources: Vec<String> = resources.map(|(name, many)| format!("{many} {name}")).collect();
-                    let resources = if resources.is_empty() { "nothing".to_owned() } else { resources.join(", ") };
-                    format!("{} has {resources}", node.node_ip)
-                };
-                let alive: Vec<String> = nodes.iter().filter(|node| node.is_alive()).map(node).collect();
-                alive.join("; ")
-            }
-            Err(error) => error.to_string(),
-        };
         let used = self.job.dashboard.usage(&cx).await.unwrap_or_default();
         let used = used.iter().filter(|(name, _)| matches!(name.as_str(), "CPU" | "GPU"));
         let used: Vec<String> = used.map(|(name, (used, total))| format!("{used} of {total} {name}")).collect();
         format!(
-            "Ray has not placed {} with {}: {why}\n  {has}\n  in use: {}\n  fix: ask for fewer or smaller bundles, wait for other jobs, or add nodes (`ray start \
+            "Ray has not placed {} with {}: {why}\n  {}\n  in use: {}\n  fix: ask for fewer or smaller bundles, wait for other jobs, or add nodes (`ray start \
              --address=HEAD:6379`)",
             self.job.plan.describe(),
             self.job.plan.strategy,
+            self.nodes(&cx).await,
             if used.is_empty() { "unknown".to_owned() } else { used.join(", ") },
         )
+    }
+
+    /// Explains that Ray has not started the driver, as far as Ray says why.
+    async fn unstarted(&self, pending: &PendingJob) -> String {
+        let asked =
+            if self.job.options.driver_on_worker { "; its driver must be on a node other than the head" } else { "" };
+        format!(
+            "job {} is PENDING for {:.0} s: Ray has not started its driver{asked}. Ray says: {}\n  {}\n  fix: the logs of the head say what Ray waits for: in \
+             /tmp/ray/session_latest/logs, runtime_env_setup-*.log if the program does not arrive, and raylet.out if no process starts. Ray ends the job after 15 \
+             minutes; `rgym ray stop` ends it now",
+            self.id(),
+            pending.since.elapsed().as_secs_f64(),
+            pending.why,
+            self.nodes(&CallContext::within(LOOK_TIME)).await,
+        )
+    }
+
+    /// Returns what each node that is alive has.
+    async fn nodes(&self, cx: &CallContext) -> String {
+        let nodes = match self.job.dashboard.nodes(cx).await {
+            Ok(nodes) => nodes,
+            Err(error) => return error.to_string(),
+        };
+        let shown = |name: &str| !name.starts_with("node:") && name != "object_store_memory" && name != "memory";
+        let node = |node: &RayNode| {
+            let resources = node.resources_total.iter().filter(|(name, _)| shown(name));
+            let resources: Vec<String> = resources.map(|(name, many)| format!("{many} {name}")).collect();
+            let resources = if resources.is_empty() { "nothing".to_owned() } else { resources.join(", ") };
+            format!("{} has {resources}", node.node_ip)
+        };
+        let alive: Vec<String> = nodes.iter().filter(|node| node.is_alive()).map(node).collect();
+        if alive.is_empty() { "no node is alive".to_owned() } else { alive.join("; ") }
     }
 
     /// Stops the job, and waits until it has ended.
@@ -230,7 +255,7 @@ impl Drop for RayRun {
     }
 }
 
-/// Returns why a job has ended. The message of a failed one has the last 20,000 characters of its log.
+/// Returns what Ray says about a job. The message of a failed one has the last 20,000 characters of its log.
 fn reason(job: &RayJob) -> String {
     let message = job.message.as_deref().unwrap_or(&job.status);
     let message = message.split_once(", last available logs").map_or(message, |(message, _)| message);
@@ -308,7 +333,15 @@ impl RayRun {
                 Some(job) if self.is_dead(&cx, job.driver_node_id.as_deref()).await? => {
                     RunEnd { code: None, why: "the node of its driver is lost".to_owned() }
                 }
-                Some(_) => return log.map(drop),
+                Some(job) => {
+                    if job.status == "PENDING" {
+                        self.state.send_if_modified(|state| {
+                            state.note_pending(Instant::now(), reason(&job));
+                            true
+                        });
+                    }
+                    return log.map(drop);
+                }
                 None => RunEnd { code: None, why: "the cluster was restarted, and does not know it".to_owned() },
             };
             self.state.send_if_modified(|state| {
@@ -326,9 +359,13 @@ impl RayRun {
         log.map(drop)
     }
 
-    /// Says which shares wait for room after they were lost.
+    /// Says what lost shares wait for: the start of a job that was submitted again, or room.
     async fn say_missing(&self) {
         let cx = CallContext::within(LOOK_TIME);
+        if let Some(pending) = self.state().pending {
+            tracing::warn!(job = %self.id(), "{}", self.unstarted(&pending).await);
+            return;
+        }
         match self.job.dashboard.placement_group(&cx, &self.id()).await {
             Ok(Some(group)) if group.waits() => {
                 let missing = self.state().missing();

@@ -33,6 +33,8 @@ pub(crate) struct RankRecord {
     /// Consecutive exits, without an incarnation between them that served for longer than `backoff_max`.
     streak: u32,
     healthy_since: Option<Instant>,
+    /// The time of the last loss of a node that used a restart.
+    node_loss: Option<Instant>,
     /// The time of the last heartbeat.
     pub(crate) last_heartbeat: Option<Instant>,
     pub(crate) report: Option<WorkerStatus>,
@@ -106,6 +108,7 @@ impl RankRecord {
             preparation: RestartPreparation::Pending,
             streak: 0,
             healthy_since: None,
+            node_loss: None,
             last_heartbeat: None,
             report: None,
             reported: Arc::default(),
@@ -129,7 +132,13 @@ impl RankRecord {
     }
 
     /// Records that the current incarnation has ended.
-    pub(crate) fn ended(&mut self, mut exit: RankExit, now: Instant, options: &GroupOptions) -> AfterExit {
+    pub(crate) fn ended(&mut self, exit: RankExit, now: Instant, options: &GroupOptions) -> AfterExit {
+        let with_node = exit.cause == ExitCause::NodeLost;
+        self.ended_with(exit, with_node, now, options)
+    }
+
+    /// Records that the current incarnation has ended, `with_node` if its own node or that of a tied rank is lost.
+    fn ended_with(&mut self, mut exit: RankExit, with_node: bool, now: Instant, options: &GroupOptions) -> AfterExit {
         let stopped = exit.cause == ExitCause::Stopped;
         // A process that exited by itself was not killed by the supervisor.
         if let Some(why) = self.kill_reason.take().filter(|_| exit.cause == ExitCause::Died && exit.code.is_none()) {
@@ -145,6 +154,15 @@ impl RankRecord {
         let served = self.healthy_since.take().map(|since| now.duration_since(since));
         if served.is_some_and(|served| served > options.backoff_max) {
             self.streak = 0;
+        }
+        if with_node {
+            // When a rack fails, its nodes are noticed one after another. Bounded in time, because a rank may also take down each node on which it starts.
+            let shortly = |first: Instant| now.duration_since(first) <= options.backoff_max;
+            if served.is_none() && self.node_loss.is_some_and(shortly) {
+                self.note(HealthEvent::RestartInterrupted, options);
+            } else {
+                self.node_loss = Some(now);
+            }
         }
         if !options.restart_on_failure || !self.use_restart(options) {
             return AfterExit::Rest;
@@ -293,6 +311,7 @@ pub(crate) fn ended(
         }
         return None;
     }
+    let with_node = exit.cause == ExitCause::NodeLost;
     let next = record.ended(exit.clone(), now, options);
     let exit = record.exit.as_deref().cloned().unwrap_or(exit);
     let mut others = Vec::new();
@@ -301,7 +320,7 @@ pub(crate) fn ended(
             tied(records, rank).filter(|record| record.place.rank != rank && record.state() != RankState::Stopped)
         {
             others.push((other.place.rank, other.incarnation));
-            other.ended(RankExit::tied(other.incarnation, rank, &exit), now, options);
+            other.ended_with(RankExit::tied(other.incarnation, rank, &exit), with_node, now, options);
         }
     }
     Some(GroupExit { next, others })
@@ -387,6 +406,34 @@ mod tests {
         let exit = died(&record);
         assert_eq!(record.ended(exit, now + Duration::from_secs(31), &options), AfterExit::Restart(Duration::ZERO));
         assert_eq!(record.restarts_used(), 4);
+    }
+
+    #[test]
+    fn nodes_lost_shortly_after_one_another_use_one_restart() {
+        let options = GroupOptions::new(Transports::new()).restarting(2);
+        let mut records: Vec<RankRecord> =
+            (0..2).map(|rank| RankRecord::new(RankPlace::on_one_node(rank, 2))).collect();
+        records[1].place.tied = 0;
+        let mut now = Instant::now();
+        records.iter_mut().for_each(|record| record.serve(now, &options));
+        let mut lose = |rank: usize, after: Duration, served: bool| {
+            now += after;
+            let exit = RankExit::node_lost(records[rank].incarnation, "node", "it does not respond");
+            ended(&mut records, rank as Rank, exit, now, &options).expect("news");
+            tied(&mut records, 0).for_each(|record| {
+                record.restarting(&options);
+            });
+            if served {
+                tied(&mut records, 0).for_each(|record| record.serve(now, &options));
+            }
+            [0, 1].map(|rank| (records[rank].restarts_used(), records[rank].state()))
+        };
+        let (moment, window) = (Duration::from_secs(5), options.backoff_max);
+        assert_eq!(lose(0, moment, false), [(1, RankState::Restarting); 2]);
+        assert_eq!(lose(1, moment, false), [(1, RankState::Restarting); 2], "the second one interrupts the restart");
+        assert_eq!(lose(0, moment, true), [(1, RankState::Healthy); 2]);
+        assert_eq!(lose(1, moment, false), [(2, RankState::Restarting); 2], "the ranks had served again");
+        assert_eq!(lose(0, window + moment, false), [(2, RankState::Retired); 2], "another failure");
     }
 
     #[test]

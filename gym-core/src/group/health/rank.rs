@@ -42,6 +42,9 @@ pub enum HealthEvent {
     RestartGranted,
     /// A restart begins. Deducts it from the budget unless it was granted before. Retires the rank if the budget is spent.
     RestartBegun,
+    /// Something that is not the fault of the rank, such as the loss of another node, ended a restart before the rank served. Returns that restart to the
+    /// budget.
+    RestartInterrupted,
     /// The restarted rank runs, but lacks state that it needs to serve, such as the current weights.
     Loaded,
     /// The rank received the weights of this version.
@@ -146,6 +149,9 @@ impl RankHealth {
                 if std::mem::take(&mut self.restart_granted) {
                     self.state = RankState::Restarting;
                 }
+            }
+            HealthEvent::RestartInterrupted if !self.is_final() && !self.restart_granted => {
+                self.restarts = self.restarts.saturating_sub(1);
             }
             HealthEvent::Loaded if self.state == RankState::Restarting => self.state = RankState::Stale,
             HealthEvent::Refit(version) if self.serves() || self.state == RankState::Stale => {

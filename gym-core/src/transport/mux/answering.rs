@@ -8,6 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use bytes::Bytes;
 use futures_util::future::BoxFuture;
+use tokio::runtime::Handle;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::task::{AbortHandle, JoinSet};
 
@@ -17,6 +18,7 @@ use super::capacity::UnreadReplies;
 use super::header::{HEADER_BYTES_MAX, RequestHeader, malformed, put_failed, put_response};
 use super::limits::{ConnectionLimits, Handshake};
 use super::sender::MessageSender;
+use super::waiting::{Abandon, Respond, WaitingCall};
 use crate::base::cancel::CancelToken;
 use crate::base::error::{Code, Error, Result};
 use crate::message::PeerInfo;
@@ -27,6 +29,8 @@ use crate::transport::Handler;
 /// not have read the replies sent before. The extra number covers replies in flight: a transport may learn later than its peer
 /// that they arrived.
 const UNREAD_EXTRA: usize = 1_024;
+/// Size of a reply above which a task of its own sends it, so that what produced it goes on with the next call.
+const LARGE_REPLY_BYTES: usize = 16 << 10;
 
 /// The answering end of one connection. Its reader calls the `on_…` methods, one at a time.
 pub struct AnsweringEnd<O> {
@@ -55,8 +59,27 @@ struct Running {
 struct Call {
     bytes: usize,
     cancel: CancelToken,
-    task: Option<AbortHandle>,
+    runs_as: RunsAs,
     _permit: OwnedSemaphorePermit,
+}
+
+/// What polls the future of a call.
+enum RunsAs {
+    /// Nothing yet: its message is still arriving.
+    Nothing,
+    Task(AbortHandle),
+    /// Whatever wakes it.
+    Waiting(Arc<dyn Abandon>),
+}
+
+impl RunsAs {
+    fn end(self) {
+        match self {
+            Self::Nothing => {}
+            Self::Task(task) => task.abort(),
+            Self::Waiting(call) => call.abandon(),
+        }
+    }
 }
 
 impl Running {
@@ -129,34 +152,47 @@ impl<O: MessageSender> AnsweringEnd<O> {
             }
             return;
         }
+        let reply_bytes_max = header.context.reply_bytes_max;
         let duty = CallTask {
             end: Arc::clone(self),
             call,
-            reply_bytes_max: header.context.reply_bytes_max,
+            reply_bytes_max,
             cancel: header.context.cancel.clone(),
             done: false,
         };
         // Called here and not in the task, because the order of these calls is the order of arrival.
         let answer = self.handler.handle(header.into_request(self.peer.clone(), head, segments));
-        let task = {
-            let mut tasks = self.tasks.lock().unwrap_or_else(PoisonError::into_inner);
-            let Some(tasks) = tasks.as_mut() else { return };
-            // Finished tasks are removed as new calls arrive, so that the set stays small.
-            while tasks.try_join_next().is_some() {}
-            tasks.spawn(duty.run(answer))
-        };
-        if let Some(call) = self.lock().calls.get_mut(&call) {
-            call.task = Some(task);
+        if self.handler.only_waits() {
+            let waiting = WaitingCall::new(duty, answer);
+            // Before it is polled, because its response removes the call.
+            let known =
+                self.lock().calls.get_mut(&call).map(|call| call.runs_as = RunsAs::Waiting(Arc::clone(&waiting) as _));
+            if known.is_some() {
+                waiting.poll();
+            }
+            return;
         }
+        if let Some(task) = self.spawn(duty.run(answer))
+            && let Some(call) = self.lock().calls.get_mut(&call)
+        {
+            call.runs_as = RunsAs::Task(task);
+        }
+    }
+
+    /// Runs a task that ends with the connection; `None` if the connection has ended.
+    fn spawn(&self, task: impl Future<Output = ()> + Send + 'static) -> Option<AbortHandle> {
+        let mut tasks = self.tasks.lock().unwrap_or_else(PoisonError::into_inner);
+        let tasks = tasks.as_mut()?;
+        // Finished tasks are removed as new calls arrive, so that the set stays small.
+        while tasks.try_join_next().is_some() {}
+        Some(tasks.spawn(task))
     }
 
     /// Cancels a call whose caller disconnected or dropped it.
     pub fn on_cancel(&self, call: u64) {
         if let Some(call) = self.remove(call) {
             call.cancel.cancel();
-            if let Some(task) = call.task {
-                task.abort();
-            }
+            call.runs_as.end();
         }
     }
 
@@ -215,7 +251,7 @@ impl<O: MessageSender> AnsweringEnd<O> {
         }
         running.bytes += bytes;
         let cancel = header.context.cancel.clone();
-        running.calls.insert(call, Call { bytes, cancel, task: None, _permit: permit });
+        running.calls.insert(call, Call { bytes, cancel, runs_as: RunsAs::Nothing, _permit: permit });
         Ok(Ok(()))
     }
 
@@ -279,9 +315,9 @@ impl<O: MessageSender> Drop for EndOnDrop<O> {
         self.0.sender.close();
         let tasks = self.0.tasks.lock().unwrap_or_else(PoisonError::into_inner).take();
         drop(tasks);
-        // Calls whose message never arrived.
+        // Calls whose message never arrived, and those without a task.
         let calls = std::mem::take(&mut self.0.lock().calls);
-        drop(calls);
+        calls.into_values().for_each(|call| call.runs_as.end());
     }
 }
 
@@ -295,10 +331,29 @@ struct CallTask<O: MessageSender> {
 }
 
 impl<O: MessageSender> CallTask<O> {
-    async fn run(mut self, answer: BoxFuture<'static, Result<Response>>) {
-        let response = answer.await.unwrap_or_else(|error| Response::from_error(&error));
+    async fn run(self, answer: BoxFuture<'static, Result<Response>>) {
+        let response = answer.await;
+        self.answer(response);
+    }
+
+    /// Sends the response.
+    fn answer(mut self, response: Result<Response>) {
+        let response = response.unwrap_or_else(|error| Response::from_error(&error));
         self.done = true;
         self.end.answer(self.call, self.reply_bytes_max, &response);
+    }
+}
+
+impl<O: MessageSender> Respond for CallTask<O> {
+    /// Sends the response, a large one in a task if there is a runtime.
+    fn respond(self, response: Result<Response>) {
+        match response {
+            Ok(response) if response.message.len() > LARGE_REPLY_BYTES && Handle::try_current().is_ok() => {
+                let end = Arc::clone(&self.end);
+                end.spawn(async move { self.answer(Ok(response)) });
+            }
+            response => self.answer(response),
+        }
     }
 }
 

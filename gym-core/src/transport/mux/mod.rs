@@ -34,6 +34,7 @@ mod link;
 mod sender;
 #[cfg(test)]
 mod tests;
+mod waiting;
 
 pub use answering::{AnsweringEnd, EndOnDrop};
 pub use calling::CallingEnd;

@@ -82,7 +82,8 @@ impl NodesDeployment {
         };
         // Its drop stops what has started, if the rest cannot start.
         let deployment = Self(Arc::new(ranks));
-        deployment.0.start(cx, &lives).await.map_err(|error| error.about(subject))?;
+        let started = async { deployment.0.start(cx, &lives, &deployment.0.meet(cx).await?).await };
+        started.await.map_err(|error: Error| error.about(subject))?;
         Ok(deployment)
     }
 }
@@ -97,7 +98,12 @@ impl NodesRanks {
     }
 
     /// Starts incarnations on the nodes that have their bundles.
-    async fn start(self: &Arc<Self>, cx: &CallContext, lives: &[(Rank, Incarnation)]) -> Result<()> {
+    async fn start(
+        self: &Arc<Self>,
+        cx: &CallContext,
+        lives: &[(Rank, Incarnation)],
+        rendezvous: &Rendezvous,
+    ) -> Result<()> {
         let mut starts: BTreeMap<String, (Arc<NodeLink>, NodeStart)> = BTreeMap::new();
         for (rank, incarnation) in lives {
             let place = self.place(*rank)?;
@@ -111,8 +117,7 @@ impl NodesRanks {
         // A rank that was launched on the node before starts under its old launch; the others under a new one.
         let starts: Vec<(Arc<NodeLink>, NodeStart)> =
             starts.into_values().flat_map(|(link, start)| split(&link, start, &lock(&self.ranks))).collect();
-        let rendezvous = self.meet(cx).await?;
-        let started = starts.into_iter().map(|(link, start)| self.start_on(cx, link, start, &rendezvous));
+        let started = starts.into_iter().map(|(link, start)| self.start_on(cx, link, start, rendezvous));
         join_all(started).await.into_iter().collect()
     }
 
@@ -131,7 +136,11 @@ impl NodesRanks {
                 let body = LaunchBody::of(&self.spec, &known, &link.session, launch, start.places.clone(), rendezvous);
                 self.state.route(launch, Arc::downgrade(self) as _);
                 lock(&self.launches).insert(launch, Arc::clone(&link));
-                link.call::<Value>(cx, "/node/launch", &body).await?;
+                match link.call::<Value>(cx, "/node/launch", &body).await {
+                    // Its ranks are reported as lost below.
+                    Err(_) if link.is_lost() => {}
+                    launched => drop(launched?),
+                }
                 launch
             }
         };
@@ -325,10 +334,16 @@ impl Deployment for NodesDeployment {
             let message = "the ranks have ended, but their node has not reported it";
             return Err(Error::not_started(Code::DeadlineExceeded, message));
         }
-        // A node that is lost meanwhile has to be waited for as well.
-        self.0.state.move_lost(cx).await?;
-        let _one = self.0.restarting.lock().await;
-        self.0.start(cx, lives).await
+        loop {
+            // A node that is lost meanwhile has to be waited for as well.
+            self.0.state.move_lost(cx).await?;
+            let _one = self.0.restarting.lock().await;
+            match self.0.meet(cx).await {
+                // Nothing has started yet.
+                Err(_) if self.0.state.has_lost_bundles() => {}
+                rendezvous => return self.0.start(cx, lives, &rendezvous?).await,
+            }
+        }
     }
 
     async fn kill(&self, rank: Rank, life: Option<Incarnation>) -> Result<()> {

@@ -98,6 +98,11 @@ fn distinct(hosts: &[Arc<NodeLink>]) -> Vec<&Arc<NodeLink>> {
     hosts.iter().filter(|link| seen.insert(&link.session)).collect()
 }
 
+/// Returns the hosts that have bundles.
+fn used_hosts(placement: &Placement) -> BTreeSet<usize> {
+    placement.groups.iter().flat_map(|group| &group.bundles).map(|bundle| bundle.host).collect()
+}
+
 impl NodesState {
     /// Reserves the bundles of `request`.
     pub(super) async fn reserve(nodes: Nodes, cx: &CallContext, request: ReserveRequest) -> Result<Arc<Self>> {
@@ -398,6 +403,12 @@ impl NodesState {
         if ports.len() == count { Ok(ports) } else { Err(Error::internal("an agent held another number of ports")) }
     }
 
+    /// Returns `true` if a node that has bundles is lost.
+    pub(super) fn has_lost_bundles(&self) -> bool {
+        let held = lock(&self.held);
+        used_hosts(&held.placement).into_iter().any(|host| held.hosts[host].is_lost())
+    }
+
     /// Moves all bundles of lost nodes to other nodes, when no rank of the lost nodes can be alive.
     ///
     /// # Errors
@@ -411,10 +422,8 @@ impl NodesState {
             }
             (Arc::clone(&held.placement), held.hosts.clone())
         };
-        let has_bundles =
-            |host: usize| placement.groups.iter().flat_map(|group| &group.bundles).any(|b| b.host == host);
-        let lost: BTreeSet<usize> =
-            (0..hosts.len()).filter(|host| hosts[*host].is_lost() && has_bundles(*host)).collect();
+        let used = used_hosts(&placement);
+        let lost: BTreeSet<usize> = used.iter().copied().filter(|host| hosts[*host].is_lost()).collect();
         if lost.is_empty() {
             return Ok(());
         }
@@ -423,10 +432,7 @@ impl NodesState {
             Ok(())
         };
         cx.bound(gym_core::Execution::NotStarted, fenced).await?;
-        let kept: BTreeSet<String> = (0..hosts.len())
-            .filter(|host| !lost.contains(host) && has_bundles(*host))
-            .map(|host| hosts[host].name().to_owned())
-            .collect();
+        let kept: BTreeSet<String> = used.difference(&lost).map(|host| hosts[*host].name().to_owned()).collect();
         let (next, links) = if self.request.simulated.is_some() {
             self.move_simulated(cx, &lost, &hosts).await?
         } else {

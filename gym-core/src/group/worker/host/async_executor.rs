@@ -90,18 +90,18 @@ async fn exclusive(mut started: StartedCall, context: &CallContext, call: BoxFut
             call.await
         }
     };
-    started.reply(result.unwrap_or_else(|panic| Err(panicked(&*panic))));
+    started.finish(result.unwrap_or_else(|panic| Err(panicked(&*panic))));
 }
 
 /// Runs a shared call until it ends, its deadline passes, or it is cancelled.
-async fn run_shared(mut started: StartedCall, context: CallContext, call: BoxFuture<'static, Result<Message>>) {
+async fn run_shared(started: StartedCall, context: CallContext, call: BoxFuture<'static, Result<Message>>) {
     let result = tokio::select! {
         biased;
         result = AssertUnwindSafe(call).catch_unwind() => result.unwrap_or_else(|panic| Err(panicked(&*panic))),
         () = context.cancel.cancelled() => Err(Error::unknown(Code::Cancelled, "the caller has left")),
         () = async { sleep_until(context.deadline).await } => Err(deadline_passed()),
     };
-    started.reply(result);
+    started.finish(result);
 }
 
 fn deadline_passed() -> Error {

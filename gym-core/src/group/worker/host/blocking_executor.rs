@@ -56,12 +56,12 @@ fn run<W: Worker>(worker: &mut W, entries: &[Entry<W>], call: QueuedCall, curren
     let Entry::Blocking(handle) = entries[call.method()] else {
         unreachable!("a worker with async methods has the other executor")
     };
-    if let Some((mut started, context, message)) = call.start()
+    if let Some((started, context, message)) = call.start()
         && current.set(started.caller(&context), started.stats())
     {
         let result = caught(|| handle(worker, &context, message));
         current.clear();
-        started.reply(result);
+        started.finish(result);
     }
 }
 

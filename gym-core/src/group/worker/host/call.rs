@@ -251,7 +251,15 @@ impl StartedCall {
         self.entry.stats()
     }
 
-    /// Replies to the call; only the first reply counts.
+    /// Replies to the call and ends it; only the first reply counts. The call is no longer admitted when its caller has the reply, and may send the next one.
+    pub(crate) fn finish(mut self, result: Result<Message>) {
+        let Some(sender) = self.sender.take() else { return };
+        self.entry.count(result.is_ok());
+        let stats = self.entry.end();
+        sender.send(result, &stats);
+    }
+
+    /// Replies to the call, which goes on; only the first reply counts.
     pub(crate) fn reply(&mut self, result: Result<Message>) {
         if let Some(sender) = self.sender.take() {
             self.entry.count(result.is_ok());

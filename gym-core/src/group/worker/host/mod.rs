@@ -283,6 +283,11 @@ impl Handler for WorkerHost {
             }
         }
     }
+
+    fn only_waits(&self) -> bool {
+        // The other executor's futures have timers, which must be polled within a runtime.
+        self.0.kind == ExecutorKind::Async
+    }
 }
 
 impl fmt::Debug for WorkerHost {

@@ -188,6 +188,11 @@ impl RunningEntry {
         self.permit.stats()
     }
 
+    /// Ends the entry, and returns the statistics that counted it.
+    pub(crate) fn end(self) -> Arc<CallStats> {
+        Arc::clone(&self.permit.0)
+    }
+
     /// Records the result of the call.
     pub(crate) fn count(&self, succeeded: bool) {
         let counter = if succeeded { &self.stats().succeeded } else { &self.stats().failed };

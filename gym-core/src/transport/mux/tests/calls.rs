@@ -2,6 +2,7 @@
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use futures_util::future::BoxFuture;
 use tokio::sync::Notify;
 
 use super::*;
@@ -173,6 +174,63 @@ async fn a_reply_that_is_dropped_cancels_its_call() {
         }
     })
     .await;
+    assert_eq!(pair.calls_running(), 0);
+}
+
+/// A handler whose futures are polled where they are woken.
+#[derive(Debug)]
+struct OnlyWaits<H>(H);
+
+impl<H: Handler> Handler for OnlyWaits<H> {
+    fn handle(&self, request: Request) -> BoxFuture<'static, Result<Response>> {
+        self.0.handle(request)
+    }
+
+    fn only_waits(&self) -> bool {
+        true
+    }
+}
+
+#[tokio::test]
+async fn a_call_that_only_waits_needs_no_task() {
+    let held = HeldCalls::default();
+    let limits = ConnectionLimits::default();
+    let mut pair = Pair::new(&limits, limits.clone(), OnlyWaits(held.handler()));
+    let reply = pair.channel.start(post("/answered")).await.unwrap();
+    pair.deliver().unwrap();
+    assert_eq!((held.arrived(), pair.calls_running()), (1, 1));
+    // Nothing runs between these lines, because nothing is awaited.
+    held.release.notify_one();
+    assert_eq!(pair.calls_running(), 0);
+    pair.deliver().unwrap();
+    pair.during(reply).await.unwrap();
+
+    let reply = pair.channel.start(post("/cancelled")).await.unwrap();
+    pair.deliver().unwrap();
+    drop(reply);
+    pair.deliver().unwrap();
+    assert_eq!((held.arrived(), held.dropped.load(Ordering::SeqCst), pair.calls_running()), (2, 2, 0));
+
+    let _reply = pair.channel.start(post("/ended")).await.unwrap();
+    pair.deliver().unwrap();
+    pair.ending = None;
+    assert_eq!((held.arrived(), held.dropped.load(Ordering::SeqCst), pair.calls_running()), (3, 3, 0));
+    assert!(pair.answering.sender().next().is_none(), "nobody is there to be told");
+}
+
+#[tokio::test]
+async fn calls_that_only_wait_are_answered_in_any_size_and_from_any_thread() {
+    let handler = handler_fn(|request: Request| {
+        let (sender, response) = tokio::sync::oneshot::channel();
+        std::thread::spawn(move || sender.send(Response::new(Status::OK, request.message)));
+        async move { response.await.map_err(|_| Error::internal("dropped")) }
+    });
+    let limits = ConnectionLimits::default();
+    let pair = Pair::new(&limits, limits.clone(), OnlyWaits(handler));
+    for bytes in [0, 10, 100 << 10].repeat(20) {
+        let response = pair.during(pair.channel.call(with_segment("/echo", bytes))).await.unwrap();
+        assert_eq!(response.message.segments[0].len(), bytes);
+    }
     assert_eq!(pair.calls_running(), 0);
 }
 
