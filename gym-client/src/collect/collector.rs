@@ -1,60 +1,43 @@
 //! Runs a whole collection: materializes the tasks, runs the rollouts, records them and requests the statistics.
 
+mod reader;
+mod requested;
+mod statistics;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
-use std::io::BufReader;
+use std::io::{BufReader, Read as _};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use bytes::Bytes;
 use futures_util::future::BoxFuture;
-use futures_util::stream::{self, StreamExt as _};
 use gym_core::base::Files;
-use gym_core::rollout::TaskKey;
-use gym_core::{CallContext, CancelToken, Code, Error, Request, Result, Rope, Route, World};
+use gym_core::{CallContext, CancelToken, Code, Error, Result, World};
 use tokio::sync::mpsc;
 
-use crate::client::{CallOptions, ServerClient};
+use crate::client::ServerClient;
+use crate::collect::collector::reader::{OpenRows, read_rows};
+use crate::collect::collector::requested::{RequestedRows, RowMatcher, RowSink, RowWriter};
 use crate::collect::files::chunks::{CHUNKS_AHEAD, ChunkWriter, write_new_file};
 use crate::collect::files::{ExistingOutput, OutputFiles, output_exists};
+use crate::collect::input::places::RowPlaces;
 use crate::collect::input::source::InputSource;
-use crate::collect::input::{
-    InputError, MaterializeOptions, MaterializeSummary, MaterializedRow, MaterializedRows, Materializer,
-};
+use crate::collect::input::{InputError, MaterializeOptions, MaterializeSummary, Materializer};
 use crate::collect::ledger::{JsonlLedger, OpenMode};
 use crate::collect::names::ServerNames;
 use crate::collect::observe::monitor::{CollectionMonitor, CollectionReporter, ReportedCollection};
 use crate::collect::observe::{EventFile, EventTarget, RunEnded, RunStarted, TensorBoardFile};
-use crate::collect::report::{AggregateRequest, ReportEntry, RolloutsIndex, label_runs, read_recorded, write_report};
+use crate::collect::report::read_recorded;
 use crate::collect::resume::compare;
-use crate::collect::run::{
-    AgentSummary, CollectProgress, Driver, DriverOptions, FailFast, ProgressSnapshot, RolloutRow, RunEnd,
-};
-use crate::work::{PulledServers, WorkKind, WorkPool};
-
-/// Rows that the reader sends in one group: waking another thread for each row would cost as much as reading the row.
-const GROUP_ROWS: usize = 64;
-
-/// Groups that are read ahead of the rollouts in flight: enough that no rollout waits for the reader, few enough for
-/// memory.
-const GROUPS_AHEAD: usize = 4;
+use crate::collect::run::{AgentSummary, CollectProgress, Driver, DriverOptions, FailFast, ProgressSnapshot, RunEnd};
+use crate::work::{PulledServers, WorkPool};
 
 /// Bytes that one read or write of a file transfers.
 const BUFFER_BYTES: usize = 128 << 10;
 
 /// Limit for opening a ledger, which reads its index, or the whole file if there is no index.
 const OPEN_TIMEOUT: Duration = Duration::from_secs(600);
-
-/// Limit for one aggregate request; a server takes seconds for the statistics of a million rollouts.
-const AGGREGATE_TIMEOUT: Duration = Duration::from_secs(600);
-
-/// Aggregate requests are sent in pieces of at least this size.
-const PIECE_BYTES: usize = 256 << 10;
-
-/// The largest aggregate request: about two million rollouts with a dozen fields. It stays in memory until the server
-/// has responded. Over HTTP, a server accepts a quarter of this size unless its `request_bytes_max` is raised.
-const AGGREGATE_BYTES_MAX: usize = 1 << 30;
 
 /// The input, output and settings of one collection.
 #[derive(Clone, Debug)]
@@ -246,8 +229,10 @@ impl RolloutCollector {
             // The whole input is checked before any file of an earlier run is changed. The name contains the process ID
             // because only the ledger's lock, which is taken later, rejects a second collector.
             let partial = files.materialized.with_extension(format!("jsonl.{}.partial", std::process::id()));
-            let summary = self.materialize(&options, &partial).await?;
-            let (total, mut warnings) = (summary.rows_written, summary.warnings);
+            let mut requested = if resumes { self.match_recorded(&options, &files.materialized).await? } else { None };
+            if requested.is_none() {
+                requested = Some(self.materialize(&options, &partial).await?);
+            }
             let overwrites = options.existing == ExistingOutput::Overwrite;
             // Without leave to overwrite, nothing is removed, even if another collector wrote the files since the check.
             let start = if overwrites { OpenMode::Fresh } else { OpenMode::Resume };
@@ -261,33 +246,30 @@ impl RolloutCollector {
             };
             tracing::info!(?opened, output = %files.rollouts.display(), "opened the ledger");
             let recorded = opened.completed + opened.failed > 0;
-            let accepted = match options.existing {
-                ExistingOutput::Reject if recorded => Err(output_exists(&files.rollouts)),
-                ExistingOutput::Resume if resumes || recorded => compare_rows(&files, &partial).await,
-                _ => Ok(true),
-            };
-            match accepted {
-                Ok(true) => {
+            let accepted = self.accept(&options, &files, &partial, requested, (resumes, recorded)).await;
+            let requested = match accepted {
+                Ok((requested, true)) => {
                     if !resumes {
                         self.world.files.remove(&files.aggregate).await?;
                     }
                     // Durable before the first outcome is: outcomes without their inputs cannot be resumed.
                     self.world.files.rename(&partial, &files.materialized).await?;
+                    requested
                 }
-                Ok(false) => self.discard(&partial).await,
+                Ok((requested, false)) => {
+                    self.discard(&partial).await;
+                    requested
+                }
                 Err(error) => {
                     self.discard(&partial).await;
                     ledger.close(&cx).await?;
                     return Err(error);
                 }
-            }
+            };
+            let MaterializeSummary { rows_written: total, mut warnings, .. } = requested.summary;
             self.progress.set_total(total);
-            if opened.completed > 0
-                && let Err(error) = self.count_recorded(&files.rollouts).await
-            {
-                ledger.close(&cx).await?;
-                return Err(error);
-            }
+            // Before the first rollout of this run, which would be counted twice.
+            let recorded_bytes = std::fs::metadata(&files.rollouts).map_or(0, |found| found.len());
             let ledger = Arc::new(ledger);
             let mut driver =
                 Driver::new(self.client.clone(), Arc::clone(&ledger) as _, &self.world, options.driver.clone())
@@ -326,8 +308,25 @@ impl RolloutCollector {
             if let Some(reporter) = &reporter {
                 driver = driver.observed_by(reporter.observer());
             }
-            let rows = read_rows(files.materialized.clone(), self.names.clone());
-            let ended = Arc::new(driver).run(rows, stop).await;
+            let driver = Arc::new(driver);
+            // The rows of a resumed collection that are done are not read.
+            let offsets = requested.offsets.filter(|_| recorded);
+            let open_rows = offsets.map(|offsets| OpenRows { offsets, driver: Arc::clone(&driver) });
+            let rows = read_rows(files.materialized.clone(), self.names.clone(), open_rows);
+            let stop = stop.child_token();
+            let running = driver.run(rows, stop.clone());
+            let counting = async {
+                let counted = match opened.completed {
+                    0 => Ok(()),
+                    _ => self.count_recorded(&files.rollouts, recorded_bytes).await,
+                };
+                if counted.is_err() {
+                    stop.cancel();
+                }
+                counted
+            };
+            let (ended, counted) = futures_util::future::join(running, counting).await;
+            let ended = ended.and_then(|ended| counted.map(|()| ended));
             let closed = ledger.close(&CallContext::within(OPEN_TIMEOUT)).await;
             let ended = closed.and(ended);
             let mut events_dropped = 0;
@@ -353,31 +352,97 @@ impl RolloutCollector {
         })
     }
 
+    /// Returns the requested rows, and whether they replace the recorded ones. The ledger is locked.
+    async fn accept(
+        &self,
+        options: &CollectOptions,
+        files: &OutputFiles,
+        partial: &Path,
+        requested: Option<RequestedRows>,
+        (resumes, recorded): (bool, bool),
+    ) -> Result<(RequestedRows, bool)> {
+        if recorded && options.existing == ExistingOutput::Reject {
+            return Err(output_exists(&files.rollouts));
+        }
+        // Without the lock, another collector may have replaced the file since it was compared.
+        let is_current =
+            |rows: &RequestedRows| rows.recorded.as_ref().is_none_or(|file| file.is_at(&files.materialized));
+        let mut requested = match requested.filter(is_current) {
+            Some(requested) => requested,
+            None => self.materialize(options, partial).await?,
+        };
+        let resumes = options.existing == ExistingOutput::Resume && (resumes || recorded);
+        let replaces = requested.recorded.is_none() && (!resumes || compare_rows(files, partial).await?);
+        if requested.recorded.is_none() && !replaces {
+            // The recorded rows are the same, but their lines end in another way.
+            requested.offsets = None;
+        }
+        Ok((requested, replaces))
+    }
+
     /// Writes the rows to dispatch and checks that each row has a server.
-    async fn materialize(&self, options: &CollectOptions, partial: &Path) -> Result<MaterializeSummary> {
-        let (input, limit) = (options.input.clone(), options.materialize.limit);
-        let folder =
-            partial.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new(".")).to_owned();
-        let materializer =
-            Materializer::new(options.materialize.clone(), self.names.clone()).map_err(|error| invalid(&error))?;
+    async fn materialize(&self, options: &CollectOptions, partial: &Path) -> Result<RequestedRows> {
         let (chunks, written) = mpsc::channel(CHUNKS_AHEAD);
-        let reading = blocking(move || {
-            let source = InputSource::find(&input).map_err(|error| invalid(&error))?;
-            let (reader, places) = source.open(&folder, limit).map_err(|error| invalid(&error))?;
-            let summary = materializer.write(reader, ChunkWriter::new(chunks));
-            let summary = summary.map_err(|error| invalid(&error.with_places(places.as_ref())))?;
-            Ok((summary, places))
-        });
+        let keeps_offsets = options.existing == ExistingOutput::Resume;
+        let reading = self.each_row(options, partial, RowWriter::new(ChunkWriter::new(chunks), keeps_offsets));
         let written = write_new_file(&*self.world.files, partial, written, reading).await;
-        let (summary, places) = written.map_err(|error| match error.code() {
+        let (summary, places, RowWriter { offsets, .. }) = written.map_err(|error| match error.code() {
             Code::NotFound => Error::invalid("no file can be created in this folder; choose another path")
                 .about(format!("write {}", partial.display()))
                 .caused_by(error),
             _ => error,
         })?;
+        if let Err(error) = self.check_targets(options, &summary, places.as_ref()) {
+            self.discard(partial).await;
+            return Err(error);
+        }
+        Ok(RequestedRows { summary, offsets, recorded: None })
+    }
+
+    /// Compares the requested rows with the recorded ones while they are materialized; `None` if their texts differ.
+    async fn match_recorded(&self, options: &CollectOptions, recorded: &Path) -> Result<Option<RequestedRows>> {
+        let matched = self.each_row(options, recorded, RowMatcher::open(recorded)?).await;
+        let (summary, places, matcher) = matched?;
+        self.check_targets(options, &summary, places.as_ref())?;
+        Ok(matcher.matched.map(|(file, offsets)| RequestedRows {
+            summary,
+            offsets: Some(offsets),
+            recorded: Some(file),
+        }))
+    }
+
+    /// Materializes the rows on a blocking thread. Temporary files are written to the folder of `output`.
+    async fn each_row<S: RowSink>(
+        &self,
+        options: &CollectOptions,
+        output: &Path,
+        mut sink: S,
+    ) -> Result<(MaterializeSummary, Option<RowPlaces>, S)> {
+        let (input, limit) = (options.input.clone(), options.materialize.limit);
+        let folder =
+            output.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new(".")).to_owned();
+        let materializer =
+            Materializer::new(options.materialize.clone(), self.names.clone()).map_err(|error| invalid(&error))?;
+        blocking(move || {
+            let source = InputSource::find(&input).map_err(|error| invalid(&error))?;
+            let (reader, places) = source.open(&folder, limit).map_err(|error| invalid(&error))?;
+            let summary = materializer.each_row(reader, |key, line| sink.row(key, line));
+            let summary = summary.and_then(|summary| sink.end().map(|()| summary));
+            let summary = summary.map_err(|error| invalid(&error.with_places(places.as_ref())))?;
+            Ok((summary, places, sink))
+        })
+        .await
+    }
+
+    /// Checks that each agent and environment server of the rows can be called.
+    fn check_targets(
+        &self,
+        options: &CollectOptions,
+        summary: &MaterializeSummary,
+        places: Option<&RowPlaces>,
+    ) -> Result<()> {
         for (target, used) in &summary.targets {
             if let Err(error) = self.names.check_target(target) {
-                self.discard(partial).await;
                 let place = match places.map(|places| places.of(used.first_line)) {
                     Some((file, row)) => format!("{file}, row {row}"),
                     None => format!("{}, line {}", options.input.display(), used.first_line),
@@ -385,7 +450,7 @@ impl RolloutCollector {
                 return Err(Error::invalid(error.message().to_owned()).about(place));
             }
         }
-        Ok(summary)
+        Ok(())
     }
 
     /// Removes the rows to dispatch. Best effort: a later run writes the file again.
@@ -393,67 +458,16 @@ impl RolloutCollector {
         let _ = self.world.files.remove(partial).await;
     }
 
-    /// Counts the rollouts that earlier runs recorded. Before the first rollout of this run, which would be counted twice.
-    async fn count_recorded(&self, rollouts: &Path) -> Result<()> {
+    /// Counts the rollouts that earlier runs recorded: the rows in the first `bytes` of the file.
+    async fn count_recorded(&self, rollouts: &Path, bytes: u64) -> Result<()> {
         let (rollouts, progress) = (rollouts.to_owned(), Arc::clone(&self.progress));
         let reading = move || {
             let (file, name) = (open(&rollouts)?, rollouts.display().to_string());
-            let file = BufReader::with_capacity(BUFFER_BYTES, file);
+            let file = BufReader::with_capacity(BUFFER_BYTES, file.take(bytes));
             let read = read_recorded(file, &name, |agent, key, rollout| progress.add_recorded(agent, key, rollout));
             read.map_err(|error| Error::internal(error.to_string()))
         };
         blocking(reading).await
-    }
-
-    /// Requests the statistics of each environment server's rollouts and writes the report.
-    async fn aggregate(&self, files: &OutputFiles) -> Result<()> {
-        let names = self.names.clone();
-        let rollouts = files.rollouts.clone();
-        let index = Arc::new(
-            blocking(move || {
-                let file = open(&rollouts)?;
-                RolloutsIndex::scan(BufReader::new(file), rollouts.display().to_string(), |agent| {
-                    names.server_of_agent(agent).map(|(server, _)| server).map_err(|error| error.to_string())
-                })
-                .map_err(|error| Error::internal(error.to_string()))
-            })
-            .await?,
-        );
-        let agents: BTreeMap<String, Option<String>> =
-            index.groups().iter().map(|group| (group.server.clone(), group.agent.clone())).collect();
-        let labels = label_runs(&agents);
-        let mut replies: Vec<(String, Bytes)> = Vec::new();
-        for at in 0..index.groups().len() {
-            let (index_of, rollouts) = (Arc::clone(&index), files.rollouts.clone());
-            let body = blocking(move || aggregate_body(&index_of, at, &rollouts, AGGREGATE_BYTES_MAX)).await?;
-            let server = &index.groups()[at].server;
-            let cx = CallContext::within(AGGREGATE_TIMEOUT);
-            let request = Request::post(cx, Route::from_static("/aggregate_metrics"), body);
-            let is_pulled = self.pulled.as_ref().is_none_or(|pulled| pulled.contains(server));
-            let response = match self.pool.as_ref().filter(|_| is_pulled) {
-                Some(pool) => pool.submit(WorkKind::Repeatable, server, &request).await?,
-                None => self.client.send(server, &request, CallOptions::idempotent()).await?,
-            };
-            let response =
-                response.into_result().map_err(|error| error.about(format!("POST {server}/aggregate_metrics")))?;
-            replies.push((server.clone(), response.message.head.to_bytes()));
-        }
-        let text = blocking(move || {
-            let entries: Result<Vec<ReportEntry<'_>>> = replies
-                .iter()
-                .map(|(server, reply)| {
-                    let reply = std::str::from_utf8(reply).map_err(|error| {
-                        Error::finished(Code::DataLoss, "the reply is not valid UTF-8").caused_by(error)
-                    })?;
-                    Ok(ReportEntry { label: labels[server].clone(), server: server.clone(), reply })
-                })
-                .collect();
-            let mut text = Vec::new();
-            write_report(&entries?, &mut text).map_err(|error| Error::internal(error.to_string()))?;
-            Ok(Bytes::from(text))
-        })
-        .await?;
-        self.world.files.replace(&files.aggregate, &[text]).await
     }
 }
 
@@ -510,112 +524,6 @@ fn has_outcomes(files: &OutputFiles) -> Result<bool> {
     Ok(recorded)
 }
 
-/// Builds the request body from several pieces, so that it is never copied into one buffer.
-fn aggregate_body(index: &RolloutsIndex, group: usize, rollouts: &Path, bytes_max: usize) -> Result<Rope> {
-    let group = &index.groups()[group];
-    let mut file = BufReader::new(open(rollouts)?);
-    let mut request = AggregateRequest::new(index.rows(group, &mut file));
-    let (mut body, mut bytes) = (Rope::new(), 0);
-    let mut piece = String::new();
-    loop {
-        let before = piece.len();
-        let more = request.next_piece(&mut piece).map_err(|error| Error::internal(error.to_string()))?;
-        bytes += piece.len() - before;
-        if bytes > bytes_max {
-            let text = format!(
-                "the aggregate request for the rollouts of {} exceeds {bytes_max} bytes; split the output and aggregate each part",
-                group.server
-            );
-            return Err(Error::not_started(Code::ResourceExhausted, text).about(rollouts.display().to_string()));
-        }
-        if piece.len() >= PIECE_BYTES || !more {
-            body.push(std::mem::take(&mut piece).into());
-        }
-        if !more {
-            return Ok(body);
-        }
-    }
-}
-
-/// Streams the rows of a materialized file, each with the server that runs it.
-fn read_rows(path: PathBuf, names: ServerNames) -> impl futures_util::Stream<Item = Result<RolloutRow>> + Unpin {
-    let (sender, receiver) = mpsc::channel(GROUPS_AHEAD);
-    tokio::task::spawn_blocking(move || {
-        let mut resolve = RowRouter { names, known: BTreeMap::new() };
-        let file = match open(&path) {
-            Ok(file) => BufReader::with_capacity(BUFFER_BYTES, file),
-            Err(error) => return drop(sender.blocking_send(vec![Err(error)])),
-        };
-        let mut rows = MaterializedRows::new(file, path.display().to_string())
-            .map(|row| row.map_err(|error| invalid(&error)).and_then(|row| resolve.row(row)));
-        loop {
-            let mut group = Vec::with_capacity(GROUP_ROWS);
-            // Reading stops after an error.
-            while group.len() < GROUP_ROWS && !group.last().is_some_and(Result::is_err) {
-                let Some(row) = rows.next() else { break };
-                group.push(row);
-            }
-            let ends = group.len() < GROUP_ROWS || group.last().is_some_and(Result::is_err);
-            // The receiver was dropped: the run was stopped.
-            if sender.blocking_send(group).is_err() || ends {
-                return;
-            }
-        }
-    });
-    let groups =
-        stream::unfold(receiver, |mut receiver| async move { receiver.recv().await.map(|group| (group, receiver)) });
-    Box::pin(groups.flat_map(stream::iter))
-}
-
-/// Caches the server of each agent, so that each agent is looked up once.
-struct RowRouter {
-    names: ServerNames,
-    known: BTreeMap<RouteKey, ServerRoute>,
-}
-
-/// The agent and the environment server that a row names.
-type RouteKey = (Option<String>, Option<String>);
-
-#[derive(Clone)]
-struct ServerRoute {
-    agent: Arc<str>,
-    server: Arc<str>,
-    result_type: Arc<str>,
-}
-
-impl RowRouter {
-    fn row(&mut self, row: MaterializedRow) -> Result<RolloutRow> {
-        let place = || format!("materialized row {}", row.line);
-        let key = |value: i64| {
-            u32::try_from(value).map_err(|_| {
-                Error::invalid(format!("index {value} is out of range; use 0 to {}", u32::MAX)).about(place())
-            })
-        };
-        let key = TaskKey::new(key(row.key.task_index)?, key(row.key.rollout_index)?);
-        let asked = (row.agent, row.environment_server);
-        let route = match self.known.get(&asked) {
-            Some(route) => route.clone(),
-            None => {
-                let (server, kind) =
-                    match &asked {
-                        (_, Some(server)) => (server.clone(), self.names.environment(server)?),
-                        (Some(agent), None) => self.names.server_of_agent(agent)?,
-                        (None, None) => return Err(Error::invalid(
-                            "the row has neither agent_ref nor _ng_environment_server; collect again with --overwrite",
-                        )
-                        .about(place())),
-                    };
-                let agent = asked.0.as_deref().unwrap_or(&server).into();
-                let route = ServerRoute { agent, server: server.as_str().into(), result_type: kind.as_str().into() };
-                self.known.insert(asked, route.clone());
-                route
-            }
-        };
-        let ServerRoute { agent, server, result_type } = route;
-        Ok(RolloutRow { key, agent, server, result_type: Some(result_type), row: row.row })
-    }
-}
-
 fn open(path: &Path) -> Result<File> {
     File::open(path).map_err(|error| {
         Error::invalid("the file cannot be opened").about(format!("read {}", path.display())).caused_by(error)
@@ -653,29 +561,5 @@ fn invalid(error: &InputError) -> Error {
             Error::not_started(Code::ResourceExhausted, error.to_string())
         }
         _ => Error::invalid(error.to_string()),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn an_aggregate_request_beyond_its_bound_is_an_error_that_names_the_server() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("rollouts.jsonl");
-        let rows = (0..3).map(|rollout| {
-            format!("{{\"_ng_environment_server\":\"env\",\"_ng_rollout_index\":{rollout},\"reward\":1.0}}\n")
-        });
-        let text: String = rows.collect();
-        std::fs::write(&path, &text).unwrap();
-        let index = RolloutsIndex::scan(text.as_bytes(), "rollouts.jsonl", |agent| Err(agent.to_owned())).unwrap();
-        let whole = aggregate_body(&index, 0, &path, usize::MAX).unwrap().len();
-        assert_eq!(aggregate_body(&index, 0, &path, whole).unwrap().len(), whole);
-        let error = aggregate_body(&index, 0, &path, whole - 1).unwrap_err();
-        assert_eq!(error.code(), Code::ResourceExhausted);
-        assert!(
-            error.to_string().contains(&format!("aggregate request for the rollouts of env exceeds {}", whole - 1))
-        );
     }
 }

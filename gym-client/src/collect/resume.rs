@@ -4,6 +4,8 @@
 //! and the seeds decide. A resumed collection materializes its rows again. New rows are added; a row that differs or is
 //! missing is an error, because the results of both would be mixed in one file.
 
+pub(super) mod offsets;
+
 use std::fmt::Write as _;
 use std::fs::File;
 use std::io::{BufRead as _, BufReader};

@@ -409,7 +409,7 @@ pub trait AgentServer: Send + Sync + 'static {
         let reply = crate::rollout::metrics::aggregate_metrics(body.text(), cx.reply_bytes_max);
         async {
             reply
-                .map(Response::json)
+                .map(crate::rollout::metrics::standard_response)
                 .map_err(|error| Error::invalid("aggregate the metrics of these rollouts").caused_by(error))
         }
     }

@@ -8,6 +8,7 @@ use futures_util::FutureExt;
 use futures_util::future::BoxFuture;
 use gym_client::{CallOptions, CookieJar, ServerClient, Session};
 use gym_core::message::TraceContext;
+use gym_core::rollout::metrics::STATISTICS_METADATA;
 use gym_core::rollout::{EPISODE_METADATA, EpisodeRecord, FailureClass};
 use gym_core::server::ToolErrors;
 use gym_core::{
@@ -356,7 +357,11 @@ pub(super) async fn aggregate(
     let route = Route::from_static(ROUTE);
     let answer = client.post(&cx.child(), server, route, body.text().clone(), CallOptions::idempotent()).await;
     let answer = answer.and_then(Response::into_result).map_err(|error| of_inner(error, server, ROUTE))?;
-    Ok(Response::json(answer.message.head))
+    let mut response = Response::json(answer.message.head);
+    if let Some(statistics) = answer.metadata.get(STATISTICS_METADATA) {
+        response.metadata.push(STATISTICS_METADATA, statistics.to_owned());
+    }
+    Ok(response)
 }
 
 pub(super) async fn post(

@@ -325,7 +325,8 @@ async fn the_page_on_rows_is_the_generated_one() {
         "Materialized rows",
         &format!(
             "`OUTPUT_materialized_inputs.jsonl` has the rows as they are sent: those of the input, with {added}. `agent_ref` and \
-             `responses_create_params` are changed as the options of the collection say."
+             `responses_create_params` are changed as the options of the collection say. New rows, and statistics, are written to files whose \
+             names end in `.PID.partial`, which are renamed; one that a killed collection left can be removed."
         ),
     );
     page.section("Scored rows", "`OUTPUT.jsonl` has one row for each rollout that was scored.");
@@ -342,7 +343,12 @@ async fn the_page_on_rows_is_the_generated_one() {
         "Keys of the response to `/run` by which an environment decides on its attempt.",
     );
     page.table(head, DIRECTIVES.iter().map(row));
-    page.section("Statistics", "`OUTPUT_aggregate_metrics.json` is a list with an entry for each environment server.");
+    page.section(
+        "Statistics",
+        "`OUTPUT_aggregate_metrics.json` is a list with an entry for each environment server. The number of rollouts has no limit for \
+         servers of this SDK. Agents with statistics of their own, and servers in other languages, receive all rollouts in one request of at \
+         most 1 GiB.",
+    );
     page.table(head, AGGREGATE.iter().map(row));
     page.finish();
 }

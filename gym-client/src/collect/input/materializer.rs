@@ -15,7 +15,7 @@ use crate::collect::input::error::InputError;
 use crate::collect::input::options::{DEFAULT_KEY, MaterializeOptions, Repeats, Routing};
 use crate::collect::input::prompt::PromptTemplate;
 use crate::collect::input::python::{PythonValue, dumps};
-use crate::collect::input::rows::{AGENT_REF, ENVIRONMENT_SERVER, agent_name, parse_row, text_member};
+use crate::collect::input::rows::{AGENT_REF, ENVIRONMENT_SERVER, RowKey, agent_name, parse_row, text_member};
 use crate::collect::input::splice::{MemberEdits, json_string};
 
 const PARAMS: &str = "responses_create_params";
@@ -101,9 +101,30 @@ impl<N: AgentNames> Materializer<N> {
     /// and rename it.
     pub fn write<R: BufRead + Seek, W: Write>(
         &self,
-        mut reader: R,
+        reader: R,
         mut writer: W,
     ) -> Result<MaterializeSummary, InputError> {
+        let failed = |error| InputError::io("write materialized inputs", error);
+        let summary = self.each_row(reader, |_, line| writer.write_all(line.as_bytes()).map_err(failed))?;
+        writer.flush().map_err(failed)?;
+        Ok(summary)
+    }
+
+    /// Calls `each` with the key and the line of each row to dispatch, with its newline, until it returns an error.
+    ///
+    /// # Errors
+    /// As [`Materializer::write`], and the error of `each`.
+    pub(in crate::collect) fn each_row<R: BufRead + Seek>(
+        &self,
+        mut reader: R,
+        mut each: impl FnMut(RowKey, &str) -> Result<(), InputError>,
+    ) -> Result<MaterializeSummary, InputError> {
+        let mut each = |task, rollout: u32, out: &mut String| {
+            out.push('\n');
+            let passed = each(RowKey { task_index: task, rollout_index: rollout.into() }, out);
+            out.clear();
+            passed
+        };
         let mut run = MaterializeRun::new(self);
         let mut lines = InputLines::new(&self.options.input_name);
         let mut deferred: Vec<DeferredRow> = Vec::new();
@@ -131,7 +152,7 @@ impl<N: AgentNames> Materializer<N> {
                         // Also built above, so that an invalid row is found before any row is written.
                         deferred.push(DeferredRow { offset: lines.offset, task, rollout, target: place as u32 });
                     } else {
-                        write_line(&mut writer, &mut out)?;
+                        each(task, rollout, &mut out)?;
                     }
                     out.clear();
                     run.wrote(target_name, lines.count);
@@ -155,9 +176,8 @@ impl<N: AgentNames> Materializer<N> {
             })?;
             let target = prepared.targets.get(row.target as usize).cloned().flatten();
             self.emit(&lines, &prepared, target.as_deref(), row.task, row.rollout, &mut out)?;
-            write_line(&mut writer, &mut out)?;
+            each(row.task, row.rollout, &mut out)?;
         }
-        writer.flush().map_err(|error| InputError::io("write materialized inputs", error))?;
         Ok(summary)
     }
 
@@ -640,12 +660,4 @@ fn with_seed(params: &str, seed: u32) -> Result<String, String> {
     let mut edits = MemberEdits::default();
     edits.set("metadata", &metadata);
     Ok(edits.applied(params, &members))
-}
-
-/// Writes the line in `out` and clears the buffer.
-fn write_line(writer: &mut impl Write, out: &mut String) -> Result<(), InputError> {
-    out.push('\n');
-    let written = writer.write_all(out.as_bytes());
-    out.clear();
-    written.map_err(|error| InputError::io("write materialized inputs", error))
 }

@@ -3,7 +3,7 @@
 mod error;
 mod materializer;
 mod options;
-mod places;
+pub(in crate::collect) mod places;
 mod prompt;
 mod python;
 pub(in crate::collect) mod rows;

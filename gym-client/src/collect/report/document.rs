@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use std::io::{self, Read, Seek, Write};
 
 use gym_core::rollout::metrics::{AggregateOptions, Aggregation, JsonFields, MetricsError};
-use serde::ser::{Serialize, SerializeMap, SerializeSeq, Serializer};
+use serde::ser::{Serialize, SerializeMap, Serializer};
 
 use crate::collect::input::splice::json_string;
 use crate::collect::report::index::{FileRows, RolloutsIndex};
@@ -60,40 +60,12 @@ pub fn label_runs(agent_by_server: &BTreeMap<String, Option<String>>) -> BTreeMa
 ///
 /// # Errors
 /// `MetricsError::Row` if a response is not a JSON object; `MetricsError::Io` if the write fails.
-pub fn write_report(entries: &[ReportEntry<'_>], mut writer: impl Write) -> Result<(), MetricsError> {
-    let fail = |source| MetricsError::Io { doing: "write the aggregate metrics report".to_owned(), source };
-    let mut report = Indenter::new(&mut writer);
-    report.text("[").map_err(fail)?;
-    for (place, entry) in entries.iter().enumerate() {
-        let reply = JsonFields::parse(entry.reply).map_err(|error| MetricsError::Row {
-            place: format!("the /aggregate_metrics reply of {}", entry.server),
-            problem: error.to_string(),
-        })?;
-        let head = format!(
-            r#"{{"agent_ref":{{"name":{}}},"_ng_environment_server":{}"#,
-            json_string(&entry.label),
-            json_string(&entry.server)
-        );
-        if place > 0 {
-            report.text(",").map_err(fail)?;
-        }
-        report.text(&head).map_err(fail)?;
-        for (key, absent) in [
-            ("agent_metrics", Some("{}")),
-            ("key_metrics", Some("{}")),
-            ("group_level_metrics", Some("[]")),
-            ("repeat_level_metrics", Some("[]")),
-            ("perf_summary", None),
-        ] {
-            if let Some(value) = reply.get(key).filter(|value| *value != "null").or(absent) {
-                report.text(&format!(",\"{key}\":")).map_err(fail)?;
-                report.text(value).map_err(fail)?;
-            }
-        }
-        report.text("}").map_err(fail)?;
+pub fn write_report(entries: &[ReportEntry<'_>], writer: impl Write) -> Result<(), MetricsError> {
+    let mut report = ReportWriter::new(writer)?;
+    for entry in entries {
+        report.add_reply(entry)?;
     }
-    report.text("]").map_err(fail)?;
-    report.flush().map_err(fail)
+    report.end()
 }
 
 /// Computes the report from the rollouts file and writes it, for servers without statistics of their own.
@@ -108,29 +80,86 @@ pub fn write_computed_report<R: Read + Seek>(
 ) -> Result<(), MetricsError> {
     let agents = index.groups().iter().map(|group| (group.server.clone(), group.agent.clone())).collect();
     let labels = label_runs(&agents);
-    let mut serializer = serde_json::Serializer::pretty(writer);
-    let fail = |error: serde_json::Error| MetricsError::Io {
-        doing: "write the aggregate metrics report".to_owned(),
-        source: error.into(),
-    };
-    let mut report = serializer.serialize_seq(Some(index.groups().len())).map_err(fail)?;
+    let mut report = ReportWriter::new(writer)?;
     for group in index.groups() {
-        let mut rows = index.rows(group, reader);
+        report.add_computed(&labels[&group.server], &group.server, index.rows(group, reader), options)?;
+    }
+    report.end()
+}
+
+/// Writes a report entry by entry, of any size.
+#[derive(Debug)]
+pub(in crate::collect) struct ReportWriter<W: Write> {
+    report: Indenter<W>,
+    entries: usize,
+}
+
+impl<W: Write> ReportWriter<W> {
+    pub(in crate::collect) fn new(writer: W) -> Result<Self, MetricsError> {
+        let mut report = Indenter::new(writer);
+        report.text("[").map_err(unwritten)?;
+        Ok(Self { report, entries: 0 })
+    }
+
+    /// Adds the statistics of a response.
+    pub(in crate::collect) fn add_reply(&mut self, entry: &ReportEntry<'_>) -> Result<(), MetricsError> {
+        let reply = JsonFields::parse(entry.reply).map_err(|error| MetricsError::Row {
+            place: format!("the /aggregate_metrics reply of {}", entry.server),
+            problem: error.to_string(),
+        })?;
+        let head = format!(
+            r#"{{"agent_ref":{{"name":{}}},"_ng_environment_server":{}"#,
+            json_string(&entry.label),
+            json_string(&entry.server)
+        );
+        self.separate()?;
+        self.report.text(&head).map_err(unwritten)?;
+        for (key, absent) in [
+            ("agent_metrics", Some("{}")),
+            ("key_metrics", Some("{}")),
+            ("group_level_metrics", Some("[]")),
+            ("repeat_level_metrics", Some("[]")),
+            ("perf_summary", None),
+        ] {
+            if let Some(value) = reply.get(key).filter(|value| *value != "null").or(absent) {
+                self.report.text(&format!(",\"{key}\":")).map_err(unwritten)?;
+                self.report.text(value).map_err(unwritten)?;
+            }
+        }
+        self.report.text("}").map_err(unwritten)
+    }
+
+    /// Computes the standard statistics of the rows and adds them.
+    pub(in crate::collect) fn add_computed<R: Read + Seek>(
+        &mut self,
+        label: &str,
+        server: &str,
+        mut rows: FileRows<'_, R>,
+        options: AggregateOptions,
+    ) -> Result<(), MetricsError> {
         let aggregation = Aggregation::compute(&mut rows, options)?;
         let source = RefCell::new((rows, None));
-        let entry = ComputedEntry {
-            label: &labels[&group.server],
-            server: &group.server,
-            aggregation: &aggregation,
-            source: &source,
-        };
-        let written = SerializeSeq::serialize_element(&mut report, &entry);
-        if let Some(failure) = source.into_inner().1 {
-            return Err(failure);
+        let entry = ComputedEntry { label, server, aggregation: &aggregation, source: &source };
+        self.separate()?;
+        let written = serde_json::to_writer(&mut self.report, &entry);
+        match source.into_inner().1 {
+            Some(failure) => Err(failure),
+            None => written.map_err(|error| unwritten(error.into())),
         }
-        written.map_err(fail)?;
     }
-    SerializeSeq::end(report).map_err(fail)
+
+    pub(in crate::collect) fn end(mut self) -> Result<(), MetricsError> {
+        self.report.text("]").and_then(|()| self.report.flush()).map_err(unwritten)
+    }
+
+    fn separate(&mut self) -> Result<(), MetricsError> {
+        self.entries += 1;
+        if self.entries > 1 { self.report.text(",").map_err(unwritten) } else { Ok(()) }
+    }
+}
+
+fn unwritten(source: io::Error) -> MetricsError {
+    MetricsError::Io { doing: "write the aggregate metrics report".to_owned(), source }
 }
 
 /// An entry whose tasks are computed while it is written.
@@ -154,6 +183,7 @@ impl<R: Read + Seek> Serialize for ComputedEntry<'_, '_, R> {
 }
 
 /// Indents JSON as it passes through; strings and numbers keep their original text.
+#[derive(Debug)]
 struct Indenter<W: Write> {
     writer: io::BufWriter<W>,
     depth: usize,
@@ -173,7 +203,13 @@ impl<W: Write> Indenter<W> {
     }
 
     fn text(&mut self, json: &str) -> io::Result<()> {
-        for byte in json.bytes() {
+        self.write_all(json.as_bytes())
+    }
+}
+
+impl<W: Write> Write for Indenter<W> {
+    fn write(&mut self, json: &[u8]) -> io::Result<usize> {
+        for &byte in json {
             if self.in_string {
                 self.in_string = self.escaped || byte != b'"';
                 self.escaped = !self.escaped && byte == b'\\';
@@ -200,7 +236,7 @@ impl<W: Write> Indenter<W> {
                 _ => {}
             }
         }
-        Ok(())
+        Ok(json.len())
     }
 
     fn flush(&mut self) -> io::Result<()> {

@@ -114,7 +114,8 @@ impl RolloutsIndex {
 
     /// Returns the rows of one group, read from `reader`, which must contain the indexed file.
     pub fn rows<'a, R: Read + Seek>(&'a self, group: &ServerRollouts, reader: &'a mut R) -> FileRows<'a, R> {
-        FileRows { name: &self.name, locations: &self.locations[group.start..group.end], reader, text: Vec::new() }
+        let locations = &self.locations[group.start..group.end];
+        FileRows { name: &self.name, locations, reader, position: None, text: Vec::new() }
     }
 }
 
@@ -151,12 +152,21 @@ fn io(name: &str, source: std::io::Error) -> MetricsError {
     MetricsError::Io { doing: format!("read {name}: {source}"), source }
 }
 
+fn changed(name: &str, offset: u64) -> MetricsError {
+    MetricsError::Row {
+        place: format!("{name}, byte {offset}"),
+        problem: "the file changed while it was read; aggregate again when no program writes to it".to_owned(),
+    }
+}
+
 /// The rollouts of one group, ordered by (task, rollout); each is read from the file when it is visited.
 #[derive(Debug)]
 pub struct FileRows<'a, R> {
     name: &'a str,
     locations: &'a [RowLocation],
     reader: &'a mut R,
+    /// Offset of the reader after a complete read.
+    position: Option<u64>,
     text: Vec<u8>,
 }
 
@@ -168,18 +178,14 @@ impl<R: Read + Seek> FileRows<'_, R> {
     pub fn text(&mut self, index: usize) -> Result<&str, MetricsError> {
         let place = self.locations[index];
         self.text.resize(place.length as usize, 0);
-        self.reader
-            .seek(SeekFrom::Start(place.offset))
-            .and_then(|_| self.reader.read_exact(&mut self.text))
-            .map_err(|source| io(self.name, source))?;
-        std::str::from_utf8(&self.text).map_err(|_| self.changed(index))
-    }
-
-    fn changed(&self, index: usize) -> MetricsError {
-        MetricsError::Row {
-            place: format!("{}, byte {}", self.name, self.locations[index].offset),
-            problem: "the file changed while it was read; aggregate again when no program writes to it".to_owned(),
-        }
+        let moved = match self.position.take() {
+            // Relative, so that the next row is read from the buffer.
+            Some(position) => self.reader.seek_relative(place.offset.wrapping_sub(position).cast_signed()),
+            None => self.reader.seek(SeekFrom::Start(place.offset)).map(drop),
+        };
+        moved.and_then(|()| self.reader.read_exact(&mut self.text)).map_err(|source| io(self.name, source))?;
+        self.position = Some(place.offset + u64::from(place.length));
+        std::str::from_utf8(&self.text).map_err(|_| changed(self.name, place.offset))
     }
 }
 
@@ -193,9 +199,8 @@ impl<R: Read + Seek> Rows for FileRows<'_, R> {
     }
 
     fn visit(&mut self, index: usize, visit: &mut Visit<'_>) -> Result<(), MetricsError> {
-        let changed = self.changed(index);
-        let text = self.text(index)?;
-        let row = JsonFields::parse(text).map_err(|_| changed)?;
+        let (name, offset) = (self.name, self.locations[index].offset);
+        let row = JsonFields::parse(self.text(index)?).map_err(|_| changed(name, offset))?;
         visit(&row)
     }
 }

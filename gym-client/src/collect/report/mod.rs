@@ -9,6 +9,7 @@ mod index;
 mod recorded;
 mod request;
 
+pub(in crate::collect) use document::ReportWriter;
 pub use document::{ReportEntry, label_runs, write_computed_report, write_report};
 pub use index::{FileRows, RolloutsIndex, ServerRollouts};
 pub(in crate::collect) use recorded::read_recorded;

@@ -260,12 +260,10 @@ impl Driver {
                 }
                 row = rows.next(), if begins => match row {
                     Some(Ok(row)) => {
-                        if self.is_open(row.key) {
+                        if !self.skips(row.key) {
                             // Shared with the attempts, one of which may outlive the rollout.
                             let (driver, row) = (Arc::clone(self), Arc::new(row));
                             running.spawn(async move { driver.rollout(row).await }.boxed());
-                        } else {
-                            self.skip(row.key);
                         }
                     }
                     Some(Err(error)) => {
@@ -295,15 +293,20 @@ impl Driver {
     async fn has_open_row(&self, rows: &mut (impl Stream<Item = Result<RolloutRow>> + Unpin)) -> bool {
         while let Some(row) = rows.next().await {
             match row {
-                Ok(row) if !self.is_open(row.key) => self.skip(row.key),
+                Ok(row) if self.skips(row.key) => {}
                 _ => return true,
             }
         }
         false
     }
 
-    fn skip(&self, key: TaskKey) {
+    /// Returns `true`, and counts the rollout, if it is done. Called once for each rollout that is done.
+    pub(in crate::collect) fn skips(&self, key: TaskKey) -> bool {
+        if self.is_open(key) {
+            return false;
+        }
         self.progress.skip(self.ledger.state(key) == KeyState::Completed);
+        true
     }
 
     fn is_open(&self, key: TaskKey) -> bool {

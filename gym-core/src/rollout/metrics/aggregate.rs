@@ -13,6 +13,15 @@ use super::MetricsError;
 use super::perf::PerfCounts;
 use super::rows::{BodyRows, ROLLOUT_INDEX, Rows, TASK_INDEX, for_each_metric, is_masked, rollout_info};
 use super::series::{Series, confidence_interval_95, number};
+use crate::message::Response;
+
+/// Metadata key of the response to `/aggregate_metrics` of a server that computes the standard statistics. A collector can then compute
+/// them itself, from rollouts of any number. Collectors in other languages ignore it. A server that changes the reply of another one does
+/// not forward it.
+pub const STATISTICS_METADATA: &str = "x-gym-statistics";
+
+/// The value of [`STATISTICS_METADATA`]: the version of [`Aggregation`]. It changes with the statistics.
+pub const STANDARD_STATISTICS: &str = "standard-1";
 
 /// The memory bound of the aggregation. Default: 64 MiB of column values.
 #[derive(Clone, Copy, Debug)]
@@ -238,6 +247,14 @@ pub fn aggregate_metrics(body: &[u8], reply_bytes_max: usize) -> Result<Vec<u8>,
         Err(_) if reply.full => Err(MetricsError::ReplyTooLarge { bytes_max: reply_bytes_max }),
         written => written.map(|()| reply.bytes),
     }
+}
+
+/// Returns the response with a reply of [`aggregate_metrics`].
+#[must_use]
+pub fn standard_response(reply: Vec<u8>) -> Response {
+    let mut response = Response::json(reply);
+    response.metadata.push(STATISTICS_METADATA, STANDARD_STATISTICS);
+    response
 }
 
 /// A buffer in memory with a bound.

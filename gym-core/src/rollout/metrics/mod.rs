@@ -13,7 +13,9 @@ mod series;
 mod student_t;
 
 pub use crate::message::JsonFields;
-pub use aggregate::{AggregateOptions, Aggregation, aggregate_metrics};
+pub use aggregate::{
+    AggregateOptions, Aggregation, STANDARD_STATISTICS, STATISTICS_METADATA, aggregate_metrics, standard_response,
+};
 pub use error::MetricsError;
 pub use number::{Number, is_truthy};
 pub use pass_at_k::{PassAtK, Sample, highest_k_metrics, pass_at_k, passed_of_counts, subset_metrics};

@@ -2,12 +2,12 @@
 //!
 //! Body and reply are complete messages in memory. The transport bounds the body, and the caller's limit bounds the reply.
 
-use gym_core::rollout::metrics::{MetricsError, aggregate_metrics};
+use gym_core::rollout::metrics::{MetricsError, aggregate_metrics, standard_response};
 use gym_core::{CallContext, Code, Error, RawObject, Response, Result, Status};
 
 pub(crate) fn reply(cx: &CallContext, body: &RawObject) -> Result<Response> {
     match aggregate_metrics(body.text(), cx.reply_bytes_max) {
-        Ok(reply) => Ok(Response::json(reply)),
+        Ok(reply) => Ok(standard_response(reply)),
         Err(error @ MetricsError::ReplyTooLarge { .. }) => {
             let error = Error::finished(Code::ResourceExhausted, error.to_string());
             // Not 429, the default status of this code, because a Python client would then resend the same request.
