@@ -392,12 +392,12 @@ impl RankedJob {
     }
 
     /// Waits until both ranks serve in this incarnation, and stops everything.
-    async fn is_back(self, fake: &Fake, incarnation: u64) {
-        let is_back = || {
+    async fn came_back(self, fake: &Fake, incarnation: u64) {
+        let came_back = || {
             let ranks = self.group.worker_status();
             ranks.iter().all(|rank| rank.incarnation.0 == incarnation && rank.state == RankState::Healthy)
         };
-        fake.until("both ranks are back", |_| is_back()).await;
+        fake.until("both ranks are back", |_| came_back()).await;
         self.group.call(Nothing, ()).deadline(LONG).await.expect("answers");
         let nodes: Vec<_> = self.group.worker_status().into_iter().filter_map(|rank| rank.node_name).collect();
         let names: Vec<_> = nodes.iter().map(|name| &**name).collect();
@@ -432,7 +432,7 @@ async fn ranks_of_a_job_that_failed_restart_on_the_agents_of_the_next_attempt() 
     fake.with(|cluster| cluster.jobs.get_mut(&ranked.id).expect("a job").fail(-9));
     let second = ranked.id.replace("-a1", "-a2");
     let _second = both_agents(&fake, &ranked.workers, &ranked.in_process, &second).await;
-    ranked.is_back(&fake, 2).await;
+    ranked.came_back(&fake, 2).await;
     assert_eq!(fake.stops(), [second]);
 }
 
@@ -455,5 +455,5 @@ async fn two_nodes_that_are_lost_a_moment_apart_cost_each_rank_one_restart() {
     let lost = || ranked.group.worker_status()[1].state != RankState::Healthy;
     fake.until("the second node is lost", |_| lost()).await;
     let _second = ranked.agent(&fake, 1, 8).await;
-    ranked.is_back(&fake, 2).await;
+    ranked.came_back(&fake, 2).await;
 }

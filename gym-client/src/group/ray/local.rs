@@ -348,7 +348,7 @@ impl HeadFolder {
         let base = std::env::temp_dir();
         let base =
             if base.as_os_str().len() + 1 + name.len() <= FOLDER_BYTES_MAX { base } else { PathBuf::from("/tmp") };
-        sweep(&base, SystemTime::now());
+        sweep(&base, SystemTime::UNIX_EPOCH + gym_core::World::real().now());
         let path = base.join(name);
         let created = std::fs::DirBuilder::new().mode(0o700).create(&path).and_then(|()| {
             let held = File::open(&path)?;
@@ -506,7 +506,7 @@ mod tests {
         let [killed, runs, other] = ["gymray-00000001", "gymray-00000002", "gymray4711"].map(create);
         let held = File::open(&runs).unwrap();
         held.try_lock().unwrap();
-        let now = SystemTime::now();
+        let now = SystemTime::UNIX_EPOCH + gym_core::World::real().now();
         sweep(parent.path(), now);
         assert!(killed.exists(), "its logs may still be read");
         sweep(parent.path(), now + FOLDER_KEPT * 2);

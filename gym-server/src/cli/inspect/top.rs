@@ -146,7 +146,7 @@ fn collection(out: &mut String, view: &CollectionView, width: usize) {
         None => "running".to_owned(),
     };
     let cells = 24;
-    let filled = if total == 0 { 0 } else { ((done + report.failed) * cells / total).min(cells) };
+    let filled = ((done + report.failed) * cells).checked_div(total).unwrap_or(0).min(cells);
     let bar = "█".repeat(filled as usize) + &"░".repeat((cells - filled) as usize);
     let _ = write!(out, "{}  {word}  {}, pid {}\n{bar} {done}/{total}", report.output, report.host, report.pid);
     if let (None, Some(rate)) = (&report.end, rate(view)) {

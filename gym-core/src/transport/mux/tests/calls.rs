@@ -222,7 +222,7 @@ async fn a_call_that_only_waits_needs_no_task() {
 async fn calls_that_only_wait_are_answered_in_any_size_and_from_any_thread() {
     let handler = handler_fn(|request: Request| {
         let (sender, response) = tokio::sync::oneshot::channel();
-        std::thread::spawn(move || sender.send(Response::new(Status::OK, request.message)));
+        std::thread::spawn(move || drop(sender.send(Response::new(Status::OK, request.message))));
         async move { response.await.map_err(|_| Error::internal("dropped")) }
     });
     let limits = ConnectionLimits::default();
