@@ -142,7 +142,8 @@ mod tests {
 
     #[test]
     fn another_launchers_place_is_not_passed_on_and_gpus_are_the_ranks_own() {
-        let process = variables(&[("SLURM_PROCID", "3"), ("GYM_JOIN_SECRET", "s"), ("CUDA_VISIBLE_DEVICES", "0,1,2")]);
+        let launcher = [("SLURM_PROCID", "3"), ("OMPI_COMM_WORLD_RANK", "3"), ("GYM_JOIN_SECRET", "s")];
+        let process = variables(&[&launcher[..], &[("CUDA_VISIBLE_DEVICES", "0,1,2")]].concat());
         let place = RankPlace { gpus: vec!["2".to_owned()], ..RankPlace::on_one_node(0, 1) };
         let all = VariableLayers { process, ..VariableLayers::default() }.for_rank(&place, &rendezvous());
         assert_eq!(all["CUDA_VISIBLE_DEVICES"], "2");

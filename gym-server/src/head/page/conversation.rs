@@ -91,6 +91,7 @@ impl RowLabel {
     }
 
     /// Returns NeMo Gym's rollout id, such as `3-0` or `3-0-a2`.
+    #[cfg(any(feature = "cli", test))]
     pub(crate) fn id(&self) -> String {
         match self.attempt {
             0 => format!("{}-{}", self.task, self.repeat),
