@@ -93,6 +93,9 @@ pub(in crate::cli) async fn stop(node: Option<WorkerNode>, grace: std::time::Dur
         #[cfg(feature = "groups")]
         Some(agent) => agent.stop(grace).await,
         #[cfg(not(feature = "groups"))]
-        Some(agent) => match agent {},
+        Some(agent) => {
+            let _ = grace;
+            match agent {}
+        }
     }
 }
