@@ -13,12 +13,11 @@ use gym_core::{CallContext, Endpoint, Error, Request, Response, Result, World};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use crate::cli::args::options::{Sources, StatusArgs};
+use crate::cli::args::options::StatusArgs;
 use crate::cli::console;
 use crate::cli::exit::{Failure, Outcome};
 #[cfg(feature = "ray")]
 use crate::cli::inspect::ray::{self, ClusterStatus};
-use crate::cli::setup::configuration::{LoadedConfig, Need, load};
 use crate::cli::setup::head_server;
 use crate::cli::setup::models::in_progress;
 use crate::role::reply::health::{PeerReport, StallReport};
@@ -86,9 +85,9 @@ pub(in crate::cli) async fn status(
     head_url_given: bool,
     servers: &Servers,
 ) -> Outcome {
-    let none = Servers::none().over(servers.transports());
-    let LoadedConfig { config, .. } = load(&Sources::default(), overrides, &none, Need::Values).await?;
-    let head = head_server::endpoint(args.head_url.as_deref(), head_url_given, overrides, &config)?;
+    let (config, head) = head_server::of_command(args.head_url.as_deref(), head_url_given, overrides, servers).await?;
+    #[cfg(not(feature = "ray"))]
+    drop(config);
     let world = World::real();
     let transports = servers.transports();
     let listed = list(&transports, &head).await.map_err(|error| {

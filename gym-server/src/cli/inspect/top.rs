@@ -10,11 +10,10 @@ use gym_client::registry::RemoteRegistry;
 use gym_core::registry::MemberState;
 use gym_core::{CallContext, Code, Error, Request, World};
 
-use crate::cli::args::options::{Sources, TopArgs};
+use crate::cli::args::options::TopArgs;
 use crate::cli::console;
 use crate::cli::exit::{Failure, Outcome};
 use crate::cli::inspect::status::HEAD_TIMEOUT;
-use crate::cli::setup::configuration::{LoadedConfig, Need, load};
 use crate::cli::setup::head_server;
 use crate::cli::setup::signals::StopSignals;
 use crate::head::collections::CollectionView;
@@ -39,9 +38,7 @@ pub(in crate::cli) async fn top(
     head_url_given: bool,
     servers: &Servers,
 ) -> Outcome {
-    let none = Servers::none().over(servers.transports());
-    let LoadedConfig { config, .. } = load(&Sources::default(), overrides, &none, Need::Values).await?;
-    let head = head_server::endpoint(args.head_url.as_deref(), head_url_given, overrides, &config)?;
+    let (_, head) = head_server::of_command(args.head_url.as_deref(), head_url_given, overrides, servers).await?;
     let registry = RemoteRegistry::new(head.clone(), servers.transports(), World::real());
     let first = read(&registry, None).await.map_err(|error| {
         let fix = match error.code() {

@@ -3,7 +3,10 @@
 use gym_client::config::GymConfig;
 use gym_core::Endpoint;
 
+use crate::cli::args::options::Sources;
 use crate::cli::exit::Failure;
+use crate::cli::setup::configuration::{LoadedConfig, Need, load};
+use crate::stack::Servers;
 
 /// Returns the address of the head server: from `--head-url`, else `+head_server.…`, else `HEAD_SERVER_URL`, else `env.yaml` or the
 /// default.
@@ -23,6 +26,19 @@ pub(in crate::cli) fn endpoint(
         Some(url) => parse(url),
         None => parse(&format!("http://{}:{}", config.head.host, config.head.port)),
     }
+}
+
+/// Returns the configuration and the head server of a command that only asks: the servers of the configuration need not be known.
+pub(in crate::cli) async fn of_command(
+    url: Option<&str>,
+    typed: bool,
+    overrides: &[String],
+    servers: &Servers,
+) -> Result<(GymConfig, Endpoint), Failure> {
+    let none = Servers::none().over(servers.transports());
+    let LoadedConfig { config, .. } = load(&Sources::default(), overrides, &none, Need::Values).await?;
+    let head = endpoint(url, typed, overrides, &config)?;
+    Ok((config, head))
 }
 
 /// Parses an address that this program can connect to.

@@ -19,11 +19,10 @@ use gym_core::registry::{MemberRegistry as _, MemberSpec};
 use gym_core::{CallContext, World};
 use serde::Serialize;
 
-use crate::cli::args::options::{Sources, StuckArgs};
+use crate::cli::args::options::StuckArgs;
 use crate::cli::console;
 use crate::cli::exit::{Failure, Outcome};
 use crate::cli::inspect::status::{self, HEAD_TIMEOUT};
-use crate::cli::setup::configuration::{LoadedConfig, Need, load};
 use crate::cli::setup::head_server;
 use crate::stack::Servers;
 use chain::{Chain, Cluster, attempt, seconds};
@@ -48,9 +47,7 @@ pub(in crate::cli) async fn stuck(
     head_url_given: bool,
     servers: &Servers,
 ) -> Outcome {
-    let none = Servers::none().over(servers.transports());
-    let LoadedConfig { config, .. } = load(&Sources::default(), overrides, &none, Need::Values).await?;
-    let head = head_server::endpoint(args.head_url.as_deref(), head_url_given, overrides, &config)?;
+    let (_, head) = head_server::of_command(args.head_url.as_deref(), head_url_given, overrides, servers).await?;
     let transports = servers.transports();
     let (listed, no_head) = match status::list(&transports, &head).await {
         Ok(listed) => (listed, None),
