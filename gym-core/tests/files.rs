@@ -48,6 +48,23 @@ async fn after_a_failed_append_the_simulated_disk_wants_a_cut_too() {
     }
 }
 
+#[tokio::test(start_paused = true)]
+async fn a_file_that_cannot_be_opened_is_not_changed() {
+    let (files, path) = (SimFiles::new(3), Path::new("f"));
+    let kept = [Bytes::from_static(b"kept")];
+    files.append(path, &kept, true).await.unwrap();
+    files.fail_write(0, FileFault::OpenFailed);
+    // It is open for appending, and another file is the one that fails.
+    files.append(path, &kept, true).await.unwrap();
+    let error = files.append(Path::new("g"), &kept, true).await.unwrap_err();
+    assert_eq!(error.to_string(), "open g: failed: input/output error");
+    // The second opening from now.
+    files.fail_write(1, FileFault::OpenFailed);
+    assert_eq!(files.read(path, 0, 4).await.unwrap(), "kept");
+    assert_eq!(files.replace(path, &[Bytes::from_static(b"new")]).await.unwrap_err().code(), Code::Internal);
+    assert_eq!(files.read(path, 0, 99).await.unwrap(), "keptkept");
+}
+
 #[tokio::test]
 async fn paths_that_cannot_be_used_say_why() {
     let folder = tempfile::tempdir().unwrap();

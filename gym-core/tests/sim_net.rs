@@ -195,3 +195,84 @@ async fn an_isolated_host_reaches_nobody_until_its_cable_is_back() {
     fixture.net.reconnect("client");
     assert!(call(&channel, "/run").await.is_ok());
 }
+
+#[tokio::test(start_paused = true)]
+async fn a_damaged_message_closes_its_connection_and_reaches_no_handler() {
+    let mut fixture = Fixture::new(Faults::NONE);
+    let channel = fixture.connect().await.unwrap();
+    let mut faults = Faults::calm();
+    faults.corrupt = 1.0;
+    fixture.net.set_faults(faults);
+    let error = call(&channel, "/run").await.unwrap_err();
+    assert_eq!(code_and_execution(&error), (Code::Unavailable, Execution::Unknown), "{error}");
+    assert!(fixture.dropped.try_recv().is_err(), "no handler saw it");
+    assert_eq!(fixture.injected(kind::CORRUPTED), 1);
+    fixture.net.set_faults(Faults::calm());
+    assert_eq!(call(&channel, "/run").await.unwrap_err().execution(), Execution::NotStarted);
+    assert!(call(&fixture.connect().await.unwrap(), "/run").await.is_ok());
+}
+
+#[tokio::test(start_paused = true)]
+async fn only_requests_of_the_named_routes_arrive_twice() {
+    let mut faults = Faults::calm();
+    (faults.duplicate, faults.duplicate_routes) = (1.0, &["/twice"]);
+    let mut fixture = Fixture::new(faults);
+    let channel = fixture.connect().await.unwrap();
+    for (route, times) in [("/twice/or/so", 2), ("/once", 1)] {
+        call(&channel, route).await.unwrap();
+        tokio::time::sleep(Duration::from_secs(1)).await;
+        assert_eq!(std::iter::from_fn(|| fixture.dropped.try_recv().ok()).count(), times, "{route}");
+    }
+    assert_eq!(fixture.injected(kind::DUPLICATED), 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_slow_host_delays_each_message() {
+    let fixture = Fixture::new(Faults::NONE);
+    let channel = fixture.connect().await.unwrap();
+    for (delay, took) in [(Duration::from_secs(1), Duration::from_secs(2)), (Duration::ZERO, Duration::ZERO)] {
+        fixture.net.slow("server", delay);
+        let began = tokio::time::Instant::now();
+        call(&channel, "/run").await.unwrap();
+        assert_eq!(began.elapsed(), took, "to it and back");
+    }
+    assert_eq!(fixture.injected(kind::SLOWED), 2);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_half_open_link_carries_requests_and_no_replies() {
+    let mut fixture = Fixture::new(Faults::NONE);
+    let channel = fixture.connect().await.unwrap();
+    fixture.net.mute("server");
+    let error = call(&channel, "/run").await.unwrap_err();
+    assert_eq!(code_and_execution(&error), (Code::DeadlineExceeded, Execution::Unknown));
+    fixture.dropped.recv().await.expect("it ran");
+    fixture.net.unmute("server");
+    assert!(call(&channel, "/run").await.is_ok());
+    assert_eq!(fixture.injected(kind::MUTE), 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_older_process_goes_on_beside_the_newer_one_until_it_is_ended() {
+    let fixture = Fixture::new(Faults::NONE);
+    let older = fixture.connect().await.unwrap();
+    let newer = fixture.net.host_beside("server");
+    assert!(call(&older, "/run").await.is_ok());
+    // The newer one has the address, and listens nowhere yet.
+    assert_eq!(fixture.connect().await.unwrap_err().execution(), Execution::NotStarted);
+    let mut listener = newer.listen("gym").unwrap();
+    let server = newer.clone();
+    newer.spawn(async move {
+        while let Ok(peer) = listener.accept().await {
+            let handler = handler_fn(|_| async { Ok(Response::json("{\"newer\":true}")) });
+            server.spawn(async move {
+                let _ = peer.serve(Arc::new(handler), CancelToken::new()).await;
+            });
+        }
+    });
+    let channel = fixture.connect().await.unwrap();
+    fixture.net.end_older("server");
+    assert_eq!(call(&older, "/run").await.unwrap_err().code(), Code::Unavailable);
+    let response = call(&channel, "/run").await.unwrap();
+    assert_eq!(&*response.message.head.to_bytes(), b"{\"newer\":true}");
+}

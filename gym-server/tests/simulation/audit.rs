@@ -280,6 +280,8 @@ impl<L: Ledger> Ledger for AuditedLedger<L> {
 #[derive(Debug)]
 pub(crate) struct AuditedHead<H> {
     pub(crate) head: H,
+    /// The life of the head server.
+    pub(crate) term: u64,
     pub(crate) audit: Audit,
 }
 
@@ -290,7 +292,7 @@ impl<H: Handler> Handler for AuditedHead<H> {
             .flatten();
         let granted = request.route.path() == "/registry/register";
         let audit = self.audit.clone();
-        let membership = audit.membership(&request);
+        let membership = audit.membership(&request, self.term);
         let answer = self.head.handle(request);
         Box::pin(async move {
             let response = answer.await?;

@@ -46,6 +46,7 @@ impl Worker {
     pub(crate) async fn run(self) {
         let Self { name, host, remote, world, audit, cluster, steps, think_max } = self;
         let incarnation = Incarnation(u64::try_from(world.now().as_millis()).unwrap_or(u64::MAX));
+        audit.member_started(name, incarnation);
         let network = InProcess::new();
         let transports = Transports::from(network.clone()).with_connector(Arc::new(host.clone()));
         let own = MemoryRegistry::new();

@@ -8,7 +8,7 @@ use bytes::Bytes;
 use futures_util::stream;
 use gym_client::ServerClient;
 use gym_client::collect::ledger::{JsonlLedger, OpenMode, RecoveryReport};
-use gym_client::collect::{Driver, OutputFiles, RolloutRow, RunEnd, write_new_file};
+use gym_client::collect::{Driver, DriverOptions, OutputFiles, RolloutRow, RunEnd, write_new_file};
 use gym_core::base::Files as _;
 use gym_core::rollout::{KeyState, Ledger, TaskKey};
 use gym_core::testing::{SimFiles, SimNet};
@@ -120,7 +120,7 @@ impl Collector {
             self.client.clone(),
             Arc::clone(&ledger) as Arc<dyn Ledger>,
             &self.world,
-            self.plan.options.clone(),
+            DriverOptions { concurrency: self.plan.concurrency as usize, ..self.plan.options.clone() },
         );
         let pool = match &self.pools {
             None => None,

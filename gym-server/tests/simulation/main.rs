@@ -8,19 +8,20 @@
 //!   The ranks are tasks, in place of processes.
 //!
 //! All parts except the user's code are the real ones: `HeadServer`, the relay, the role servers, `ServerClient`, `RemoteRegistry`,
-//! kept leases, members, pools and their workers, the driver and the JSONL ledger; agents, reservations, supervisors and calls of groups. The network and the disk come from
-//! `gym_core::testing`.
+//! kept leases, members, pools and their workers, the driver and the JSONL ledger; agents, reservations, supervisors and calls of
+//! groups. The network and the disk come from `gym_core::testing`.
 //!
-//! **To replay a seed**, with its plan, its script and its complete trace:
+//! This executable is also a program. `search` plays seeds on all cores, branches those that reach something new, shrinks what fails, and prints
+//! the broken invariant with its trace; `replay` plays one case:
 //!
 //! ```sh
-//! GYM_SIM_SEED=17 GYM_SIM_SETTING=cluster cargo test -p gym-server --test simulation -- --exact one_seed --nocapture
+//! cargo test --profile simulation -p gym-server --no-default-features --test simulation -- search --setting cluster --seeds 100000
+//! cargo test -p gym-server --test simulation -- replay cluster/17
 //! ```
 //!
-//! `GYM_SIM_SEEDS=5000` sets the number of seeds of the long tests, and `GYM_SIM_FROM=5000` the first one; `.ci/test simulation`
-//! plays 10,000 of each setting with an optimized build. A seed that failed once remains a case in `PAST_FAILURES`.
+//! `.ci/test simulation` plays 8,000 seeds and 2,000 branches of each setting. A seed that failed once remains a case in `PAST_FAILURES`.
 //!
-//! A seed determines everything: the faults and their strength, the crashes of hosts, and the fate of each message. This requires
+//! A case determines everything: the faults and their strength, the crashes of hosts, and the fate of each message. This requires
 //! that the clock is tokio's paused clock, and that all randomness comes from the seed. One task delivers all messages in the order of
 //! (time, send). Selects are `biased`, and no code iterates over a `HashMap`. These paths do not use tokio's `watch`, which wakes
 //! in random order. Two runs have equal trace hashes, in one process and in two.
@@ -29,210 +30,162 @@
 //! is used. This test finds failures *between* the parts.
 
 mod audit;
+mod case;
 mod cluster;
 mod collector;
 mod groups;
+#[path = "../../../gym-client/tests/harness/mod.rs"]
+mod harness;
+mod obligations;
 mod plan;
 mod scenario;
+mod script;
+mod search;
 mod servers;
 
 use std::collections::BTreeMap;
-use std::process::Command;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::process::{Command, ExitCode};
 use std::sync::{Mutex, PoisonError};
 
-use groups::{COUNTED_IN_GROUPS, INJECTED_IN_GROUPS};
-use gym_core::testing::net::kind;
-use plan::{INJECTED, INJECTED_IN_CLUSTERS, LateCheck, Setting};
+use case::Case;
+use plan::{LateCheck, SETTINGS, Setting};
 use scenario::{Report, run};
 
-/// The seeds of every test run; `GYM_SIM_SEEDS` overrides the numbers.
+/// The seeds of every test run.
 const SEEDS: u64 = 240;
 
-/// Fewer, because a seed of a cluster has more processes and runs longer.
-const SEEDS_OF_CLUSTERS: u64 = 100;
+/// Fewer, because a seed of a cluster has more processes and runs longer, and so has one of groups.
+const SEEDS_OF_OTHERS: u64 = 100;
 
-/// Seeds that once found a failure: rows that were synced again after a failed sync instead of written again. Since the disk
-/// loses pages, this defect shows in the last three and in 30031.
-const PAST_FAILURES: &[u64] = &[4943, 9429, 18251, 30031, 39419, 669, 799, 933];
-
-/// Seeds of clusters that once found a failure: a pool that was first told of the members after the death of one waited for its work.
-const PAST_FAILURES_OF_CLUSTERS: &[u64] = &[68269];
-
-/// Fewer than of servers for the same reason.
-const SEEDS_OF_GROUPS: u64 = 100;
-
-/// Seeds of groups that find a failure which once was there. Each fails if its defect is put back:
-///
-/// - tied ranks started again before the exits of their old incarnations were reported;
-/// - a lost response to `on_restart` held a rank for 600 s;
-/// - so did a lost message to an agent, because one attempt had the time of the whole restart;
-/// - and a lost reservation, for the same reason;
-/// - a node that was killed and restarted during a start failed it as `NotFound`;
-/// - a broken connection to a living rank was not opened again.
-const PAST_FAILURES_OF_GROUPS: &[u64] = &[237, 265, 320, 189, 1024, 37, 69, 95, 127, 5, 100, 6, 56];
-
-/// What some seed of a cluster must have: members that the head server gave up, workers that a pool gave up, their late responses, and
-/// workers that return to a restarted head server.
-const COUNTED: [&str; 4] =
-    ["member gone", "worker lost by a pool", "late response", "worker back after a restart of the head"];
-
-fn from_environment(name: &str) -> Option<u64> {
-    let text = std::env::var(name).ok()?;
-    Some(text.parse().unwrap_or_else(|_| panic!("{name}={text} is not a number")))
+fn main() -> ExitCode {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    if matches!(arguments.first().map(String::as_str), Some("search" | "replay" | "help" | "--help")) {
+        return search::main(&arguments);
+    }
+    let cases: Vec<harness::Case> = vec![
+        ("no_seed_loses_doubles_or_invents_an_outcome", || Box::pin(async { long_test(Setting::Servers, SEEDS) })),
+        ("no_seed_of_a_cluster_loses_doubles_or_invents_an_outcome", || {
+            Box::pin(async { long_test(Setting::Cluster, SEEDS_OF_OTHERS) })
+        }),
+        ("no_seed_of_a_group_has_two_lives_of_a_rank_an_orphan_or_a_wrong_outcome", || {
+            Box::pin(async { long_test(Setting::Groups, SEEDS_OF_OTHERS) })
+        }),
+        ("a_case_replays_exactly", || Box::pin(async { a_case_replays_exactly() })),
+        ("a_case_replays_exactly_in_another_process", || {
+            Box::pin(async { a_case_replays_exactly_in_another_process() })
+        }),
+        ("the_text_of_a_case_is_the_case", || Box::pin(async { the_text_of_a_case_is_the_case() })),
+        ("without_the_late_check_some_seed_breaks", || Box::pin(async { without_the_late_check_some_seed_breaks() })),
+    ];
+    // Each case has runtimes of its own.
+    harness::run_cases(cases, &arguments, |case| futures_util::FutureExt::now_or_never(case).expect("no case waits"));
+    ExitCode::SUCCESS
 }
 
-/// Plays seeds on two threads; each seed has its own runtime.
+/// Plays cases on two threads; each has its own runtime.
 fn play(
-    seeds: impl Iterator<Item = u64> + Send,
-    setting: Setting,
+    cases: impl Iterator<Item = Case> + Send,
     late_check: LateCheck,
-    mut each: impl FnMut(Report) -> bool + Send,
+    mut each: impl FnMut(&Case, Report) -> bool + Send,
 ) {
-    let (seeds, each) = (Mutex::new(seeds), Mutex::new((&mut each, true)));
+    let (cases, each) = (Mutex::new(cases), Mutex::new((&mut each, true)));
     std::thread::scope(|scope| {
         for _ in 0..2 {
             scope.spawn(|| {
                 loop {
-                    let next = seeds.lock().unwrap_or_else(PoisonError::into_inner).next();
-                    let Some(seed) = next else { return };
-                    let report = run(seed, setting, late_check);
+                    let next = cases.lock().unwrap_or_else(PoisonError::into_inner).next();
+                    let Some(case) = next else { return };
+                    let report = run(&case, late_check);
                     let mut each = each.lock().unwrap_or_else(PoisonError::into_inner);
                     if !each.1 {
                         return;
                     }
-                    each.1 = (each.0)(report);
+                    each.1 = (each.0)(&case, report);
                 }
             });
         }
     });
 }
 
-#[test]
-fn no_seed_loses_doubles_or_invents_an_outcome() {
-    long_test(Setting::Servers, SEEDS, PAST_FAILURES, &[&kind::ALL[..], &INJECTED[..]].concat());
-}
-
-#[test]
-fn no_seed_of_a_cluster_loses_doubles_or_invents_an_outcome() {
-    let expected = [&kind::ALL[..], &INJECTED_IN_CLUSTERS[..], &COUNTED[..]].concat();
-    long_test(Setting::Cluster, SEEDS_OF_CLUSTERS, PAST_FAILURES_OF_CLUSTERS, &expected);
-}
-
-#[test]
-fn no_seed_of_a_group_has_two_lives_of_a_rank_an_orphan_or_a_wrong_outcome() {
-    // Calls of groups need ordered connections.
-    let of_network: Vec<&str> = kind::ALL.into_iter().filter(|kind| *kind != kind::REORDERED).collect();
-    let expected = [&of_network[..], &INJECTED_IN_GROUPS[..], &COUNTED_IN_GROUPS[..]].concat();
-    long_test(Setting::Groups, SEEDS_OF_GROUPS, PAST_FAILURES_OF_GROUPS, &expected);
-}
-
-fn long_test(setting: Setting, seeds: u64, past_failures: &[u64], expected: &[&str]) {
+fn long_test(setting: Setting, seeds: u64) {
     let mut totals: BTreeMap<&'static str, u64> = BTreeMap::new();
-    let (mut completed, mut given_up, mut events, mut attempts, mut longest) = (0, 0, 0, 0, 0);
+    let (mut completed, mut given_up, mut events) = (0, 0, 0);
     let mut failed = Vec::new();
-    let what = if setting == Setting::Groups { "calls" } else { "rollouts" };
-    let seeds = from_environment("GYM_SIM_SEEDS").unwrap_or(seeds);
-    let from = from_environment("GYM_SIM_FROM").unwrap_or(0);
-    let began = AtomicU64::new(0);
-    play((from..from + seeds).chain(past_failures.iter().copied()), setting, LateCheck::On, |report| {
-        began.fetch_add(1, Ordering::Relaxed);
+    let past = setting.past_failures().iter().map(|seed| Case::first(setting, *seed));
+    play((0..seeds).map(|seed| Case::new(setting, seed)).chain(past), LateCheck::On, |case, report| {
         for (kind, count) in report.trace.faults().iter().chain(&report.counts) {
             *totals.entry(kind).or_default() += count;
         }
         completed += report.completed;
         given_up += report.given_up;
-        attempts += report.attempts;
         events += report.trace.events();
-        longest = longest.max(report.took.as_secs());
         if !report.violations.is_empty() {
-            println!("{report}");
-            failed.push(report.seed);
+            println!("{case}: {report}");
+            failed.push(case.to_string());
         }
         true
     });
-    println!(
-        "{} seeds: {completed} {what} completed, {given_up} given up, {attempts} attempts, {events} events, at most \
-         {longest} simulated seconds; injected: {totals:?}",
-        began.into_inner()
-    );
-    assert!(failed.is_empty(), "replay with GYM_SIM_SEED=<n>; these failed: {failed:?}");
-    for kind in expected {
-        assert!(totals.get(kind).is_some_and(|count| *count > 0), "no seed had the fault `{kind}`: {totals:?}");
+    println!("{setting}: {completed} completed, {given_up} given up, {events} events; {totals:?}");
+    assert!(failed.is_empty(), "play one with `-- replay CASE`; these failed: {failed:?}");
+    for kind in setting.obligations() {
+        assert!(totals.contains_key(kind), "no seed had `{kind}`: {totals:?}");
     }
-    assert!(completed > given_up, "most {what} survive the faults");
+    assert!(completed > given_up, "most survive the faults");
 }
 
-fn asked_setting() -> Setting {
-    match std::env::var("GYM_SIM_SETTING").as_deref() {
-        Err(_) | Ok("servers") => Setting::Servers,
-        Ok("cluster") => Setting::Cluster,
-        Ok("groups") => Setting::Groups,
-        Ok(other) => panic!("GYM_SIM_SETTING={other} is none of servers, cluster and groups"),
-    }
-}
-
-#[test]
-fn one_seed() {
-    let asked = from_environment("GYM_SIM_SEED");
-    let report = run(asked.unwrap_or(0), asked_setting(), LateCheck::On);
-    if asked.is_some() {
-        println!("{report}\n{}", report.trace);
-    }
-    println!("seed {} has trace hash {:016x}", report.seed, report.trace.hash());
-    assert!(report.violations.is_empty(), "{report}");
-}
-
-const SETTINGS: [(Setting, &str); 3] =
-    [(Setting::Servers, "servers"), (Setting::Cluster, "cluster"), (Setting::Groups, "groups")];
-
-#[test]
-fn a_seed_replays_exactly() {
-    for (setting, _) in SETTINGS {
+fn a_case_replays_exactly() {
+    for setting in SETTINGS {
         for seed in 0..12 {
-            let (one, other) = (run(seed, setting, LateCheck::On), run(seed, setting, LateCheck::On));
-            assert!(one.trace.events() > 100, "seed {seed} did something");
+            let case = Case::new(setting, seed).branch(3_000, seed + 100);
+            let (one, other) = (run(&case, LateCheck::On), run(&case, LateCheck::On));
+            assert!(one.trace.events() > 100, "{case} did something");
             if one.trace.hash() != other.trace.hash() {
-                let (one, other) = (one.trace.to_string(), other.trace.to_string());
-                let differs = one.lines().zip(other.lines()).find(|(one, other)| one != other);
-                panic!("seed {seed} of {setting:?} differs from its replay, first here: {differs:#?}");
+                let differs = one.trace.lines().zip(other.trace.lines()).find(|(one, other)| one != other);
+                panic!("{case} differs from its replay, first here: {differs:#?}");
             }
         }
-        let hash = |seed| run(seed, setting, LateCheck::On).trace.hash();
+        let hash = |seed| run(&Case::new(setting, seed), LateCheck::On).trace.hash();
         assert_ne!(hash(0), hash(1));
     }
 }
 
-#[test]
-fn a_seed_replays_exactly_in_another_process() {
-    for (setting, name) in SETTINGS {
+fn a_case_replays_exactly_in_another_process() {
+    for setting in SETTINGS {
         for seed in 20..26 {
-            let here = format!("seed {seed} has trace hash {:016x}", run(seed, setting, LateCheck::On).trace.hash());
+            let case = Case::new(setting, seed);
+            let here = format!("{case} has trace hash {:016x}", run(&case, LateCheck::On).trace.hash());
             let test = std::env::current_exe().expect("this program has a path");
-            let there = Command::new(test)
-                .args(["--exact", "one_seed", "--nocapture"])
-                .env("GYM_SIM_SEED", seed.to_string())
-                .env("GYM_SIM_SETTING", name)
-                .output()
-                .expect("this program runs");
-            let there = String::from_utf8_lossy(&there.stdout).into_owned();
-            let there = there.lines().find(|line| line.contains("has trace hash")).unwrap_or("no hash");
-            assert!(there.ends_with(&here), "{name}: here: {here}; there: {there}");
+            let there = Command::new(test).args(["replay", "--hash", &case.to_string()]).output();
+            let there = String::from_utf8_lossy(&there.expect("this program runs").stdout).into_owned();
+            assert_eq!(there.trim(), here);
         }
     }
 }
 
+fn the_text_of_a_case_is_the_case() {
+    let text = "cluster/17@3200:8812@4000:3/first/keep=0,3/calm=reset,delay/tasks=1/repeats=1";
+    let case: Case = text.parse().expect("a case");
+    assert_eq!(case.to_string(), text);
+    let mut changed = Case::new(Setting::Cluster, 17).branch(3_200, 8_812).branch(4_000, 3);
+    (changed.first, changed.keep) = (true, Some(vec![0, 3]));
+    (changed.calm, changed.sizes) = (vec!["reset", "delay"], vec![("tasks", 1), ("repeats", 1)]);
+    assert_eq!(case, changed);
+    for wrong in ["", "cluster", "moon/1", "cluster/x", "cluster/1@5", "cluster/1/calm=rain", "cluster/1/rows=3"] {
+        assert!(wrong.parse::<Case>().is_err(), "{wrong}");
+    }
+}
+
 /// The invariants do not hold by accident: without the rejection of late attempts, they break.
-#[test]
 fn without_the_late_check_some_seed_breaks() {
     let (mut played, mut broken) = (0, None);
-    play(0..SEEDS, Setting::Servers, LateCheck::Off, |report| {
+    play((0..SEEDS).map(|seed| Case::first(Setting::Servers, seed)), LateCheck::Off, |case, report| {
         played += 1;
         if report.violations.iter().any(|violation| violation.contains("twice")) {
-            broken = Some(report);
+            broken = Some((case.clone(), report));
         }
         broken.is_none()
     });
-    let broken = broken.unwrap_or_else(|| panic!("{played} seeds hold without the late check: it is not tested"));
-    println!("the {played}. seed played, {}, breaks without the late check: {:?}", broken.seed, broken.violations);
+    let (case, report) =
+        broken.unwrap_or_else(|| panic!("{played} seeds hold without the late check: it is not tested"));
+    println!("the {played}. case played, {case}, breaks without the late check: {:?}", report.violations);
 }

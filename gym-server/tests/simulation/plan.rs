@@ -3,11 +3,14 @@
 mod cluster;
 
 use std::fmt;
+use std::str::FromStr;
 use std::time::Duration;
 
 use gym_client::collect::{DriverOptions, FailFast};
 use gym_core::testing::{Faults, FileEnd, FileFault};
 use gym_core::transport::RetryPolicy;
+
+use crate::script::{Additions, Script, Step, normalized};
 
 pub(crate) use cluster::{ClusterPlan, FROZEN, HEAD_KILL, INJECTED_IN_CLUSTERS, ISOLATED, WORKER_KILL, WORKERS};
 
@@ -23,16 +26,18 @@ pub(crate) const HOSTS: [&str; 6] = [HEAD, RESOURCES, AGENTS[0], AGENTS[1], RELA
 pub(crate) const DISK_STALL: &str = "disk stall";
 pub(crate) const DISK_FULL: &str = "disk full";
 pub(crate) const SYNC_FAILED: &str = "sync failed";
+pub(crate) const OPEN_FAILED: &str = "file not opened";
 pub(crate) const STOP: &str = "stop asked for";
 pub(crate) const COLLECTOR_CRASH: &str = "collector crash";
 pub(crate) const COLLECTOR_KILL: &str = "collector killed";
 pub(crate) const HEAD_RESTART: &str = "head restart";
 pub(crate) const AGENT_RESTART: &str = "agent restart";
 pub(crate) const END_IN_WRITE: &str = "end within a write";
-pub(crate) const INJECTED: [&str; 9] = [
+pub(crate) const INJECTED: [&str; 10] = [
     DISK_STALL,
     DISK_FULL,
     SYNC_FAILED,
+    OPEN_FAILED,
     STOP,
     COLLECTOR_CRASH,
     COLLECTOR_KILL,
@@ -52,66 +57,33 @@ pub(crate) enum Setting {
     Groups,
 }
 
+/// The settings.
+pub(crate) const SETTINGS: [Setting; 3] = [Setting::Servers, Setting::Cluster, Setting::Groups];
+
+impl fmt::Display for Setting {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Servers => "servers",
+            Self::Cluster => "cluster",
+            Self::Groups => "groups",
+        })
+    }
+}
+
+impl FromStr for Setting {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let known = SETTINGS.into_iter().find(|setting| setting.to_string() == text);
+        known.ok_or_else(|| format!("`{text}` is no setting; expected servers, cluster or groups"))
+    }
+}
+
 /// Determines if the ledger rejects late attempts. A test shows that `Off` is wrong.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum LateCheck {
     On,
     Off,
-}
-
-/// One event of the script.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Step {
-    Crash(&'static str),
-    /// Ends the collector's process. Its machine continues, and its written data remains.
-    Kill,
-    /// Ends the collector's process within the n-th step that changes a file: also while it prepares a run, which takes
-    /// too little time for a crash at a random moment.
-    EndInWrite(u64, FileEnd),
-    Start(&'static str),
-    /// Stops the processes of a host, which keep their connections.
-    Freeze(&'static str),
-    Thaw(&'static str),
-    /// Cuts the cable of a host.
-    Isolate(&'static str),
-    Reconnect(&'static str),
-    /// Sets the maximum latency of appends.
-    Disk(Duration),
-    DiskFault(FileFault),
-    Stop,
-}
-
-impl Step {
-    fn host(self) -> Option<&'static str> {
-        match self {
-            Self::Crash(host)
-            | Self::Start(host)
-            | Self::Freeze(host)
-            | Self::Thaw(host)
-            | Self::Isolate(host)
-            | Self::Reconnect(host) => Some(host),
-            Self::Kill | Self::EndInWrite(..) | Self::Disk(_) | Self::DiskFault(_) | Self::Stop => None,
-        }
-    }
-}
-
-impl fmt::Display for Step {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Crash(host) => write!(f, "crash {host}"),
-            Self::Kill => f.write_str("kill the collector"),
-            Self::EndInWrite(nth, end) => write!(f, "{end:?} within the {nth}. next step of a write"),
-            Self::Start(host) => write!(f, "start {host}"),
-            Self::Freeze(host) => write!(f, "freeze {host}"),
-            Self::Thaw(host) => write!(f, "thaw {host}"),
-            Self::Isolate(host) => write!(f, "cut the cable of {host}"),
-            Self::Reconnect(host) => write!(f, "plug the cable of {host} in"),
-            Self::Disk(latency) => write!(f, "appends take up to {latency:?}"),
-            Self::DiskFault(FileFault::DiskFull) => f.write_str("the next append finds the disk full"),
-            Self::DiskFault(FileFault::SyncFailed) => f.write_str("the next sync fails"),
-            Self::Stop => f.write_str("ask the collector to stop"),
-        }
-    }
 }
 
 /// The parameters of a seed.
@@ -126,10 +98,12 @@ pub(crate) struct Plan {
     /// Maximum thinking time of a model.
     pub(crate) think_max: Duration,
     pub(crate) ttl: Duration,
+    pub(crate) concurrency: u32,
+    /// Of the driver, but for its concurrency.
     pub(crate) options: DriverOptions,
     /// From this time on, no faults occur.
     pub(crate) heals_at: Duration,
-    pub(crate) script: Vec<(Duration, Step)>,
+    pub(crate) script: Script,
     /// Extra bytes in each row: with them, files have more pages than one.
     pub(crate) padding: usize,
     /// The workers; `None` if the seed plays servers that register one by one.
@@ -146,6 +120,24 @@ impl Plan {
             Setting::Cluster => cluster::plan(seed),
             Setting::Groups => unreachable!("a group has a plan of its own"),
         }
+    }
+
+    /// Adds the faults that came after the first plans. Plans without them are those of the first seeds.
+    pub(crate) fn with_additions(mut self) -> Self {
+        let mut rng = fastrand::Rng::with_seed(self.seed ^ 0xadd1_7104_5eed_0a11);
+        if rng.u8(..4) == 0 {
+            return self;
+        }
+        if self.cluster.as_ref().is_none_or(|cluster| !cluster.calm) {
+            self.faults.corrupt = if rng.bool() { 0.03 * rng.f64() } else { 0.0 };
+            self.faults.duplicate = if rng.bool() { 0.2 * rng.f64() } else { 0.0 };
+            self.faults.duplicate_routes = &["/registry/", "/cluster/", "/work/"];
+        }
+        let (hosts, heals_at) = (self.hosts(), self.heals_at);
+        let additions = Additions { hosts: &hosts, heals_at, disk: true, two_heads: self.cluster.is_some() };
+        self.script.extend(additions.drawn(&mut rng));
+        self.script = normalized(self.script, &hosts, heals_at);
+        self
     }
 
     /// Returns the server that the collector calls.
@@ -190,8 +182,8 @@ impl Plan {
         let faults = Faults::drawn(&mut rng);
         let millis = |rng: &mut fastrand::Rng, from, to| Duration::from_millis(rng.u64(from..=to));
         let heals_at = millis(&mut rng, 15_000, 45_000);
+        let concurrency = u32::try_from(rng.usize(1..=12)).expect("a small number");
         let options = DriverOptions {
-            concurrency: rng.usize(1..=12),
             attempts_max: rng.u32(3..=6),
             attempt_timeout: millis(&mut rng, 2_000, 10_000),
             record_timeout: millis(&mut rng, 500, 3_000),
@@ -212,6 +204,7 @@ impl Plan {
             ttl: millis(&mut rng, 2_000, 8_000),
             script: with_ends(script(&mut rng, heals_at), &mut ends, heals_at),
             faults,
+            concurrency,
             options,
             heals_at,
             cluster: None,
@@ -220,7 +213,7 @@ impl Plan {
 }
 
 /// Returns steps at random times before the end of the faults, at which all hosts run and the disk is healthy.
-fn script(rng: &mut fastrand::Rng, heals_at: Duration) -> Vec<(Duration, Step)> {
+fn script(rng: &mut fastrand::Rng, heals_at: Duration) -> Script {
     let every_ms = rng.u64(1_000..8_000);
     // Each seed uses a random subset of the kinds of steps.
     let kinds: Vec<u8> = (0..5).filter(|_| rng.u8(..3) > 0).collect();
@@ -262,7 +255,7 @@ fn script(rng: &mut fastrand::Rng, heals_at: Duration) -> Vec<(Duration, Step)> 
 }
 
 /// Adds ends within a write: when a collector starts, and at random times.
-fn with_ends(mut script: Vec<(Duration, Step)>, rng: &mut fastrand::Rng, heals_at: Duration) -> Vec<(Duration, Step)> {
+fn with_ends(mut script: Script, rng: &mut fastrand::Rng, heals_at: Duration) -> Script {
     let mut times: Vec<Duration> =
         script.iter().filter(|(_, step)| *step == Step::Start(COLLECTOR)).map(|(at, _)| *at).collect();
     times.push(Duration::ZERO);
@@ -281,12 +274,12 @@ fn with_ends(mut script: Vec<(Duration, Step)>, rng: &mut fastrand::Rng, heals_a
 impl fmt::Display for Plan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(f, "network: {}", self.faults)?;
-        let Self { tasks, repeats, steps, think_max, ttl, options, heals_at, padding, .. } = self;
+        let Self { tasks, repeats, steps, think_max, ttl, concurrency, options, heals_at, padding, .. } = self;
         writeln!(
             f,
-            "{tasks} tasks x {repeats} with {padding} bytes, {steps} steps, thinks up to {think_max:?}, lease {ttl:?}, {} at once, {} attempts of \
+            "{tasks} tasks x {repeats} with {padding} bytes, {steps} steps, thinks up to {think_max:?}, lease {ttl:?}, {concurrency} at once, {} attempts of \
              {:?} + {:?}, heals at {heals_at:?}",
-            options.concurrency, options.attempts_max, options.attempt_timeout, options.record_timeout,
+            options.attempts_max, options.attempt_timeout, options.record_timeout,
         )?;
         if let Some(cluster) = &self.cluster {
             writeln!(f, "{cluster:?}")?;

@@ -1,6 +1,7 @@
 //! Plays one seed: builds the deployment, follows the script, removes the faults, and runs the audit.
 
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
+use std::collections::BTreeMap;
 use std::fmt;
 use std::path::Path;
 use std::sync::{Arc, Mutex, Once, PoisonError};
@@ -21,14 +22,16 @@ use gym_server::role::{RoleServer, ServerContext};
 use tokio::time::Instant;
 
 use crate::audit::{Audit, AuditedHead, AuditedIncarnation, Counts};
+use crate::case::{AnyPlan, Case};
 use crate::cluster::{CollectorPools, Worker};
 use crate::collector::{Collector, OUTPUT, Orders, rows};
 use crate::groups;
 use crate::plan::{
     AGENT_RESTART, AGENTS, COLLECTOR, COLLECTOR_CRASH, COLLECTOR_KILL, ClusterPlan, DISK_FULL, DISK_STALL, DISK_WELL,
-    END_IN_WRITE, FROZEN, HEAD, HEAD_KILL, HEAD_RESTART, ISOLATED, LateCheck, Plan, RELAY, RESOURCES, STOP,
-    SYNC_FAILED, Setting, Step, WORKER_KILL, WORKERS,
+    END_IN_WRITE, FROZEN, HEAD, HEAD_KILL, HEAD_RESTART, ISOLATED, LateCheck, OPEN_FAILED, Plan, RELAY, RESOURCES,
+    STOP, SYNC_FAILED, WORKER_KILL, WORKERS,
 };
+use crate::script::{CLOCK, SLOW, Step};
 use crate::servers::{SmallAgent, SmallResources};
 
 /// The time after the end of the faults within which everything must be done. Attempts, leases and partitions last seconds.
@@ -42,7 +45,6 @@ const COMPLETE_AFTER_RESTART: Duration = Duration::from_secs(2);
 
 /// The result of a seed.
 pub(crate) struct Report {
-    pub(crate) seed: u64,
     pub(crate) trace: Trace,
     pub(crate) violations: Vec<String>,
     pub(crate) completed: u64,
@@ -50,22 +52,22 @@ pub(crate) struct Report {
     pub(crate) attempts: u64,
     pub(crate) took: Duration,
     /// What was counted besides the faults.
-    pub(crate) counts: std::collections::BTreeMap<&'static str, u64>,
+    pub(crate) counts: BTreeMap<&'static str, u64>,
     pub(crate) plan: String,
 }
 
 impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { seed, violations, completed, given_up, attempts, took, .. } = self;
-        writeln!(f, "seed {seed}: {completed} completed, {given_up} given up, {attempts} attempts, {took:?}")?;
+        let Self { violations, completed, given_up, attempts, took, .. } = self;
+        writeln!(f, "{completed} completed, {given_up} given up, {attempts} attempts, {took:?}")?;
         write!(f, "{}", self.plan)?;
         writeln!(f, "injected: {:?}", self.trace.faults())?;
         violations.iter().try_for_each(|violation| writeln!(f, "VIOLATION {violation}"))
     }
 }
 
-/// Plays a seed on this thread.
-pub(crate) fn run(seed: u64, setting: Setting, late_check: LateCheck) -> Report {
+/// Plays a case on this thread.
+pub(crate) fn run(case: &Case, late_check: LateCheck) -> Report {
     watch_for_panics();
     PANICKED.set(false);
     let runtime = tokio::runtime::Builder::new_current_thread()
@@ -74,19 +76,27 @@ pub(crate) fn run(seed: u64, setting: Setting, late_check: LateCheck) -> Report 
         .build()
         .expect("a runtime without I/O can be built");
     let mut report = runtime.block_on(async {
-        match setting {
-            Setting::Groups => groups::play(seed).await,
-            Setting::Servers | Setting::Cluster => Deployment::play(Plan::drawn(seed, setting), late_check).await,
+        match case.plan() {
+            AnyPlan::Group(plan) => groups::play(plan).await,
+            AnyPlan::Deployment(plan) => Deployment::play(plan, late_check).await,
         }
     });
     if PANICKED.get() {
-        report.violations.push("something panicked; see above".to_owned());
+        let panic = PANIC.take();
+        report.violations.push(format!("something panicked: {panic}"));
     }
     report
 }
 
 thread_local! {
     static PANICKED: Cell<bool> = const { Cell::new(false) };
+    static PANIC: RefCell<String> = const { RefCell::new(String::new()) };
+    static QUIET: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Prints no panics of this thread. They are violations nevertheless.
+pub(crate) fn be_quiet(quiet: bool) {
+    QUIET.set(quiet);
 }
 
 /// Records panics; otherwise a panic inside a task would only be one more failed rollout.
@@ -96,7 +106,10 @@ fn watch_for_panics() {
         let before = std::panic::take_hook();
         std::panic::set_hook(Box::new(move |info| {
             PANICKED.set(true);
-            before(info);
+            PANIC.set(info.to_string());
+            if !QUIET.get() {
+                before(info);
+            }
         }));
     });
 }
@@ -109,7 +122,30 @@ struct Deployment {
     files: SimFiles,
     registry: Arc<Mutex<MemoryRegistry>>,
     orders: Orders,
+    clocks: Clocks,
     began: Instant,
+}
+
+/// The clocks of hosts, which a script sets.
+#[derive(Debug, Default)]
+pub(crate) struct Clocks(RefCell<BTreeMap<String, (i64, Vec<World>)>>);
+
+impl Clocks {
+    /// Returns the world of a process of this host.
+    pub(crate) fn of(&self, host: &str, world: World) -> World {
+        let mut hosts = self.0.borrow_mut();
+        let (stepped_ms, worlds) = hosts.entry(host.to_owned()).or_default();
+        world.step_clock(*stepped_ms);
+        worlds.push(world.clone());
+        world
+    }
+
+    pub(crate) fn step(&self, host: &str, ms: i64) {
+        let mut hosts = self.0.borrow_mut();
+        let (stepped_ms, worlds) = hosts.entry(host.to_owned()).or_default();
+        *stepped_ms += ms;
+        worlds.iter().for_each(|world| world.step_clock(ms));
+    }
 }
 
 impl Deployment {
@@ -119,7 +155,17 @@ impl Deployment {
         let files = SimFiles::new(plan.seed);
         files.set_latency_max(DISK_WELL);
         let (audit, registry) = (Audit::new(&net), Arc::default());
-        let mut this = Self { plan, late_check, net, audit, files, registry, orders: Orders::default(), began };
+        let mut this = Self {
+            plan,
+            late_check,
+            net,
+            audit,
+            files,
+            registry,
+            orders: Orders::default(),
+            clocks: Clocks::default(),
+            began,
+        };
         this.audit.expect_unharmed(this.plan.unharmed().into_iter());
         for host in this.plan.hosts() {
             this.start(host);
@@ -146,7 +192,6 @@ impl Deployment {
         auditor.abort();
         let counts = this.check_end();
         Report {
-            seed: this.plan.seed,
             trace: this.net.trace(),
             violations: this.audit.violations(),
             counts: this.audit.counts(),
@@ -218,6 +263,33 @@ impl Deployment {
                 }
                 self.start(host);
             }
+            Step::Restart(host) => {
+                self.follow(Step::Crash(host));
+                self.follow(Step::Start(host));
+            }
+            // Of groups.
+            Step::FreezeMachine(_) => {}
+            Step::Mute(host) => self.net.mute(host),
+            Step::Unmute(host) => self.net.unmute(host),
+            Step::Slow(host, delay) => {
+                if !delay.is_zero() {
+                    self.net.injected(host, SLOW);
+                }
+                self.net.slow(host, delay);
+            }
+            Step::Clock(host, ms) => {
+                self.net.injected(host, CLOCK);
+                self.clocks.step(host, ms);
+            }
+            Step::SecondHead => {
+                let host = self.net.host_beside(HEAD);
+                self.start_head(&host);
+            }
+            Step::OneHead => self.net.end_older(HEAD),
+            Step::Reseed(seed) => {
+                self.net.reseed(seed);
+                self.files.reseed(seed);
+            }
             Step::Disk(latency) => {
                 if latency > DISK_WELL {
                     self.net.injected("disk", DISK_STALL);
@@ -225,7 +297,12 @@ impl Deployment {
                 self.files.set_latency_max(latency);
             }
             Step::DiskFault(fault) => {
-                self.net.injected("disk", if fault == FileFault::DiskFull { DISK_FULL } else { SYNC_FAILED });
+                let kind = match fault {
+                    FileFault::DiskFull => DISK_FULL,
+                    FileFault::SyncFailed => SYNC_FAILED,
+                    FileFault::OpenFailed => OPEN_FAILED,
+                };
+                self.net.injected("disk", kind);
                 self.files.fail_write(0, fault);
             }
             Step::Stop => {
@@ -307,7 +384,7 @@ impl Deployment {
         }
         let config = Arc::new(|_: &[gym_core::registry::Instance]| String::new());
         let head = HeadServer::new(registry, config, &self.world(host), Metrics::new());
-        self.serve(host, Arc::new(AuditedHead { head, audit: self.audit.clone() }));
+        self.serve(host, Arc::new(AuditedHead { head, term, audit: self.audit.clone() }));
     }
 
     fn start_server(&self, host: &SimHost, name: &'static str) {
@@ -378,7 +455,8 @@ impl Deployment {
         let seed = self.plan.seed.wrapping_mul(1_000_003) ^ (index << 40) ^ (host.life() << 48);
         // Incarnations of members are times.
         let since = if self.plan.cluster.is_some() { self.began.elapsed() } else { Duration::ZERO };
-        World::new(Arc::new(self.files.clone()), seed, Duration::from_secs(1_700_000_000) + since)
+        let now = Duration::from_secs(1_700_000_000) + since;
+        self.clocks.of(host.name(), World::new(Arc::new(self.files.clone()), seed, now))
     }
 }
 

@@ -172,7 +172,7 @@ const SET: [(&str, &str, &str); 20] = [
 ];
 
 /// Variables of tests, benchmarks and fuzzing. No program of a user reads them.
-const OF_TESTS: [&str; 53] = [
+const OF_TESTS: [&str; 49] = [
     "CONDA_PREFIX",
     "GYM_ABSENT",
     "GYM_AFFINITY_SEEDS",
@@ -193,10 +193,6 @@ const OF_TESTS: [&str; 53] = [
     "GYM_RAY_TEST_PYTHON",
     "GYM_REFERENCE",
     "GYM_SAFETENSORS_PYTHON",
-    "GYM_SIM_FROM",
-    "GYM_SIM_SEED",
-    "GYM_SIM_SEEDS",
-    "GYM_SIM_SETTING",
     "GYM_TEST_LEDGER_OUTPUT",
     "GYM_TEST_MARK",
     "GYM_TEST_PROGRAM",

@@ -5,6 +5,7 @@ mod real;
 use std::fmt;
 use std::hash::{BuildHasher as _, RandomState};
 use std::path::Path;
+use std::sync::atomic::{AtomicI64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -31,6 +32,8 @@ struct Wall {
     /// The time of day when the world was created, since the Unix epoch.
     start: Duration,
     began: Instant,
+    /// Milliseconds by which the clock was set since then.
+    stepped_ms: Arc<AtomicI64>,
 }
 
 impl World {
@@ -41,7 +44,7 @@ impl World {
     #[must_use]
     pub fn new(files: Arc<dyn Files>, seed: u64, start: Duration) -> Self {
         let seed = Arc::new(Mutex::new(fastrand::Rng::with_seed(seed)));
-        Self { files, seed, wall: Wall { start, began: Instant::now() } }
+        Self { files, seed, wall: Wall { start, began: Instant::now(), stepped_ms: Arc::default() } }
     }
 
     /// Creates a world with the files and the time of day of this machine, and an unpredictable seed.
@@ -73,7 +76,15 @@ impl World {
     /// Returns the time of day, since the Unix epoch.
     #[must_use]
     pub fn now(&self) -> Duration {
-        self.wall.start + self.wall.began.elapsed()
+        let now = self.wall.start + self.wall.began.elapsed();
+        let stepped_ms = self.wall.stepped_ms.load(Ordering::Relaxed);
+        let stepped = Duration::from_millis(stepped_ms.unsigned_abs());
+        if stepped_ms < 0 { now.saturating_sub(stepped) } else { now + stepped }
+    }
+
+    /// Sets the time of day forward or back, as an administrator or a time server does. Deadlines and pauses do not follow it.
+    pub fn step_clock(&self, by_ms: i64) {
+        self.wall.stepped_ms.fetch_add(by_ms, Ordering::Relaxed);
     }
 }
 

@@ -37,6 +37,9 @@ pub enum FileFault {
     /// All bytes are written, and the sync fails. Some dirty pages do not reach the disk, and the system marks all of
     /// them clean.
     SyncFailed,
+    /// A file cannot be opened, for appending, reading, locking or to be replaced: input/output error. A file that is open for appending
+    /// stays so.
+    OpenFailed,
 }
 
 /// The end of a process.
@@ -125,7 +128,7 @@ impl SimFiles {
     }
 
     /// Injects a fault into the n-th write from now, counted from 0. An append and a rewrite are writes; a truncation is
-    /// one for a failed sync.
+    /// one for a failed sync. [`FileFault::OpenFailed`] counts what opens a file instead.
     pub fn fail_write(&self, nth: u64, fault: FileFault) {
         self.disk().fault = Some((nth, fault));
     }
@@ -199,6 +202,11 @@ impl SimFiles {
         Self { disk: Arc::clone(&self.disk), life: disk.life }
     }
 
+    /// Draws what happens from now on from another seed.
+    pub fn reseed(&self, seed: u64) {
+        self.disk().rng = fastrand::Rng::with_seed(seed);
+    }
+
     fn disk(&self) -> MutexGuard<'_, Disk> {
         self.disk.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -242,6 +250,7 @@ impl SimFiles {
             if disk.open.contains(path) {
                 return Ok(());
             }
+            disk.may_open(path)?;
             if disk.pages(path).is_none() {
                 disk.put(path, Vec::new());
             }
@@ -292,6 +301,7 @@ impl Disk {
     fn take_fault(&mut self, may_be_full: bool) -> Option<FileFault> {
         match self.fault {
             Some((_, FileFault::DiskFull)) if !may_be_full => None,
+            None | Some((_, FileFault::OpenFailed)) => None,
             Some((0, fault)) => {
                 self.fault = None;
                 Some(fault)
@@ -300,7 +310,21 @@ impl Disk {
                 self.fault = Some((left - 1, fault));
                 None
             }
-            None => None,
+        }
+    }
+
+    /// Fails if this opening of a file meets its fault.
+    fn may_open(&mut self, path: &Path) -> Result<()> {
+        match self.fault {
+            Some((0, FileFault::OpenFailed)) => {
+                self.fault = None;
+                Err(io_error("open", path))
+            }
+            Some((left, FileFault::OpenFailed)) => {
+                self.fault = Some((left - 1, FileFault::OpenFailed));
+                Ok(())
+            }
+            Some((_, FileFault::DiskFull | FileFault::SyncFailed)) | None => Ok(()),
         }
     }
 
@@ -339,12 +363,12 @@ fn full(path: &Path) -> Error {
 fn fault_error(fault: Option<FileFault>, doing: &str, path: &Path) -> Result<()> {
     match fault {
         Some(FileFault::DiskFull) => Err(full(path)),
-        Some(FileFault::SyncFailed) => Err(failed_sync(doing, path)),
-        None => Ok(()),
+        Some(FileFault::SyncFailed) => Err(io_error(doing, path)),
+        Some(FileFault::OpenFailed) | None => Ok(()),
     }
 }
 
-fn failed_sync(doing: &str, path: &Path) -> Error {
+fn io_error(doing: &str, path: &Path) -> Error {
     Error::finished(Code::Internal, "failed: input/output error").about(format!("{doing} {}", path.display()))
 }
 
@@ -361,6 +385,9 @@ impl Files for SimFiles {
     async fn read(&self, path: &Path, from: u64, bytes_max: usize) -> Result<Bytes> {
         let mut disk = self.alive()?;
         disk.counts.reads += 1;
+        if disk.pages(path).is_some() {
+            disk.may_open(path)?;
+        }
         let (pages, rng) = disk.pages_mut(path).ok_or_else(|| missing("read", path))?;
         let from = usize::try_from(from).unwrap_or(usize::MAX).min(pages.len());
         let end = from.saturating_add(bytes_max).min(pages.len());
@@ -468,7 +495,7 @@ impl Files for SimFiles {
         self.step().await;
         let mut disk = self.alive()?;
         if failed {
-            return Err(failed_sync("cut", path));
+            return Err(io_error("cut", path));
         }
         disk.broken.remove(path);
         if let Some((pages, _)) = disk.pages_mut(path) {
@@ -481,6 +508,7 @@ impl Files for SimFiles {
         self.step().await;
         {
             let mut disk = self.alive()?;
+            disk.may_open(path)?;
             let bytes = contents.concat();
             if bytes.len() as u64 > disk.room {
                 return Err(full(path));

@@ -29,6 +29,8 @@ pub(super) struct Conn {
     pub(super) id: u64,
     pub(super) client: Arc<str>,
     pub(super) server: Arc<str>,
+    /// The incarnation of the server.
+    pub(super) server_life: u64,
     /// Fires when the client has noticed the end of the connection; ends its calls.
     pub(super) client_closed: CancelToken,
     /// Fires when the server has noticed the end of the connection; its handlers are dropped.
@@ -55,6 +57,7 @@ struct Ends {
 }
 
 /// A request on the wire.
+#[derive(Clone)]
 pub(super) struct SimRequest {
     pub(super) call: u64,
     request: Request,
@@ -68,6 +71,10 @@ impl fmt::Display for SimRequest {
 }
 
 impl SimRequest {
+    pub(super) fn route(&self) -> &str {
+        self.request.route.path()
+    }
+
     /// Serializes the request as a wire would: text instead of shared memory, the remaining time instead of an instant.
     fn write(call: u64, request: Request) -> Result<Self> {
         let remaining = request.context.remaining();
@@ -95,11 +102,17 @@ fn rewritten(message: &Message) -> Result<Message> {
 }
 
 impl Conn {
-    pub(super) fn new(id: u64, client: Arc<str>, server: Arc<str>, arrivals: mpsc::Sender<SimRequest>) -> Self {
+    pub(super) fn new(
+        id: u64,
+        client: Arc<str>,
+        (server, server_life): (Arc<str>, u64),
+        arrivals: mpsc::Sender<SimRequest>,
+    ) -> Self {
         Self {
             id,
             client,
             server,
+            server_life,
             client_closed: CancelToken::new(),
             server_closed: CancelToken::new(),
             drained: AtomicBool::new(false),

@@ -34,6 +34,12 @@ pub struct Faults {
     /// Probability that a crash is silent, as a power failure is. Otherwise the system closes the connections of the
     /// process.
     pub silent_crash: f64,
+    /// Probability that a message arrives damaged: its receiver closes the connection, and the sender learns of it later.
+    pub corrupt: f64,
+    /// Probability that a request arrives twice, as when a proxy sends it again.
+    pub duplicate: f64,
+    /// Beginnings of the routes of requests that may arrive twice.
+    pub duplicate_routes: &'static [&'static str],
 }
 
 impl Faults {
@@ -52,6 +58,9 @@ impl Faults {
         partition_every: Duration::ZERO,
         partition_for: Duration::ZERO,
         silent_crash: 0.0,
+        corrupt: 0.0,
+        duplicate: 0.0,
+        duplicate_routes: &[],
     };
 
     /// A network without faults in which messages are delayed.
@@ -84,6 +93,7 @@ impl Faults {
             connect_timeout: Duration::from_secs(3),
             partition_every: if partitions { millis(rng, 2_000, 15_000) } else { Duration::ZERO },
             partition_for: millis(rng, 200, 6_000),
+            ..Self::NONE
         }
     }
 }
@@ -93,7 +103,7 @@ impl fmt::Display for Faults {
         write!(
             f,
             "loss {:.3} out {:.3} back, delay {:?} to {:?}, long way {:.3} up to {:?}, reorder {:.2}, reset {:.3}, \
-             refuse {:.2}, partition every {:?} for {:?}, silent crash {:.2}",
+             refuse {:.2}, partition every {:?} for {:?}, silent crash {:.2}, corrupt {:.3}, duplicate {:.3}",
             self.loss_request,
             self.loss_reply,
             self.delay_min,
@@ -106,6 +116,8 @@ impl fmt::Display for Faults {
             self.partition_every,
             self.partition_for,
             self.silent_crash,
+            self.corrupt,
+            self.duplicate,
         )
     }
 }
@@ -132,9 +144,19 @@ pub mod kind {
     pub const CRASH: &str = "crash";
     /// A host that crashed silently.
     pub const SILENT_CRASH: &str = "silent crash";
+    /// A message that arrived damaged.
+    pub const CORRUPTED: &str = "message corrupted";
+    /// A request that arrived twice.
+    pub const DUPLICATED: &str = "request duplicated";
+    /// A message that a slow host delayed. Only a scenario makes hosts slow.
+    pub const SLOWED: &str = "message slowed";
+    /// A host whose messages are lost while it receives those of others. Only a scenario has such hosts.
+    pub const MUTE: &str = "half-open link";
+    /// A host whose earlier incarnation goes on beside the new one. Only a scenario has such hosts.
+    pub const TWICE: &str = "two incarnations of a host";
     /// A host that was stopped, and whose messages waited. Only a scenario stops hosts.
     pub const FROZEN: &str = "host frozen";
-    /// The kinds that a network injects by itself.
+    /// The kinds that a network with [`Faults::drawn`](super::Faults::drawn) injects by itself.
     pub const ALL: [&str; 10] =
         [REQUEST_LOST, REPLY_LOST, DELAYED, REORDERED, RESET, REFUSED, PARTITION, CUT_OFF, CRASH, SILENT_CRASH];
 }

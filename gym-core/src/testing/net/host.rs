@@ -42,6 +42,12 @@ impl SimHost {
         Self { shared, name, life, crashed, calls_max: CALLS_MAX }
     }
 
+    pub(super) fn start_beside(shared: Arc<SimState>, name: &str) -> Self {
+        let name: Arc<str> = name.into();
+        let (life, crashed) = shared.start_beside(&name);
+        Self { shared, name, life, crashed, calls_max: CALLS_MAX }
+    }
+
     /// Returns the same incarnation with another limit on the calls in flight of each connection that it opens.
     #[must_use]
     pub fn with_calls_max(mut self, calls_max: usize) -> Self {
@@ -146,12 +152,12 @@ impl Connector for SimHost {
             if !net.is_alive(&self.name, self.life) {
                 return Err(self.over());
             }
-            let listener = net.listeners.get(to.address()).map(|(_, listener)| listener.clone());
-            let listener = listener.ok_or_else(|| refused("there is no listener at this address"))?;
+            let listener = net.listeners.get(to.address()).cloned();
+            let (server_life, listener) = listener.ok_or_else(|| refused("there is no listener at this address"))?;
             // Not `calls_max`: cancelled calls may still be in flight.
             let (arrivals, arrived) = mpsc::channel(CALLS_MAX);
             let ordered = net.faults.reorder == 0.0;
-            let conn = net.open(|id| Arc::new(Conn::new(id, Arc::clone(&self.name), server, arrivals)));
+            let conn = net.open(|id| Arc::new(Conn::new(id, Arc::clone(&self.name), (server, server_life), arrivals)));
             net.note(&self.name, format_args!("connects to {to} as {}", conn.id));
             drop(net);
             let incoming = SimIncoming::new(Arc::clone(&self.shared), Arc::clone(&conn), arrived);

@@ -18,6 +18,7 @@ mod wire;
 
 use std::fmt;
 use std::sync::Arc;
+use std::time::Duration;
 
 pub use faults::{Faults, kind};
 pub use host::{SimHost, SimListener};
@@ -46,6 +47,18 @@ impl SimNet {
     #[must_use]
     pub fn host(&self, name: &str) -> SimHost {
         SimHost::start(Arc::clone(&self.0), name)
+    }
+
+    /// Starts the next incarnation of a host while the previous one goes on with the connections that it has, as two head servers do
+    /// behind one address. New connections reach the new one. A crash ends both.
+    #[must_use]
+    pub fn host_beside(&self, name: &str) -> SimHost {
+        SimHost::start_beside(Arc::clone(&self.0), name)
+    }
+
+    /// Ends the incarnations that go on beside the newest one; their peers are notified.
+    pub fn end_older(&self, host: &str) {
+        self.0.end_older(host);
     }
 
     /// Crashes a host: drops its running handlers and its [tasks](SimHost::spawn), ends its calls and its listeners.
@@ -80,7 +93,27 @@ impl SimNet {
         self.0.thaw(host);
     }
 
-    /// Replaces the faults. Heals the partitions of the previous faults; lost messages stay lost.
+    /// Delays each message from or to a host by this much more, as a machine without free CPUs does. Zero ends it.
+    pub fn slow(&self, host: &str, delay: Duration) {
+        self.0.slow(host, delay);
+    }
+
+    /// Drops all messages that a host sends, including those in flight, while those to it arrive: its links are half open.
+    pub fn mute(&self, host: &str) {
+        self.0.mute(host);
+    }
+
+    /// Ends a half-open link.
+    pub fn unmute(&self, host: &str) {
+        self.0.unmute(host);
+    }
+
+    /// Draws what happens from now on from another seed. Two runs with the same seed that are the same so far then differ.
+    pub fn reseed(&self, seed: u64) {
+        self.0.reseed(seed);
+    }
+
+    /// Replaces the faults. Ends slow hosts and half-open links, and heals the partitions of the previous faults; lost messages stay lost.
     pub fn set_faults(&self, faults: Faults) {
         self.0.set_faults(faults);
     }

@@ -41,6 +41,11 @@ impl Trace {
         &self.faults
     }
 
+    /// Returns the last events, each with its time in milliseconds and its actor.
+    pub fn lines(&self) -> impl DoubleEndedIterator<Item = &str> + ExactSizeIterator {
+        self.lines.iter().map(String::as_str)
+    }
+
     pub(super) fn note(&mut self, at_ms: u128, actor: &str, event: fmt::Arguments<'_>) {
         let line = format!("{at_ms:>8} ms  {actor:<10} {event}");
         for byte in line.bytes().chain([b'\n']) {

@@ -34,6 +34,10 @@ pub(super) struct Net {
     cuts: BTreeSet<(Arc<str>, Arc<str>)>,
     /// Hosts without a connection to any other.
     isolated: BTreeSet<Arc<str>>,
+    /// Hosts whose messages are lost.
+    mute: BTreeSet<Arc<str>>,
+    /// Slow hosts, each with the delay of its messages.
+    slow: BTreeMap<Arc<str>, Duration>,
     /// Stopped hosts, each with the messages that wait for it or left it.
     frozen: BTreeMap<Arc<str>, Vec<Event>>,
     /// Increases when the faults change, so that scheduled partitions of the previous faults do not happen.
@@ -47,6 +51,15 @@ struct HostState {
     up: bool,
     silent: bool,
     crashed: CancelToken,
+    /// Earlier incarnations that go on, each with its listeners.
+    older: Vec<OlderLife>,
+}
+
+#[derive(Debug)]
+struct OlderLife {
+    crashed: CancelToken,
+    /// They get no connections. Without them, the servers of this life would end.
+    _listeners: Vec<mpsc::Sender<SimIncoming>>,
 }
 
 enum Event {
@@ -103,6 +116,8 @@ impl SimState {
             conns: BTreeMap::new(),
             cuts: BTreeSet::new(),
             isolated: BTreeSet::new(),
+            mute: BTreeSet::new(),
+            slow: BTreeMap::new(),
             frozen: BTreeMap::new(),
             regime: 0,
             trace: Trace::default(),
@@ -140,6 +155,8 @@ impl SimState {
         net.faults = faults;
         net.cuts.clear();
         net.isolated.clear();
+        net.mute.clear();
+        net.slow.clear();
         net.regime += 1;
         net.schedule_partition();
         drop(net);
@@ -164,6 +181,33 @@ impl SimState {
         net.note(host, format_args!("has its cable again"));
     }
 
+    pub(super) fn slow(&self, host: &str, delay: Duration) {
+        let mut net = self.net();
+        net.slow.remove(host);
+        if !delay.is_zero() {
+            net.slow.insert(host.into(), delay);
+        }
+        net.note(host, format_args!("needs {delay:?} more for each message"));
+    }
+
+    pub(super) fn mute(&self, host: &str) {
+        let mut net = self.net();
+        net.mute.insert(host.into());
+        net.fault(host, kind::MUTE, format_args!("what it sends is lost"));
+    }
+
+    pub(super) fn unmute(&self, host: &str) {
+        let mut net = self.net();
+        net.mute.remove(host);
+        net.note(host, format_args!("is heard again"));
+    }
+
+    pub(super) fn reseed(&self, seed: u64) {
+        let mut net = self.net();
+        net.rng = fastrand::Rng::with_seed(seed);
+        net.note("network", format_args!("goes on with seed {seed}"));
+    }
+
     pub(super) fn freeze(&self, host: &str) {
         let mut net = self.net();
         net.frozen.entry(host.into()).or_default();
@@ -186,13 +230,43 @@ impl SimState {
         if self.net().hosts.get(name).is_some_and(|host| host.up) {
             self.crash(name);
         }
+        self.net().start(name, Vec::new())
+    }
+
+    /// Starts the next incarnation of a host, and lets the previous one go on.
+    pub(super) fn start_beside(&self, name: &Arc<str>) -> (u64, CancelToken) {
         let mut net = self.net();
-        let life = net.hosts.get(name).map_or(0, |host| host.life + 1);
-        let crashed = CancelToken::new();
-        let host = HostState { life, up: true, silent: false, crashed: crashed.clone() };
-        net.hosts.insert(Arc::clone(name), host);
-        net.note(name, format_args!("is up, life {life}"));
-        (life, crashed)
+        let Some(host) = net.hosts.get_mut(name).filter(|host| host.up) else {
+            return net.start(name, Vec::new());
+        };
+        let (crashed, mut older) = (host.crashed.clone(), std::mem::take(&mut host.older));
+        let here = |address: &str| address.split('/').next() == Some(name);
+        let addresses: Vec<_> = net.listeners.keys().filter(|address| here(address)).cloned().collect();
+        let listeners = addresses.iter().filter_map(|address| net.listeners.remove(address));
+        older.push(OlderLife { crashed, _listeners: listeners.map(|(_, listener)| listener).collect() });
+        net.fault(name, kind::TWICE, format_args!("the earlier one goes on"));
+        net.start(name, older)
+    }
+
+    pub(super) fn end_older(&self, name: &str) {
+        let mut net = self.net();
+        let Some(host) = net.hosts.get_mut(name) else { return };
+        let (life, older) = (host.life, std::mem::take(&mut host.older));
+        if older.is_empty() {
+            return;
+        }
+        net.note(name, format_args!("has one incarnation again, life {life}"));
+        let ended = |conn: &Conn| *conn.server == *name && conn.server_life < life;
+        let conns: Vec<_> = net.conns.values().filter_map(Weak::upgrade).filter(|conn| ended(conn)).collect();
+        for conn in conns {
+            if !conn.server_closed.is_cancelled() {
+                conn.server_closed.cancel();
+                net.transmit(&conn, false, Packet::Gone);
+            }
+        }
+        drop(net);
+        older.iter().for_each(|older| older.crashed.cancel());
+        self.wake.notify_one();
     }
 
     pub(super) fn crash(&self, name: &str) {
@@ -202,6 +276,7 @@ impl SimState {
         host.up = false;
         host.silent = silent;
         let crashed = host.crashed.clone();
+        let older = std::mem::take(&mut host.older);
         // What a stopped process had not sent is lost with it.
         net.frozen.remove(name);
         let kind = if silent { kind::SILENT_CRASH } else { kind::CRASH };
@@ -226,6 +301,7 @@ impl SimState {
         }
         drop(net);
         crashed.cancel();
+        older.iter().for_each(|older| older.crashed.cancel());
         self.wake.notify_one();
     }
 
@@ -248,6 +324,15 @@ impl Net {
         self.trace.note(at, actor, event);
     }
 
+    fn start(&mut self, name: &Arc<str>, older: Vec<OlderLife>) -> (u64, CancelToken) {
+        let life = self.hosts.get(name).map_or(0, |host| host.life + 1);
+        let crashed = CancelToken::new();
+        let host = HostState { life, up: true, silent: false, crashed: crashed.clone(), older };
+        self.hosts.insert(Arc::clone(name), host);
+        self.note(name, format_args!("is up, life {life}"));
+        (life, crashed)
+    }
+
     fn fault(&mut self, actor: &str, kind: &'static str, what: fmt::Arguments<'_>) {
         self.trace.fault(kind);
         self.note(actor, format_args!("FAULT {kind}: {what}"));
@@ -264,6 +349,7 @@ impl Net {
     fn is_cut(&self, from: &Arc<str>, to: &Arc<str>) -> bool {
         self.isolated.contains(from)
             || self.isolated.contains(to)
+            || self.mute.contains(from)
             || self.cuts.contains(&(Arc::clone(from), Arc::clone(to)))
     }
 
@@ -327,6 +413,11 @@ impl Net {
             delay += Duration::from_millis(self.rng.u64(0..=max));
             self.fault(&from, kind::DELAYED, format_args!("{packet} to {to}, {delay:?}"));
         }
+        let slowed = [&from, &to].into_iter().filter_map(|host| self.slow.get(host)).sum::<Duration>();
+        if !slowed.is_zero() {
+            delay += slowed;
+            self.fault(&from, kind::SLOWED, format_args!("{packet} to {to}, {slowed:?}"));
+        }
         let mut at = Instant::now() + delay;
         let overtakes = self.happens(self.faults.reorder);
         let last = conn.last_arrival(to_server, at);
@@ -342,6 +433,25 @@ impl Net {
             self.schedule(at, Event::Deliver { conn: Arc::clone(conn), to_server: true, packet: Packet::Gone });
             self.schedule(at, Event::Deliver { conn: Arc::clone(conn), to_server: false, packet: Packet::Gone });
             return;
+        }
+        if !matches!(packet, Packet::Gone) && self.happens(self.faults.corrupt) {
+            self.fault(&from, kind::CORRUPTED, format_args!("{packet} to {to}"));
+            let heard = at + self.delay();
+            self.schedule(at, Event::Deliver { conn: Arc::clone(conn), to_server, packet: Packet::Gone });
+            self.schedule(
+                heard,
+                Event::Deliver { conn: Arc::clone(conn), to_server: !to_server, packet: Packet::Gone },
+            );
+            return;
+        }
+        if let Packet::Request(request) = &packet
+            && self.faults.duplicate_routes.iter().any(|route| request.route().starts_with(route))
+            && self.happens(self.faults.duplicate)
+        {
+            let again = Packet::Request(request.clone());
+            let at = at + self.delay();
+            self.fault(&from, kind::DUPLICATED, format_args!("{packet} to {to}"));
+            self.schedule(at, Event::Deliver { conn: Arc::clone(conn), to_server, packet: again });
         }
         self.schedule(at, Event::Deliver { conn: Arc::clone(conn), to_server, packet });
     }

@@ -22,6 +22,8 @@ pub(super) struct ClusterTruth {
     members: BTreeMap<MemberId, Contact>,
     /// Members that no fault reaches.
     unharmed: BTreeSet<String>,
+    /// The processes of each member in the order in which they started. Their incarnations are times of clocks that are set back.
+    lives: BTreeMap<String, Vec<Incarnation>>,
     /// Members that have served.
     served: BTreeSet<String>,
     /// How often each attempt began, and how often an agent ran it. A collector that was killed repeats the numbers of attempts without an
@@ -43,7 +45,7 @@ struct Contact {
 
 /// A request of a member that is in progress. Dropping it before its answer means that the connection broke.
 pub(super) enum Membership {
-    Join(Audit, MemberSpec),
+    Join(Audit, MemberSpec, u64),
     Beat(BeatInProgress),
 }
 
@@ -64,10 +66,16 @@ impl Drop for BeatInProgress {
 impl Membership {
     pub(super) fn answered(self, response: &Response) {
         match self {
-            Self::Join(audit, spec) if response.status.is_success() => audit.joined(spec),
+            Self::Join(audit, spec, term) if response.status.is_success() => audit.joined(spec, term),
             Self::Join(..) => {}
             Self::Beat(mut beat) => beat.answered = true,
         }
+    }
+}
+
+impl ClusterTruth {
+    fn life(&self, name: &str, life: Incarnation) -> usize {
+        self.lives.get(name).and_then(|lives| lives.iter().rposition(|known| *known == life)).unwrap_or_default()
     }
 }
 
@@ -86,6 +94,16 @@ impl Audit {
         self.truth().cluster.unharmed = names.map(str::to_owned).collect();
     }
 
+    /// A process of a member has started.
+    pub(crate) fn member_started(&self, name: &str, life: Incarnation) {
+        self.truth().cluster.lives.entry(name.to_owned()).or_default().push(life);
+    }
+
+    /// Returns the number of a process of a member, in the order in which they started.
+    fn life(&self, name: &str, life: Incarnation) -> usize {
+        self.truth().cluster.life(name, life)
+    }
+
     /// A head server without knowledge of its earlier life.
     pub(crate) fn head_started(&self, term: u64) {
         let cluster = &mut self.truth().cluster;
@@ -93,10 +111,10 @@ impl Audit {
         cluster.members.clear();
     }
 
-    pub(super) fn membership(&self, request: &Request) -> Option<Membership> {
+    pub(super) fn membership(&self, request: &Request, term: u64) -> Option<Membership> {
         let body = request.message.head.to_bytes();
         match request.route.path() {
-            "/cluster/join" => Some(Membership::Join(self.clone(), serde_json::from_slice(&body).ok()?)),
+            "/cluster/join" => Some(Membership::Join(self.clone(), serde_json::from_slice(&body).ok()?, term)),
             "/cluster/beat" => {
                 let beat: Heartbeat = serde_json::from_slice(&body).ok()?;
                 self.beats(&beat);
@@ -106,9 +124,13 @@ impl Audit {
         }
     }
 
-    fn joined(&self, spec: MemberSpec) {
+    fn joined(&self, spec: MemberSpec, term: u64) {
         let contact = Contact { timing: spec.timing, heard: Instant::now(), seq: 0, broken: None };
         let cluster = &mut self.truth().cluster;
+        if term != cluster.term {
+            // An older head server that goes on beside the new one.
+            return;
+        }
         let known = cluster.members.entry((spec.name, spec.incarnation)).or_insert(contact);
         (known.heard, known.broken) = (Instant::now(), None);
     }
@@ -152,7 +174,9 @@ impl Audit {
             }
             let violation = {
                 let cluster = &mut self.truth().cluster;
-                let newer = cluster.members.keys().any(|(other, life)| other == name && *life > gone.incarnation);
+                let lost = cluster.life(name, gone.incarnation);
+                let newer =
+                    cluster.members.keys().any(|(other, life)| other == name && cluster.life(name, *life) > lost);
                 let contact = cluster.members.remove(&(name.clone(), gone.incarnation));
                 contact.filter(|_| !newer).and_then(|contact| {
                     let Contact { timing, heard, broken, .. } = contact;
@@ -239,7 +263,8 @@ impl PoolAudit {
                         let id = (name.clone(), server.incarnation);
                         told.lost.remove(&id);
                         // Another process is gone.
-                        let older = told.polled.get(name).filter(|life| **life < server.incarnation);
+                        let number = |life| self.audit.life(name, life);
+                        let older = told.polled.get(name).filter(|life| number(**life) < number(server.incarnation));
                         told.lost.extend(older.map(|life| (name.clone(), *life)));
                         members.insert(name.clone(), (server.incarnation, !server.paused));
                     }
@@ -263,7 +288,9 @@ impl PoolAudit {
         let told = &mut *self.told();
         let newest = told.polled.entry(worker.to_owned()).or_insert(member);
         // A poll of an earlier process may arrive late.
-        *newest = member.max(*newest);
+        if self.audit.life(worker, member) > self.audit.life(worker, *newest) {
+            *newest = member;
+        }
     }
 
     /// Checks that members which the pool was told are lost hold no work.

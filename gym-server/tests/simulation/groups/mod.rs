@@ -20,10 +20,11 @@ use gym_core::testing::{Faults, SimFiles, SimNet};
 use gym_core::{CancelToken, World};
 use tokio::time::Instant;
 
-use crate::scenario::Report;
+use crate::scenario::{Clocks, Report};
+use crate::script::{CLOCK, SLOW, Step};
 use audit::GroupAudit;
 use controller::Controller;
-use plan::{CONTROLLER, HOSTS, Step};
+use plan::{CONTROLLER, HOSTS};
 pub(crate) use plan::{COUNTED_IN_GROUPS, GroupPlan, INJECTED_IN_GROUPS};
 use worker::{Counter, HOST_VARIABLE};
 
@@ -41,15 +42,16 @@ fn agent_endpoint(host: &str) -> String {
 const DONE_WITHIN: Duration = Duration::from_secs(150);
 
 /// Plays a seed.
-pub(crate) async fn play(seed: u64) -> Report {
+pub(crate) async fn play(plan: GroupPlan) -> Report {
+    let seed = plan.seed;
     // Sessions, ports and pauses are drawn from it.
     fastrand::seed(seed);
-    let plan = GroupPlan::drawn(seed);
     let began = Instant::now();
     let net = SimNet::new(seed, plan.faults.clone());
     let audit = GroupAudit::new(&net, plan.nodes.lease);
     audit.enter();
-    let this = Playing { plan, net, audit, began, healed: CancelToken::new(), done: CancelToken::new() };
+    let (healed, done) = (CancelToken::new(), CancelToken::new());
+    let this = Playing { plan, net, audit, began, clocks: Clocks::default(), healed, done };
     for host in HOSTS.into_iter().take(this.plan.hosts) {
         this.start_agent(host);
     }
@@ -72,7 +74,6 @@ pub(crate) async fn play(seed: u64) -> Report {
     this.audit.check_end();
     let counts = this.audit.calls();
     Report {
-        seed,
         trace: this.net.trace(),
         violations: this.audit.violations(),
         completed: counts.succeeded,
@@ -89,6 +90,7 @@ struct Playing {
     net: SimNet,
     audit: GroupAudit,
     began: Instant,
+    clocks: Clocks,
     healed: CancelToken,
     done: CancelToken,
 }
@@ -96,11 +98,11 @@ struct Playing {
 impl Playing {
     fn follow(&self, step: Step) {
         self.net.note("script", format_args!("{step}"));
-        if let Some((host, kind)) = step.injects() {
+        if let Some((host, kind)) = plan::injects(step) {
             self.net.injected(host, kind);
         }
         match step {
-            Step::Kill(host) => self.kill(host),
+            Step::Crash(host) => self.kill(host),
             Step::Restart(host) => {
                 self.kill(host);
                 self.start(host);
@@ -129,6 +131,43 @@ impl Playing {
                     self.net.reconnect(plan::ranks_of(host));
                 }
             }
+            Step::Mute(host) => {
+                self.net.mute(host);
+                if host != CONTROLLER {
+                    self.net.mute(plan::ranks_of(host));
+                }
+            }
+            Step::Unmute(host) => {
+                self.net.unmute(host);
+                if host != CONTROLLER {
+                    self.net.unmute(plan::ranks_of(host));
+                }
+            }
+            Step::Slow(host, delay) => {
+                if !delay.is_zero() {
+                    self.net.injected(host, SLOW);
+                }
+                self.net.slow(host, delay);
+                if host != CONTROLLER {
+                    self.net.slow(plan::ranks_of(host), delay);
+                }
+            }
+            Step::Clock(host, ms) => {
+                self.net.injected(host, CLOCK);
+                self.clocks.step(host, ms);
+            }
+            Step::Reseed(seed) => {
+                self.net.reseed(seed);
+                fastrand::seed(seed);
+            }
+            // Of the other settings.
+            Step::Kill
+            | Step::EndInWrite(..)
+            | Step::SecondHead
+            | Step::OneHead
+            | Step::Disk(_)
+            | Step::DiskFault(_)
+            | Step::Stop => {}
         }
     }
 
@@ -184,7 +223,7 @@ impl Playing {
         let seed = self.plan.seed.wrapping_mul(1_000_003) ^ (host.life() << 48);
         // Incarnations of agents are times.
         let now = Duration::from_secs(1_700_000_000) + self.began.elapsed();
-        World::new(Arc::new(SimFiles::new(seed)), seed, now)
+        self.clocks.of(host.name(), World::new(Arc::new(SimFiles::new(seed)), seed, now))
     }
 }
 

@@ -7,6 +7,8 @@ use gym_client::group::NodesOptions;
 use gym_core::group::cluster::{ClusterSpec, PlacementStrategy, WorkersOn};
 use gym_core::testing::Faults;
 
+use crate::script::{Additions, Script, Step, normalized};
+
 pub(crate) const CONTROLLER: &str = "controller";
 pub(crate) const HOSTS: [&str; 4] = ["node-0", "node-1", "node-2", "node-3"];
 /// The hosts of the ranks, in the order of their agents.
@@ -55,47 +57,16 @@ pub(crate) const COUNTED_IN_GROUPS: [&str; 12] = [
     "ranks serve after the faults",
 ];
 
-/// One event of the script.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Step {
-    Kill(&'static str),
-    Restart(&'static str),
-    Start(&'static str),
-    /// Stops a process: of a node, that of its agent.
-    Freeze(&'static str),
-    FreezeMachine(&'static str),
-    Thaw(&'static str),
-    Isolate(&'static str),
-    Reconnect(&'static str),
-}
-
-impl Step {
-    /// Returns the fault.
-    pub(crate) fn injects(self) -> Option<(&'static str, &'static str)> {
-        let of = |host, of_controller, of_node| Some((host, if host == CONTROLLER { of_controller } else { of_node }));
-        match self {
-            Self::Kill(host) => of(host, CONTROLLER_KILLED, NODE_KILLED),
-            Self::Restart(host) => of(host, CONTROLLER_KILLED, NODE_RESTARTED),
-            Self::Freeze(host) => of(host, CONTROLLER_FROZEN, AGENT_FROZEN),
-            Self::FreezeMachine(host) => Some((host, MACHINE_FROZEN)),
-            Self::Isolate(host) => of(host, CONTROLLER_ISOLATED, NODE_ISOLATED),
-            Self::Start(_) | Self::Thaw(_) | Self::Reconnect(_) => None,
-        }
-    }
-}
-
-impl fmt::Display for Step {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Kill(host) => write!(f, "kill {host}"),
-            Self::Restart(host) => write!(f, "kill and restart {host}"),
-            Self::Start(host) => write!(f, "start {host}"),
-            Self::Freeze(host) => write!(f, "freeze the process of {host}"),
-            Self::FreezeMachine(host) => write!(f, "freeze all processes of {host}"),
-            Self::Thaw(host) => write!(f, "thaw {host}"),
-            Self::Isolate(host) => write!(f, "cut the cable of {host}"),
-            Self::Reconnect(host) => write!(f, "plug the cable of {host} in"),
-        }
+/// Returns the fault of a step.
+pub(crate) fn injects(step: Step) -> Option<(&'static str, &'static str)> {
+    let of = |host, of_controller, of_node| Some((host, if host == CONTROLLER { of_controller } else { of_node }));
+    match step {
+        Step::Crash(host) => of(host, CONTROLLER_KILLED, NODE_KILLED),
+        Step::Restart(host) => of(host, CONTROLLER_KILLED, NODE_RESTARTED),
+        Step::Freeze(host) => of(host, CONTROLLER_FROZEN, AGENT_FROZEN),
+        Step::FreezeMachine(host) => Some((host, MACHINE_FROZEN)),
+        Step::Isolate(host) => of(host, CONTROLLER_ISOLATED, NODE_ISOLATED),
+        _ => None,
     }
 }
 
@@ -126,7 +97,7 @@ pub(crate) struct GroupPlan {
     pub(crate) deadline: Duration,
     /// From this time on, no faults occur.
     pub(crate) heals_at: Duration,
-    pub(crate) script: Vec<(Duration, Step)>,
+    pub(crate) script: Script,
 }
 
 impl GroupPlan {
@@ -137,6 +108,26 @@ impl GroupPlan {
         }
         let bundles: Vec<u32> = (0..).take(self.cluster.world_size()).collect();
         WorkersOn::Tied(bundles.chunks(self.tied).map(|tied| (0, tied.to_vec())).collect())
+    }
+
+    /// Returns the hosts of the script.
+    pub(crate) fn hosts(&self) -> Vec<&'static str> {
+        [CONTROLLER].into_iter().chain(HOSTS.into_iter().take(self.hosts)).collect()
+    }
+
+    /// Adds the faults that came after the first plans. Plans without them are those of the first seeds.
+    pub(crate) fn with_additions(mut self) -> Self {
+        let mut rng = fastrand::Rng::with_seed(self.seed ^ 0xadd1_7104_5eed_0a11);
+        if rng.u8(..4) == 0 {
+            return self;
+        }
+        // A call runs at most once, so no request of a group may arrive twice.
+        self.faults.corrupt = if rng.bool() { 0.03 * rng.f64() } else { 0.0 };
+        let (hosts, heals_at) = (self.hosts(), self.heals_at);
+        let additions = Additions { hosts: &hosts, heals_at, disk: false, two_heads: false };
+        self.script.extend(additions.drawn(&mut rng));
+        self.script = normalized(self.script, &hosts, heals_at);
+        self
     }
 
     pub(crate) fn drawn(seed: u64) -> Self {
@@ -186,7 +177,7 @@ impl GroupPlan {
 }
 
 /// Returns steps at random times before the end of the faults, at which all hosts run and are connected.
-fn script(rng: &mut fastrand::Rng, heals_at: Duration, hosts: usize) -> Vec<(Duration, Step)> {
+fn script(rng: &mut fastrand::Rng, heals_at: Duration, hosts: usize) -> Script {
     let every_ms = rng.u64(300..5_000);
     // Each seed uses a random subset of the kinds of steps.
     let kinds: Vec<u8> = (0..5).filter(|_| rng.u8(..3) > 0).collect();
@@ -210,11 +201,11 @@ fn script(rng: &mut fastrand::Rng, heals_at: Duration, hosts: usize) -> Vec<(Dur
         let half = at + (until - at) / 2;
         *well_from = until;
         script.extend(match kind {
-            0 => vec![(at, Step::Kill(host)), (until, Step::Start(host))],
+            0 => vec![(at, Step::Crash(host)), (until, Step::Start(host))],
             1 => vec![(at, Step::Restart(host))],
             // Also killed while it stands still.
             2 if rng.u8(..5) == 0 => {
-                vec![(at, Step::Freeze(host)), (half, Step::Kill(host)), (until, Step::Start(host))]
+                vec![(at, Step::Freeze(host)), (half, Step::Crash(host)), (until, Step::Start(host))]
             }
             2 => vec![(at, Step::Freeze(host)), (until, Step::Thaw(host))],
             3 if *host == CONTROLLER => vec![(at, Step::Freeze(host)), (until, Step::Thaw(host))],

@@ -7,7 +7,8 @@ use gym_core::registry::MemberTiming;
 use gym_core::testing::{Faults, FileFault};
 use gym_core::transport::RetryPolicy;
 
-use super::{COLLECTOR, DISK_WELL, HEAD, Plan, Step, with_ends};
+use super::{COLLECTOR, DISK_WELL, HEAD, Plan, with_ends};
+use crate::script::{Script, Step};
 
 pub(crate) const WORKERS: [&str; 3] = ["worker-0", "worker-1", "worker-2"];
 
@@ -49,8 +50,8 @@ pub(super) fn plan(seed: u64) -> Plan {
         pull: rng.u8(..4) > 0,
         calm,
     };
+    let concurrency = u32::try_from(rng.usize(1..=16)).expect("a small number");
     let options = DriverOptions {
-        concurrency: rng.usize(1..=16),
         attempts_max: rng.u32(3..=6),
         // Each seed ends, however often its workers are lost.
         lost_max: 1_000,
@@ -72,6 +73,7 @@ pub(super) fn plan(seed: u64) -> Plan {
         ttl: millis(&mut rng, 2_000, 8_000),
         script: if rng.u8(..4) == 0 { with_ends(script, &mut rng, heals_at) } else { script },
         faults,
+        concurrency,
         options,
         heals_at,
         cluster: Some(cluster),
@@ -79,7 +81,7 @@ pub(super) fn plan(seed: u64) -> Plan {
 }
 
 /// Returns steps at random times before the end of the faults, at which all hosts run and are connected.
-fn script(rng: &mut fastrand::Rng, heals_at: Duration, workers: usize) -> Vec<(Duration, Step)> {
+fn script(rng: &mut fastrand::Rng, heals_at: Duration, workers: usize) -> Script {
     let every_ms = rng.u64(500..5_000);
     // Each seed uses a random subset of the kinds of steps.
     let kinds: Vec<u8> = (0..7).filter(|_| rng.u8(..3) > 0).collect();
