@@ -3,12 +3,16 @@
 
     tests/defects.py                  all defects
     tests/defects.py WORD…            those whose name contains a word
+    tests/defects.py --list           the names
 
-A defect is one replaced text in one file, or several if two places guard against it, and the tests that must then fail. The script works on a copy of the last commit in a
-separate work tree, so it changes nothing here. Exit status 1: a defect passed its tests, or its text is no longer in the file.
+A defect is one replaced text in one file, or several if two places guard against it, and the tests that must then fail. For the simulation, the
+report says how many cases it took, and how many faults were left after shrinking. The script works on a copy of the last commit in a separate work
+tree, so it changes nothing here. Exit status 1: a defect passed its tests, or its text is no longer in the file.
 """
 
 import os
+import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -16,24 +20,37 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-# Enough for each of the defects of the disk; the rarest needs about 250.
-SIMULATION = (
-    "--profile simulation -p gym-server --no-default-features --test simulation -- no_seed_loses_doubles_or_invents_an_outcome"
-    " --exact"
-)
-SEEDS = "2000"
-TIMEOUT_SECONDS = 1200
+# Cases that each setting may take. The rarest defect of the disk needs about 250.
+CASES = "--seeds 3000 --branches 1000"
+TIMEOUT_SECONDS = 1800
+
+
+def simulation(*settings: str) -> str:
+    """Arguments that search these settings until the first case fails, and shrink it."""
+    chosen = " ".join(f"--setting {setting}" for setting in settings)
+    return (
+        "--profile simulation -p gym-server --no-default-features --test simulation -- search"
+        f" {chosen} {CASES} --failures 1 --any"
+    )
+
+
+SERVERS, CLUSTER, GROUPS = simulation("servers"), simulation("cluster"), simulation("groups")
+DEPLOYMENTS = simulation("servers", "cluster")
 
 COLLECT = "gym-client/src/collect"
+LEDGER = f"{COLLECT}/ledger"
+MEMBERS = "gym-core/src/registry/table.rs"
+QUEUE = "gym-core/src/rollout/work/queue.rs"
+NODES = "gym-client/src/group/provision/nodes"
 # Name, file, old text, new text, arguments of `cargo test`.
 DEFECTS = [
     # Rows that were acknowledged, and their inputs, survive a power failure.
     ("rows-are-synced-instead-of-written-again", f"{COLLECT}/ledger/jsonl/recovery.rs",
-     "self.files.rewrite(self.path, self.from, &self.pieces).await?;", "self.files.append(self.path, &[], true).await?;", SIMULATION),
+     "self.files.rewrite(self.path, self.from, &self.pieces).await?;", "self.files.append(self.path, &[], true).await?;", SERVERS),
     ("rows-are-acknowledged-before-the-sync", f"{COLLECT}/ledger/jsonl/writer.rs",
-     "files.append(path, &lines.pieces, true).await", "files.append(path, &lines.pieces, false).await", SIMULATION),
-    ("inputs-are-not-synced", f"{COLLECT}/chunks.rs",
-     "files.append(path, &[], true).await?;", "files.append(path, &[], false).await?;", SIMULATION),
+     "files.append(path, &lines.pieces, true).await", "files.append(path, &lines.pieces, false).await", SERVERS),
+    ("inputs-are-not-synced", f"{COLLECT}/files/chunks.rs",
+     "files.append(path, &[], true).await?;", "files.append(path, &[], false).await?;", SERVERS),
     # An engine's error is no reward.
     ("any-error-about-max-tokens-is-an-overflow", "gym-server/src/model/vllm/overflow.rs",
      "(coded || exceeds(&text)).then_some(text)",
@@ -58,7 +75,7 @@ DEFECTS = [
      "-p gym-server --test cli -- results_and_inputs_are_replaced_only_if_asked"),
     # A resumed collection requests the recorded rows.
     ("resume-ignores-all-changes", f"{COLLECT}/collector.rs",
-     "ExistingOutput::Resume if resumes || recorded => compare_rows(&files, &partial).await,", "", "-p gym-server --test cli -- a_resumed_collection_may_grow_but_not_change"),
+     "(!resumes || compare_rows(files, partial).await?)", "(!resumes || partial.as_os_str().is_empty())", "-p gym-server --test cli -- a_resumed_collection_may_grow_but_not_change"),
     ("resume-ignores-changed-values", f"{COLLECT}/resume.rs",
      "if !same_scalar(old, new) {", "if was.is_none() && !same_scalar(old, new) {", "-p gym-client --lib collect::resume"),
     ("resume-ignores-fewer-repeats", f"{COLLECT}/resume.rs",
@@ -76,12 +93,87 @@ DEFECTS = [
      "if let Some((_, sent)) = self.sent.iter().find(|(known, _)| *known == number) {",
      "if let Some((_, sent)) = self.sent.iter().max().filter(|_| number > 0) {",
      "-p gym-client --lib group::provision::nodes::lease"),
+    # Each outcome counts once, and none is lost.
+    ("an-outcome-of-an-older-attempt-counts", f"{LEDGER}/states.rs",
+     "std::cmp::Ordering::Less => Some(LateReason::Newer(known.next() - 1)),", "std::cmp::Ordering::Less => None,", DEPLOYMENTS),
+    ("an-attempt-can-have-two-outcomes", f"{LEDGER}/states.rs",
+     "next_and_flags &= !RUNNING;", "next_and_flags &= !0;", DEPLOYMENTS),
+    ("a-completed-rollout-is-not-over", f"{LEDGER}/states.rs",
+     "return Some(LateReason::Completed);", "return None;", DEPLOYMENTS),
+    ("a-number-of-an-attempt-is-given-again-after-a-restart", f"{LEDGER}/states.rs",
+     "if known.next() <= attempt.number {", "if known.next() > attempt.number && known.next() == 0 {", DEPLOYMENTS),
+    ("a-lost-worker-uses-up-the-attempts-of-the-task", f"{LEDGER}/states.rs",
+     "OutcomeClass::Lost => known.lost = known.lost.saturating_add(1),", "OutcomeClass::Lost => known.failures = known.failures.saturating_add(1),",
+     "-p gym-client --lib collect::ledger"),
+    ("a-torn-line-is-kept", f"{LEDGER}/jsonl/recovery.rs",
+     "Err(_) if !ended || has_hole(&text, lines) => return Ok(FileEnding::Torn(lines.left())),",
+     "Err(_) if !ended || has_hole(&text, lines) => return Ok(FileEnding::Clean),", DEPLOYMENTS),
+    ("the-index-is-believed-without-its-checksum", f"{LEDGER}/jsonl/recovery.rs",
+     "let same = crc32c::crc32c(line) == record.crc;", "let same = true;", DEPLOYMENTS),
+    # Leases of servers.
+    ("a-lease-never-expires", "gym-core/src/registry/state.rs", "let lives = entry.expires > now;", "let lives = entry.expires > now || entry.ttl > Duration::ZERO;", SERVERS),
+    ("a-replaced-lease-is-renewed", "gym-core/src/registry/state.rs",
+     "held.filter(|there| there.incarnation == lease.incarnation)?;", "held?;", SERVERS),
+    # Agents: a request that is sent again joins the first one.
+    ("a-repeated-run-is-a-second-episode", "gym-server/src/environment/deduplication.rs",
+     ".filter(|episode| episode.body == *body)", ".filter(|episode| episode.body.len() == body.len() + 1)", SERVERS),
+    ("a-new-attempt-joins-the-older-one", "gym-server/src/environment/deduplication.rs",
+     ("texts.extend_from_slice(&body.get(\"_ng_attempt_index\").unwrap_or_default());", ".filter(|episode| episode.body == *body)"),
+     ("", ".filter(|_| true)"), SERVERS),
+    # Members.
+    ("a-silent-member-is-never-gone", MEMBERS, "let silent = self.heard + self.spec.timing.timeout;", "let silent = self.heard + self.spec.timing.timeout * 1000;", CLUSTER),
+    ("a-member-that-returns-serves-without-a-probe", MEMBERS,
+     "(false, MemberState::Suspect) => MemberState::Joining,", "(false, MemberState::Suspect) => MemberState::Serving,", CLUSTER),
+    ("the-late-end-of-an-older-connection-counts", MEMBERS, "if entry.seq == seq {", "if entry.seq >= seq {", CLUSTER),
+    ("a-heartbeat-does-not-end-a-broken-connection", MEMBERS,
+     "(entry.seq, entry.heard, entry.broken) = (beat.seq, now, None);", "(entry.seq, entry.heard) = (beat.seq, now);", CLUSTER),
+    ("a-member-is-gone-when-it-is-late", MEMBERS, "if entry.gone_at() <= now {", "if entry.suspect_at() <= now {", CLUSTER),
+    ("the-servers-of-a-member-that-is-gone-stay", MEMBERS,
+     "self.take(&(server.name.clone(), *rank), why.as_deref());", "let _ = (server, rank, &why);", CLUSTER),
+    ("a-suspect-member-is-not-paused", MEMBERS, "let paused = to != MemberState::Serving;", "let paused = to == MemberState::Joining;", CLUSTER),
+    ("the-end-of-the-recovery-is-not-told", MEMBERS,
+     "self.version += 1;\n            self.changes.clear();", "", CLUSTER),
+    # The queue.
+    ("a-lost-rollout-is-handed-out-again", QUEUE, "if self.classes.get(item.class).repeatable {", "if self.classes.get(item.class).waiting.len() < usize::MAX {", CLUSTER),
+    ("the-answer-to-a-repeated-poll-is-empty", QUEUE,
+     "items.retain(|id| worker.holds.contains(id) && !worker.cancelled.contains(id));", "items.clear();", CLUSTER),
+    ("a-repeated-poll-gets-what-it-has-finished", QUEUE,
+     "items.retain(|id| worker.holds.contains(id) && !worker.cancelled.contains(id));", "", CLUSTER),
+    ("an-older-process-takes-work", QUEUE, "if known.id.incarnation > who.incarnation {", "if known.id.incarnation > who.incarnation && poll.number == 0 {", CLUSTER),
+    ("a-silent-worker-keeps-its-work", QUEUE, "filter(|worker| worker.due <= now)", "filter(|worker| worker.due <= now && worker.holds.is_empty())", CLUSTER),
+    ("a-call-of-a-lost-worker-waits-on", "gym-client/src/work/pool.rs", "for id in lost.ended {", "for id in lost.ended.into_iter().skip(1) {", CLUSTER),
+    ("a-paused-worker-gets-work", "gym-client/src/work/pool.rs", "!listed.serves(name, member)", "{ let _ = (listed, member); false }", CLUSTER),
+    ("the-pool-does-not-hear-of-lost-members", "gym-client/src/work/members.rs", "let reason = gone.lost.clone()?;", "let reason = gone.lost.clone().filter(|_| false)?;", CLUSTER),
+    ("a-recovering-head-removes-members", "gym-client/src/work/members.rs",
+     "if update.complete && !update.recovering && self.heard {", "if update.complete && self.heard {", CLUSTER),
+    # Groups: each rank lives once, and a call says what it did.
+    ("bundles-move-before-the-node-is-fenced", f"{NODES}/state.rs",
+     "join_all(lost.iter().map(|host| hosts[*host].fenced())).await;", "let _ = (&lost, NodeLink::fenced);", GROUPS),
+    ("a-lease-counts-from-the-confirmation", f"{NODES}/lease.rs",
+     "if let Some((_, sent)) = self.sent.iter().find(|(known, _)| *known == number) {", "if let Some((_, sent)) = self.sent.iter().max().filter(|_| number > 0) {", GROUPS),
+    ("an-agent-starts-ranks-after-its-lease", f"{NODES}/agent/session.rs", "if lock(&self.lease).until() <= self.here.now() {", "if lock(&self.lease).until() < Duration::ZERO {", GROUPS),
+    ("ranks-outlive-the-lease", f"{NODES}/agent/session.rs", "join_all(launches.iter().map(|launch| launch.ranks.lease(until))).await;", "let _ = (launches, until);", GROUPS),
+    ("a-session-outlives-its-lease", f"{NODES}/agent/session.rs", "if left.is_zero() {", "if left.is_zero() && *self.ending.borrow() {", GROUPS),
+    ("a-repeated-launch-prepares-the-ranks-again", f"{NODES}/agent/session.rs",
+     ("if lock(&self.launches).contains_key(&number) {", "launches.entry(number).or_insert(NodeLaunch { ranks, _events: Arc::new(AbortOnDropHandle::new(events)) });"),
+     ("if false {", "launches.insert(number, NodeLaunch { ranks, _events: Arc::new(AbortOnDropHandle::new(events)) });"), GROUPS),
+    ("an-event-of-a-node-is-skipped", f"{NODES}/link.rs", "self.seen += reply.events.len();", "self.seen += reply.events.len() + usize::from(reply.events.len() > 2);", GROUPS),
+    ("the-exit-of-an-older-incarnation-counts", "gym-client/src/group/supervise/record.rs",
+     ".filter(|record| record.incarnation.0 == exit.incarnation)?", "?", GROUPS),
+    ("a-sent-call-did-not-start", "gym-core/src/group/call/gather.rs",
+     "if self.sent[index].load(Ordering::Acquire) { Execution::Unknown } else { Execution::NotStarted }", "Execution::NotStarted", GROUPS),
 ]
 
 
-def failed_tests(output: str) -> list[str]:
+def found_by(output: str) -> str:
+    """Says which test failed, or which case of the simulation and what was left of it."""
+    case = re.search(r"^(\S+), the (\d+)\. case, fails: (.*)", output, re.MULTILINE)
+    if case:
+        shrunk = re.search(r"shrunk in (\d+) runs to (\d+) faults; play it with: replay (\S+)", output)
+        to = f", shrunk in {shrunk[1]} runs to {shrunk[2]} faults ({shrunk[3]})" if shrunk else ""
+        return f"the simulation's {case[2]}. case{to}: {case[3]}"
     names = [line.split()[1] for line in output.splitlines() if line.startswith("test ") and line.endswith("FAILED")]
-    return names or [line for line in output.splitlines() if line.startswith("error")][:1]
+    return ", ".join(names) or "\n".join(output.splitlines()[-5:])
 
 
 def check(tree: Path, defect: tuple, environment: dict[str, str]) -> bool:
@@ -97,32 +189,39 @@ def check(tree: Path, defect: tuple, environment: dict[str, str]) -> bool:
         defective = defective.replace(was, becomes)
     begun = time.monotonic()
     path.write_text(defective)
+    ran = subprocess.Popen(["cargo", "test", *arguments.split()], cwd=tree, env=environment, text=True, start_new_session=True,
+                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     try:
-        ran = subprocess.run(["cargo", "test", *arguments.split()], cwd=tree, env=environment, text=True, timeout=TIMEOUT_SECONDS,
-                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
+        output, _ = ran.communicate(timeout=TIMEOUT_SECONDS)
+    except subprocess.TimeoutExpired:
+        os.killpg(ran.pid, signal.SIGKILL)
+        ran.communicate()
+        print(f"{name}: NO RESULT within {TIMEOUT_SECONDS} s of `cargo test {arguments}`", flush=True)
+        return False
     finally:
         path.write_text(text)
     took = f"{time.monotonic() - begun:.0f} s"
     if ran.returncode == 0:
         print(f"{name}: NOT FOUND by `cargo test {arguments}` ({took})", flush=True)
         return False
-    if "error: could not compile" in ran.stdout:
-        print(f"{name}: DOES NOT COMPILE\n{ran.stdout[-2000:]}", flush=True)
+    if "error: could not compile" in output:
+        print(f"{name}: DOES NOT COMPILE\n{output[-2000:]}", flush=True)
         return False
-    tests = failed_tests(ran.stdout)
-    seeds = [line for line in ran.stdout.splitlines() if "seeds" in line and ("fail" in line or "FAIL" in line)]
-    print(f"{name}: found by {', '.join(tests)} ({took}) {' '.join(seeds[:1])}".rstrip(), flush=True)
+    print(f"{name}: found in {took} by {found_by(output)}", flush=True)
     return True
 
 
 def main() -> int:
     words = sys.argv[1:]
+    if words == ["--list"]:
+        print("\n".join(defect[0] for defect in DEFECTS))
+        return 0
     if any(word.startswith("-") for word in words):
         print(__doc__)
         return 2
     defects = [defect for defect in DEFECTS if not words or any(word in defect[0] for word in words)]
     target = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target" / "defects"))
-    environment = {**os.environ, "CARGO_TARGET_DIR": str(target), "CARGO_INCREMENTAL": "0", "GYM_SIM_SEEDS": SEEDS}
+    environment = {**os.environ, "CARGO_TARGET_DIR": str(target), "CARGO_INCREMENTAL": "0"}
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder) / "tree"
         subprocess.run(["git", "worktree", "add", "--quiet", "--detach", str(tree), "HEAD"], cwd=ROOT, check=True)
