@@ -9,6 +9,8 @@ mod collect;
 mod fixture;
 #[path = "cli/models.rs"]
 mod models;
+#[path = "cli/plan.rs"]
+mod plan;
 #[cfg(feature = "ray")]
 #[path = "cli/ray.rs"]
 mod ray;
@@ -92,6 +94,8 @@ fn main() -> ExitCode {
         models::doctor_calls_the_model_endpoints_of_a_configuration,
         models::doctor_tells_a_head_server_from_another_program,
         models::a_truncated_rollout_is_scored_or_fails,
+        plan::a_plan_is_computed_from_a_measurement_that_checks_itself,
+        plan::a_plan_of_rollouts_that_fail_says_why,
         summary::the_summary_has_the_figures_of_the_rows_on_the_disk,
         summary::status_shows_the_oldest_rollout_in_flight,
     ];

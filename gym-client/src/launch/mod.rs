@@ -65,6 +65,7 @@ pub use launcher::{Launcher, LauncherBuilder};
 pub use limited::{Limit, LimitedProgram, LimitedRun, Limits};
 pub use lines::{LineSink, Stream, prefixed};
 pub use prepare::prepare;
+pub use process::tree::{FamilyUsage, family_usage};
 pub use spec::{ChildSpec, RestartPolicy};
 
 #[cfg(feature = "rdma")]

@@ -132,6 +132,7 @@ fn start(cli: Cli, overrides: Vec<String>, head_url_given: bool, servers: Server
         let ended = match cli.command {
             Command::Run(args) => run::run(*args, &overrides, head_url_given, &servers, &console).await,
             Command::Collect(args) => collect::collect(*args, &overrides, head_url_given, &servers, &console).await,
+            Command::Plan(args) => collect::plan::plan(*args, &overrides, &servers, &console).await,
             Command::Status(args) => status::status(args, &overrides, head_url_given, &servers).await,
             Command::Stuck(args) => stuck::stuck(args, &overrides, head_url_given, &servers).await,
             Command::Workers(args) => workers::list(args, &overrides, head_url_given, &servers).await,

@@ -16,6 +16,8 @@ use std::time::Duration;
 use rustix::process::{Pid, PidfdFlags, Signal};
 use tokio::time::Instant;
 
+use crate::transport::process_cpu;
+
 /// Environment variable with the launchers and children from which a process descends, separated by `:`.
 pub(in crate::launch) const MARK_VARIABLE: &str = "GYM_LAUNCH_MARK";
 /// Interval between checks of processes that cannot be waited for: short compared to any grace, long compared to one
@@ -60,7 +62,6 @@ pub(in crate::launch) struct TreeUsage {
 
 /// The line that `/proc/PID/stat` reports for a process.
 #[derive(Debug, Clone, Copy)]
-#[cfg_attr(not(feature = "groups"), allow(dead_code, reason = "only the usage of workers asks for time and memory"))]
 pub(crate) struct ProcessStat {
     state: u8,
     pub(crate) parent: i32,
@@ -126,6 +127,37 @@ impl ProcessStat {
     fn alive(self) -> bool {
         !matches!(self.state, b'Z' | b'X' | b'x')
     }
+}
+
+/// What this process and all its descendants use together.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct FamilyUsage {
+    /// CPU time, user and system, with that of the descendants that have ended. Descendants have a resolution of 10 ms.
+    pub cpu: Duration,
+    /// Resident memory in bytes. Shared pages count for each process.
+    pub resident_bytes: u64,
+}
+
+/// Returns what this process and all its descendants use together. Reads `/proc`, so call it outside of the runtime's threads.
+///
+/// # Errors
+/// `/proc` cannot be read.
+pub fn family_usage() -> io::Result<FamilyUsage> {
+    let own = i32::try_from(std::process::id()).unwrap_or(0);
+    let all = ProcessStat::all()?;
+    let mut family: Vec<i32> = vec![own];
+    let mut next = 0;
+    while let Some(parent) = family.get(next).copied() {
+        family.extend(all.iter().filter(|(_, stat)| stat.parent == parent).map(|(pid, _)| *pid));
+        next += 1;
+    }
+    let members = || family.iter().filter_map(|pid| Some((*pid, all.get(pid)?)));
+    // Of this process, the kernel has a finer clock.
+    let ticks: u64 = members().map(|(pid, stat)| stat.waited_ticks + if pid == own { 0 } else { stat.cpu_ticks }).sum();
+    let pages: u64 = members().map(|(_, stat)| stat.resident_pages).sum();
+    let (per_second, page) = (rustix::param::clock_ticks_per_second().max(1), rustix::param::page_size() as u64);
+    let cpu = process_cpu() + Duration::from_millis(ticks.saturating_mul(1_000) / per_second);
+    Ok(FamilyUsage { cpu, resident_bytes: pages.saturating_mul(page) })
 }
 
 /// Returns the start time of process `pid`, in clock ticks since boot.
@@ -310,6 +342,20 @@ mod tests {
         for line in [&b""[..], b"77", b"77 (a)", b"77 (a) S 1 2", b"77 (a) S x y z"] {
             assert!(ProcessStat::parse(line).is_none(), "{line:?}");
         }
+    }
+
+    #[test]
+    fn a_family_uses_at_least_what_its_first_process_uses() {
+        let before = family_usage().expect("/proc is there");
+        let mut shell = std::process::Command::new("sh");
+        let counted = shell.args(["-c", "i=0; while [ $i -lt 300000 ]; do i=$((i+1)); done"]).status();
+        assert!(counted.expect("a shell").success());
+        let after = family_usage().expect("/proc is there");
+        assert!(
+            after.cpu >= before.cpu + Duration::from_millis(50),
+            "the child's time counts after its end: {after:?}"
+        );
+        assert!(after.resident_bytes > 1 << 20);
     }
 
     #[test]

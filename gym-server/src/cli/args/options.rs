@@ -62,6 +62,13 @@ pub(in crate::cli) enum Command {
     /// Collect rollouts: turn a JSONL file of tasks into a JSONL file of scored rollouts
     #[command(after_help = OVERRIDES)]
     Collect(Box<CollectArgs>),
+    /// Measure a configuration on this machine, and compute the workers that a rate of rollouts needs
+    #[command(after_help = format!("\
+Starts the servers of the configuration and collects the rows several times into a temporary directory: with one rollout in flight, with a \
+quarter of --in-flight, and with --in-flight.
+
+{OVERRIDES}"))]
+    Plan(Box<PlanArgs>),
     /// Show the servers of a head server: health, requests in flight, uptime, transports
     Status(StatusArgs),
     /// Name the wait that blocks each of the oldest rollouts, from the collector to the leaf, across processes
@@ -438,6 +445,38 @@ pub(in crate::cli) struct CollectArgs {
     #[arg(long, value_enum, default_value_t = ProgressMode::Auto, value_name = "HOW")]
     pub(in crate::cli) progress: ProgressMode,
     /// Print the summary as JSON
+    #[arg(long)]
+    pub(in crate::cli) json: bool,
+}
+
+#[derive(Clone, Debug, Args)]
+pub(in crate::cli) struct PlanArgs {
+    #[command(flatten)]
+    pub(in crate::cli) sources: Sources,
+    #[command(flatten)]
+    pub(in crate::cli) starting: Starting,
+    /// File of the tasks, one JSON object per line
+    #[arg(long, short, value_name = "FILE")]
+    pub(in crate::cli) input: PathBuf,
+    /// Agent for all rows; by default, each row names its agent
+    #[arg(long, short, value_name = "NAME")]
+    pub(in crate::cli) agent: Option<String>,
+    /// Rollouts a minute that are wanted
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
+    pub(in crate::cli) target: Option<u64>,
+    /// Rollouts in flight on a worker, as --pull-capacity of `run`
+    #[arg(long, value_name = "N", default_value = "256", value_parser = clap::value_parser!(u32).range(1..=4096))]
+    pub(in crate::cli) in_flight: u32,
+    /// Cores of a worker [default: those of this machine]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    pub(in crate::cli) worker_cores: Option<u32>,
+    /// Seconds that the measurement takes, about; longer if rollouts are slow
+    #[arg(long, value_name = "SECS", default_value = "20", value_parser = seconds)]
+    pub(in crate::cli) seconds: Duration,
+    /// Seconds allowed for one attempt
+    #[arg(long, value_name = "SECS", default_value = "7200", value_parser = seconds)]
+    pub(in crate::cli) attempt_timeout: Duration,
+    /// Print JSON
     #[arg(long)]
     pub(in crate::cli) json: bool,
 }

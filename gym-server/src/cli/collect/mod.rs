@@ -3,6 +3,7 @@
 mod causes;
 mod dispatch;
 mod figures;
+pub(super) mod plan;
 mod progress;
 mod report;
 mod settings;
