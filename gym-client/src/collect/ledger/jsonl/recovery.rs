@@ -12,8 +12,10 @@
 //! Copying the rows to another file would double the space that a collection needs.
 
 use std::path::Path;
+use std::task::Poll;
 
 use bytes::{BufMut as _, Bytes, BytesMut};
+use futures_util::future::BoxFuture;
 use gym_core::base::Files;
 use gym_core::rollout::{Attempt, FailureClass, TaskKey};
 use gym_core::{Error, RawObject, Result};
@@ -29,8 +31,8 @@ use crate::collect::ledger::truth;
 const SECTOR_BYTES: u64 = 512;
 
 /// Lines are written again in pieces of this size, so that a file without an index needs little memory. Each piece has
-/// its own sync, which costs little beside the transfer of as many bytes.
-const REWRITE_BYTES: usize = 8 << 20;
+/// its own sync, which costs little beside the transfer of as many bytes. The next piece is read meanwhile.
+const REWRITE_BYTES: usize = 4 << 20;
 
 /// The state of the files when a ledger was opened.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -69,9 +71,9 @@ pub(super) async fn recover(files: &dyn Files, paths: &LedgerPaths) -> Result<Re
     let unknown: u64 = parts.iter().map(LineReader::left).sum();
     let mut ends = [FileEnding::Clean; 2];
     for (file, lines) in LedgerFile::ALL.into_iter().zip(&mut parts) {
-        let mut again = LinesAgain { files, path: paths.of(file), from: lines.offset(), pieces: Vec::new(), bytes: 0 };
+        let mut again = LinesAgain::new(files, paths.of(file), lines.offset());
         ends[file as usize] = recovery.scan(file, lines, &paths.index, &mut again).await?;
-        again.write().await?;
+        again.end().await?;
         lengths[file as usize] = lines.offset();
     }
     drop(parts);
@@ -97,29 +99,54 @@ pub(super) async fn recover(files: &dyn Files, paths: &LedgerPaths) -> Result<Re
 struct LinesAgain<'a> {
     files: &'a dyn Files,
     path: &'a Path,
-    /// Offset of the first piece in the file.
+    /// Offset of `bytes` in the file.
     from: u64,
-    pieces: Vec<Bytes>,
-    bytes: usize,
+    bytes: BytesMut,
+    /// The piece that is being written while further lines are read.
+    writing: Option<BoxFuture<'a, Result<()>>>,
 }
 
-impl LinesAgain<'_> {
-    /// Adds the next line. A missing newline at the end of the file is added with it.
-    async fn push(&mut self, line: Bytes) -> Result<()> {
-        self.bytes += line.len() + 1;
-        self.pieces.extend([line, Bytes::from_static(b"\n")]);
-        if self.bytes >= REWRITE_BYTES { self.write().await } else { Ok(()) }
+impl<'a> LinesAgain<'a> {
+    fn new(files: &'a dyn Files, path: &'a Path, from: u64) -> Self {
+        Self { files, path, from, bytes: BytesMut::new(), writing: None }
     }
 
+    /// Adds the next line. A missing newline at the end of the file is added with it.
+    async fn push(&mut self, line: &[u8]) -> Result<()> {
+        self.bytes.put_slice(line);
+        self.bytes.put_u8(b'\n');
+        if self.bytes.len() >= REWRITE_BYTES { self.write().await } else { Ok(()) }
+    }
+
+    /// Begins to write the lines so far, when those before them are on the disk.
     async fn write(&mut self) -> Result<()> {
-        if self.pieces.is_empty() {
-            return Ok(());
+        if let Some(writing) = self.writing.take() {
+            writing.await?;
         }
-        self.files.rewrite(self.path, self.from, &self.pieces).await?;
-        self.from += self.bytes as u64;
-        self.bytes = 0;
-        self.pieces.clear();
-        Ok(())
+        let next = BytesMut::with_capacity(REWRITE_BYTES);
+        let piece = std::mem::replace(&mut self.bytes, next).freeze();
+        let (files, path, from) = (self.files, self.path, self.from);
+        self.from += piece.len() as u64;
+        let mut writing: BoxFuture<'a, _> = Box::pin(async move { files.rewrite(path, from, &[piece]).await });
+        // The first poll begins it.
+        match futures_util::poll!(&mut writing) {
+            Poll::Ready(written) => written,
+            Poll::Pending => {
+                self.writing = Some(writing);
+                Ok(())
+            }
+        }
+    }
+
+    /// Returns when all lines are on the disk.
+    async fn end(mut self) -> Result<()> {
+        if !self.bytes.is_empty() {
+            self.write().await?;
+        }
+        match self.writing {
+            Some(writing) => writing.await,
+            None => Ok(()),
+        }
     }
 }
 
@@ -243,7 +270,7 @@ impl Recovery {
             lines.skip(text.len());
             self.found(&record);
             self.fresh.put_slice(&record.encode());
-            again.push(text).await?;
+            again.push(&text).await?;
             if !ended {
                 return Ok(FileEnding::Clean);
             }
