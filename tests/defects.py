@@ -97,7 +97,7 @@ DEFECTS = [
     ("an-outcome-of-an-older-attempt-counts", f"{LEDGER}/states.rs",
      "std::cmp::Ordering::Less => Some(LateReason::Newer(known.next() - 1)),", "std::cmp::Ordering::Less => None,", DEPLOYMENTS),
     ("an-attempt-can-have-two-outcomes", f"{LEDGER}/states.rs",
-     "next_and_flags &= !RUNNING;", "next_and_flags &= !0;", DEPLOYMENTS),
+     "next_and_flags &= !RUNNING;", "next_and_flags &= !0;", "-p gym-client --lib collect::ledger"),
     ("a-completed-rollout-is-not-over", f"{LEDGER}/states.rs",
      "return Some(LateReason::Completed);", "return None;", DEPLOYMENTS),
     ("a-number-of-an-attempt-is-given-again-after-a-restart", f"{LEDGER}/states.rs",

@@ -380,7 +380,7 @@ impl Measuring<'_> {
                 let why = causes::report(snapshot).unwrap_or_default();
                 return Err(Failure::Failed(format!(
                     "{} of {total} rollouts failed, so nothing was measured\n{why}\n  fix: remove the cause; `collect` shows it as well",
-                    total.saturating_sub(snapshot.completed)
+                    snapshot.given_up
                 )));
             }
             _ => {}
