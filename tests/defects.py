@@ -173,6 +173,9 @@ def found_by(output: str) -> str:
         shrunk = re.search(r"shrunk in (\d+) runs to (\d+) faults; play it with: replay (\S+)", output)
         to = f", shrunk in {shrunk[1]} runs to {shrunk[2]} faults ({shrunk[3]})" if shrunk else ""
         return f"the simulation's {case[2]}. case{to}: {case[3]}"
+    endless = re.search(r"^\S+ does not end: .*", output, re.MULTILINE)
+    if endless:
+        return f"the simulation: {endless[0]}"
     names = [line.split()[1] for line in output.splitlines() if line.startswith("test ") and line.endswith("FAILED")]
     return ", ".join(names) or "\n".join(output.splitlines()[-5:])
 

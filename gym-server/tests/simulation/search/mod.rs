@@ -6,6 +6,7 @@ mod shrink;
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::process::ExitCode;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -26,6 +27,9 @@ const DEPTH_MAX: usize = 4;
 
 /// The cases that wait to be branched, so that memory is bounded. The oldest are dropped.
 const WAITING_MAX: usize = 10_000;
+
+/// A case that runs for longer does not end: usual ones take some milliseconds. Simulated time may stand still in it.
+const CASE_TIME_MAX: Duration = Duration::from_secs(120);
 
 /// The lines of a trace that are printed; `replay` prints all.
 const TRACE_LINES: usize = 150;
@@ -117,6 +121,9 @@ struct State {
     events: u64,
     longest: Duration,
     cases: u64,
+    begun: u64,
+    /// The cases that run, by number, and since when.
+    running: BTreeMap<u64, (Case, Instant)>,
     /// The failed cases, each with what failed.
     failed: Vec<(Case, String)>,
     ends: bool,
@@ -137,16 +144,26 @@ impl Search {
             events: 0,
             longest: Duration::ZERO,
             cases: 0,
+            begun: 0,
+            running: BTreeMap::new(),
             failed: Vec::new(),
             ends: false,
         });
         let past = setting.past_failures().len() as u64;
         let (began, cpu) = (Instant::now(), process_cpu());
         let threads = self.threads.unwrap_or_else(|| std::thread::available_parallelism().map_or(1, usize::from));
+        let (works, all_ended) = channel::<()>();
+        let state_of_all = &state;
         std::thread::scope(|scope| {
             for _ in 0..threads {
-                scope.spawn(|| self.work(setting, past, &state, began));
+                let works = works.clone();
+                scope.spawn(move || {
+                    self.work(setting, past, state_of_all, began);
+                    drop(works);
+                });
             }
+            drop(works);
+            scope.spawn(move || watch(state_of_all, &all_ended));
         });
         let state = state.into_inner().unwrap_or_else(PoisonError::into_inner);
         let cpu = process_cpu().saturating_sub(cpu);
@@ -170,18 +187,22 @@ impl Search {
     fn work(&self, setting: Setting, past: u64, state: &Mutex<State>, began: Instant) {
         be_quiet(true);
         loop {
-            let next = {
+            let (number, case) = {
                 let mut state = lock(state);
                 let late = self.minutes.is_some_and(|minutes| began.elapsed().as_secs_f64() > minutes * 60.0);
                 if late || state.ends {
                     return;
                 }
-                self.next(setting, past, &mut state)
+                let Some(case) = self.next(setting, past, &mut state) else { return };
+                state.begun += 1;
+                let number = state.begun;
+                state.running.insert(number, (case.clone(), Instant::now()));
+                (number, case)
             };
-            let Some(case) = next else { return };
             let report = run(&case, LateCheck::On);
             let (reached, times) = coverage::reached(&report);
             let mut state = lock(state);
+            state.running.remove(&number);
             state.add(&case, &report);
             if state.failed.len() >= self.failures {
                 state.ends = true;
@@ -215,6 +236,17 @@ impl Search {
             state.next_seed += 1;
             Case::new(setting, state.next_seed - 1)
         })
+    }
+}
+
+/// Ends the program if a case does not end. Returns when all threads have ended.
+fn watch(state: &Mutex<State>, all_ended: &Receiver<()>) {
+    while all_ended.recv_timeout(Duration::from_secs(1)) == Err(RecvTimeoutError::Timeout) {
+        let state = lock(state);
+        if let Some((case, since)) = state.running.values().find(|(_, since)| since.elapsed() > CASE_TIME_MAX) {
+            println!("{case} does not end: it has run for {:.0?}; play it with: replay {case}", since.elapsed());
+            std::process::exit(1);
+        }
     }
 }
 
