@@ -7,6 +7,9 @@
 //!   poll of a handler ──► PollRecord of the thread: the handlers being polled, outermost first; a count of changes
 //!   watchdog, every 100 ms ──► the count stays the same for 1 s: a warning, and a Stall for errors, metrics and /health
 //! ```
+//!
+//! One thread of a runtime waits for sockets and timers, for all of them. If a handler blocks that thread, tokio lets no other thread wait in its place
+//! until one has something to do. So the watchdog also gives the runtime an empty task: the thread that takes it then waits for sockets and timers.
 
 use std::array::from_fn;
 use std::collections::{BTreeMap, VecDeque};
@@ -16,6 +19,7 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, Once, OnceLock, PoisonError, Weak};
 use std::time::Duration;
 
+use tokio::runtime::Handle;
 use tokio::time::Instant;
 
 /// Pause between two looks of the watchdog.
@@ -205,6 +209,7 @@ pub fn watch() {
             loop {
                 std::thread::park_timeout(TICK);
                 monitor().look(Instant::now()).into_iter().for_each(StallEvent::log);
+                monitor().wake_blocked_runtimes();
             }
         });
         if let Err(error) = watchdog {
@@ -248,6 +253,8 @@ struct WatchedThread {
     /// The time at which the count of changes was first seen.
     seen: Instant,
     noted: Option<NotedPoll>,
+    /// The runtime of the thread.
+    runtime: Option<Handle>,
 }
 
 /// A poll that has taken longer than [`NOTED_AFTER`].
@@ -308,9 +315,26 @@ impl StallMonitor {
 
     fn register(&self, thread: String) -> Arc<PollRecord> {
         let record = Arc::new(PollRecord::new(thread));
-        let watched = WatchedThread { record: Arc::downgrade(&record), changes: 0, seen: Instant::now(), noted: None };
+        let (record_of, runtime) = (Arc::downgrade(&record), Handle::try_current().ok());
+        let watched = WatchedThread { record: record_of, changes: 0, seen: Instant::now(), noted: None, runtime };
         self.lock().threads.push(watched);
         record
+    }
+
+    /// Gives each runtime with a blocked thread an empty task, so that another thread waits for sockets and timers.
+    fn wake_blocked_runtimes(&self) {
+        let blocked: Vec<Handle> = {
+            let state = self.lock();
+            state
+                .threads
+                .iter()
+                .filter(|thread| thread.noted.is_some())
+                .filter_map(|thread| thread.runtime.clone())
+                .collect()
+        };
+        for runtime in blocked {
+            drop(runtime.spawn(std::future::ready(())));
+        }
     }
 
     /// Looks at every thread once.
@@ -388,6 +412,28 @@ mod tests {
 
     fn handler(server: &str, route: &str) -> StalledHandler {
         StalledHandler { server: server.to_owned(), route: route.to_owned() }
+    }
+
+    #[test]
+    fn while_a_handler_blocks_the_thread_that_waits_for_timers_another_one_waits_for_them() {
+        use std::sync::mpsc::channel;
+
+        watch();
+        let runtime =
+            tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().expect("starts");
+        let ((release, released), (fire, fired)) = (channel::<()>(), channel());
+        runtime.spawn(async move {
+            tokio::time::sleep(Duration::from_millis(50)).await;
+            let _poll = poll_begins(&HandlerLabel::new("room", "/block"), 1);
+            let _ = released.recv_timeout(Duration::from_secs(60));
+        });
+        runtime.spawn(async move {
+            tokio::time::sleep(Duration::from_millis(200)).await;
+            fire.send(())
+        });
+        let in_time = fired.recv_timeout(Duration::from_secs(20));
+        drop(release);
+        assert_eq!(in_time, Ok(()), "the timer fired while the handler blocked");
     }
 
     #[test]
