@@ -140,32 +140,28 @@ pub(crate) fn normalized(mut script: Script, hosts: &[&'static str], heals_at: D
         let host = if *step == Step::Kill { Some(COLLECTOR) } else { step.host() };
         let state = host.map_or(&mut unused, |host| states.entry(host).or_default());
         // Only what changes something is kept.
-        let mut set = |flag: fn(&mut HostFaults) -> &mut bool, to: bool| {
-            let flag = flag(state);
-            std::mem::replace(flag, to) != to
-        };
         match *step {
             Step::Crash(_) | Step::Kill => {
                 two_heads &= host != Some(HEAD);
-                let crashes = set(|state| &mut state.down, true);
+                let crashes = set_flag(&mut state.down, true);
                 state.frozen = false;
                 crashes
             }
-            Step::Start(_) => set(|state| &mut state.down, false),
+            Step::Start(_) => set_flag(&mut state.down, false),
             Step::Restart(host) => {
-                if set(|state| &mut state.down, false) {
+                if set_flag(&mut state.down, false) {
                     *step = Step::Start(host);
                 }
                 state.frozen = false;
                 true
             }
             Step::Freeze(_) | Step::FreezeMachine(_) => !state.down && set_flag(&mut state.frozen, true),
-            Step::Thaw(_) => set(|state| &mut state.frozen, false),
-            Step::Isolate(_) => set(|state| &mut state.isolated, true),
-            Step::Reconnect(_) => set(|state| &mut state.isolated, false),
-            Step::Mute(_) => set(|state| &mut state.mute, true),
-            Step::Unmute(_) => set(|state| &mut state.mute, false),
-            Step::Slow(_, delay) => set(|state| &mut state.slow, !delay.is_zero()) || !delay.is_zero(),
+            Step::Thaw(_) => set_flag(&mut state.frozen, false),
+            Step::Isolate(_) => set_flag(&mut state.isolated, true),
+            Step::Reconnect(_) => set_flag(&mut state.isolated, false),
+            Step::Mute(_) => set_flag(&mut state.mute, true),
+            Step::Unmute(_) => set_flag(&mut state.mute, false),
+            Step::Slow(_, delay) => set_flag(&mut state.slow, !delay.is_zero()) || !delay.is_zero(),
             Step::SecondHead => !state.down && !state.frozen && set_flag(&mut two_heads, true),
             Step::OneHead => set_flag(&mut two_heads, false),
             Step::Disk(latency) => {

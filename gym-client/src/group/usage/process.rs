@@ -1,13 +1,13 @@
 //! CPU and memory usage of a worker process and its descendants.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 
 use serde::{Deserialize, Serialize};
 use tokio::time::Instant;
 
 use crate::group::usage::gpu::GpuSampler;
-use crate::launch::process::tree::ProcessStat;
+use crate::launch::process::tree::{ProcessStat, add_descendants};
 
 /// Usage of a worker with its child processes, as last sampled.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
@@ -92,19 +92,10 @@ impl KernelUnits {
 
 /// Returns the processes of the leader's session, and their descendants outside of it.
 fn members(processes: &BTreeMap<i32, ProcessStat>, leader: i32) -> BTreeMap<i32, &ProcessStat> {
-    let mut found: BTreeMap<i32, &ProcessStat> =
-        processes.iter().filter(|(_, stat)| stat.session == leader).map(|(pid, stat)| (*pid, stat)).collect();
-    loop {
-        let more: Vec<(i32, &ProcessStat)> = processes
-            .iter()
-            .filter(|(pid, stat)| !found.contains_key(pid) && found.contains_key(&stat.parent))
-            .map(|(pid, stat)| (*pid, stat))
-            .collect();
-        if more.is_empty() {
-            return found;
-        }
-        found.extend(more);
-    }
+    let mut found: BTreeSet<i32> =
+        processes.iter().filter(|(_, stat)| stat.session == leader).map(|(pid, _)| *pid).collect();
+    add_descendants(processes, &mut found);
+    found.into_iter().filter_map(|pid| Some((pid, processes.get(&pid)?))).collect()
 }
 
 /// Returns the kernel's record of a process's resident memory (`VmHWM`), in bytes.

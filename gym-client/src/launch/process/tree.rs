@@ -8,7 +8,7 @@
 //! that process too. But it is a setting of the whole process: the controller would inherit zombies that it cannot reap
 //! without also reaping the user's own children.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::io;
 use std::time::Duration;
@@ -129,6 +129,18 @@ impl ProcessStat {
     }
 }
 
+/// Adds the processes that descend from members. Bounded by the number of processes.
+pub(crate) fn add_descendants(all: &BTreeMap<i32, ProcessStat>, members: &mut BTreeSet<i32>) {
+    loop {
+        let descends = |(pid, stat): &(&i32, &ProcessStat)| !members.contains(pid) && members.contains(&stat.parent);
+        let more: Vec<i32> = all.iter().filter(descends).map(|(pid, _)| *pid).collect();
+        if more.is_empty() {
+            return;
+        }
+        members.extend(more);
+    }
+}
+
 /// What this process and all its descendants use together.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct FamilyUsage {
@@ -145,12 +157,8 @@ pub struct FamilyUsage {
 pub fn family_usage() -> io::Result<FamilyUsage> {
     let own = i32::try_from(std::process::id()).unwrap_or(0);
     let all = ProcessStat::all()?;
-    let mut family: Vec<i32> = vec![own];
-    let mut next = 0;
-    while let Some(parent) = family.get(next).copied() {
-        family.extend(all.iter().filter(|(_, stat)| stat.parent == parent).map(|(pid, _)| *pid));
-        next += 1;
-    }
+    let mut family = BTreeSet::from([own]);
+    add_descendants(&all, &mut family);
     let members = || family.iter().filter_map(|pid| Some((*pid, all.get(pid)?)));
     // Of this process, the kernel has a finer clock.
     let ticks: u64 = members().map(|(pid, stat)| stat.waited_ticks + if pid == own { 0 } else { stat.cpu_ticks }).sum();
@@ -179,28 +187,20 @@ impl ProcessTree {
             .filter(|leader| all.get(&leader.pid).is_none_or(|stat| stat.start_ticks == leader.start_ticks))
             .map(|leader| leader.pid)
             .collect();
-        let mut found: BTreeMap<i32, TreeProcess> = BTreeMap::new();
-        for (&pid, stat) in &all {
-            if leaders.contains(&pid)
+        let belongs = |pid: i32, stat: &ProcessStat| {
+            leaders.contains(&pid)
                 || leaders.contains(&stat.group)
                 || leaders.contains(&stat.session)
                 || self.marks(pid)
-            {
-                found.insert(pid, TreeProcess { pid, start_ticks: stat.start_ticks, group: stat.group });
-            }
-        }
-        // Follows descent until no member is added; bounded by the number of processes.
-        loop {
-            let more: Vec<TreeProcess> = all
-                .iter()
-                .filter(|(pid, stat)| !found.contains_key(pid) && found.contains_key(&stat.parent))
-                .map(|(&pid, stat)| TreeProcess { pid, start_ticks: stat.start_ticks, group: stat.group })
-                .collect();
-            if more.is_empty() {
-                return Ok(found.into_values().collect());
-            }
-            found.extend(more.into_iter().map(|member| (member.pid, member)));
-        }
+        };
+        let mut found: BTreeSet<i32> =
+            all.iter().filter(|(pid, stat)| belongs(**pid, stat)).map(|(pid, _)| *pid).collect();
+        add_descendants(&all, &mut found);
+        let process = |pid: i32| {
+            let stat = all.get(&pid)?;
+            Some(TreeProcess { pid, start_ticks: stat.start_ticks, group: stat.group })
+        };
+        Ok(found.into_iter().filter_map(process).collect())
     }
 
     /// Returns what all living members use together. Reads `/proc`, so call it outside of the runtime's threads.

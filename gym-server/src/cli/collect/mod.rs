@@ -21,7 +21,7 @@ use gym_client::registry::{RemoteRegistry, WaitsListener};
 use gym_core::transport::TransportPolicy;
 use gym_core::{CancelToken, World};
 
-use crate::cli::args::options::CollectArgs;
+use crate::cli::args::options::{CollectArgs, Starting};
 use crate::cli::collect::dispatch::PullPlan;
 use crate::cli::collect::report::CollectReport;
 use crate::cli::console::{self, Console};
@@ -214,6 +214,18 @@ pub(super) async fn collect(
     }
 }
 
+/// Returns the options of a stack that serves only rollouts of this command, so many at a time.
+fn own_stack(loaded: &LoadedConfig, starting: &Starting, concurrency: u32, console: &Console) -> StackOptions {
+    StackOptions {
+        // The rollouts have ended by then, so no caller waits for the remaining requests.
+        stop_grace: Duration::from_secs(5),
+        in_process_calls_max: StackOptions::default()
+            .in_process_calls_max
+            .max((concurrency as usize).saturating_mul(2)),
+        ..options(loaded, starting, console)
+    }
+}
+
 /// Returns the client, the names, and how workers take the rollouts, if they do.
 #[allow(clippy::too_many_arguments)] // The parts of one start, used once.
 async fn prepare(
@@ -229,13 +241,7 @@ async fn prepare(
     stack: &mut Option<Stack>,
 ) -> Result<(ServerClient, ServerNames, Option<PullPlan>), Failure> {
     if serves {
-        let concurrency = args.concurrency.map_or(0, |concurrency| concurrency as usize);
-        let options = StackOptions {
-            // The rollouts have ended by then, so no caller waits for the remaining requests.
-            stop_grace: Duration::from_secs(5),
-            in_process_calls_max: StackOptions::default().in_process_calls_max.max(concurrency.saturating_mul(2)),
-            ..options(loaded, &args.starting, console)
-        };
+        let options = own_stack(loaded, &args.starting, args.concurrency.unwrap_or(0), console);
         let started = stack.insert(Stack::start(loaded.config.clone(), servers, world, options).await?);
         let (client, names) = (started.client().clone(), started.names().clone());
         ModelWatch::new(client.clone(), names.models()).at_start(args.starting.wait_for_model, console).await?;

@@ -10,21 +10,21 @@ use std::time::Duration;
 
 use futures_util::FutureExt as _;
 use gym_client::collect::input::Repeats;
-use gym_client::collect::{CollectOptions, CollectProgress, FailFast, RolloutCollector, RunEnd};
+use gym_client::collect::{CollectOptions, CollectProgress, RolloutCollector, RunEnd};
 use gym_client::launch::{FamilyUsage, family_usage};
 use gym_core::{CancelToken, World};
 use serde::Serialize;
 use tokio::time::Instant;
 
 use crate::cli::args::options::{PlanArgs, ProgressMode};
-use crate::cli::collect::{causes, figures, progress};
+use crate::cli::collect::{causes, figures, own_stack, progress};
 use crate::cli::console::{self, Console, table};
 use crate::cli::exit::{Failure, Outcome};
 use crate::cli::setup::configuration::{Need, load, nothing_named};
 use crate::cli::setup::models::ModelWatch;
 use crate::cli::setup::signals::StopSignals;
-use crate::cli::setup::stack_options::{options, prepare_transports};
-use crate::stack::{Servers, Stack, StackOptions};
+use crate::cli::setup::stack_options::prepare_transports;
+use crate::stack::{Servers, Stack};
 
 /// Samples of a measurement.
 const SAMPLES: u32 = 40;
@@ -234,23 +234,28 @@ pub(in crate::cli) async fn plan(
     let folder = folder.map_err(|error| Failure::Failed(format!("cannot create a temporary directory: {error}")))?;
     let world = World::real();
     let stop = StopSignals::listen()?;
-    let stack_options = StackOptions {
-        stop_grace: Duration::from_secs(5),
-        in_process_calls_max: StackOptions::default().in_process_calls_max.max(args.in_flight as usize * 2),
-        ..options(&loaded, &args.starting, console)
-    };
-    let stopped = || Failure::Failed("stopped before the end of the measurement".to_owned());
+    let stack_options = own_stack(&loaded, &args.starting, args.in_flight, console);
     let stack = tokio::select! {
         biased;
         () = stop.graceful.cancelled() => return Err(stopped()),
         started = Box::pin(Stack::start(loaded.config.clone(), servers, &world, stack_options)) => started?,
     };
+    let cores = std::thread::available_parallelism().map_or(1, |cores| u32::try_from(cores.get()).unwrap_or(u32::MAX));
     let measuring = async {
         let models = ModelWatch::new(stack.client().clone(), stack.names().models());
         models.at_start(args.starting.wait_for_model, console).await?;
-        Measuring { args: &args, rows, stack: &stack, world: &world, folder: folder.path(), stop: &stop, console }
-            .all()
-            .await
+        Measuring {
+            args: &args,
+            cores,
+            rows,
+            stack: &stack,
+            world: &world,
+            folder: folder.path(),
+            stop: &stop,
+            console,
+        }
+        .all()
+        .await
     };
     let measured = tokio::select! {
         biased;
@@ -258,9 +263,7 @@ pub(in crate::cli) async fn plan(
         measured = Box::pin(measuring) => measured,
     };
     Box::pin(Stack::stop(stack)).await;
-    let cores = std::thread::available_parallelism().map_or(1, usize::from);
-    let worker_cores = args.worker_cores.unwrap_or(u32::try_from(cores).unwrap_or(1));
-    let plan = Plan::new(measured?, cores as f64, worker_cores, args.target);
+    let plan = Plan::new(measured?, f64::from(cores), args.worker_cores.unwrap_or(cores), args.target);
     let text = if args.json {
         serde_json::to_string_pretty(&plan).map_err(|error| Failure::Failed(error.to_string()))?
     } else {
@@ -268,6 +271,10 @@ pub(in crate::cli) async fn plan(
     };
     console::print(&text);
     Ok(ExitCode::SUCCESS)
+}
+
+fn stopped() -> Failure {
+    Failure::Failed("stopped before the end of the measurement".to_owned())
 }
 
 /// Returns the number of rows that are used.
@@ -293,6 +300,7 @@ struct Sample {
 
 struct Measuring<'a> {
     args: &'a PlanArgs,
+    cores: u32,
     /// The rows of the input that are used.
     rows: u64,
     stack: &'a Stack,
@@ -304,16 +312,16 @@ struct Measuring<'a> {
 
 impl Measuring<'_> {
     async fn all(&self) -> Result<[Load; 3], Failure> {
-        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let cores = self.cores;
         let full = self.args.in_flight;
         // Busy threads sleep less, so a rollout takes less CPU time than when few are in flight.
-        let some = (4 * u32::try_from(cores).unwrap_or(1)).max(full / 4).min(full);
+        let some = (4 * cores).max(full / 4).min(full);
         let rows = self.rows;
         // Also warms up: the first rollouts open connections and files.
         let first = self.run("first", some, rows, 1).await?;
         let seconds = self.args.seconds.as_secs_f64();
         let count = |load: &Load, in_flight: u32, share: f64| {
-            let rate = load.rate_at(in_flight, cores as f64) / 60.0;
+            let rate = load.rate_at(in_flight, f64::from(cores)) / 60.0;
             let least = f64::from(in_flight) * 4.0;
             let repeats = (rate * seconds * share).max(least).min(ROLLOUTS_MAX) / rows as f64;
             repeats.ceil().max(1.0) as u32
@@ -340,7 +348,6 @@ impl Measuring<'_> {
         }
         options.driver.concurrency = in_flight as usize;
         options.driver.attempt_timeout = self.args.attempt_timeout;
-        options.driver.fail_fast = FailFast::Alike;
         options.aggregate = false;
         let (client, names) = (self.stack.client().clone(), self.stack.names().clone());
         let collector = RolloutCollector::new(client, names, self.world.clone());
@@ -375,7 +382,7 @@ impl Measuring<'_> {
         let collected = collected.and_then(|collected| Ok(collected?))?;
         let snapshot = &collected.snapshot;
         match collected.ended {
-            RunEnd::Stopped => return Err(Failure::Failed("stopped before the end of the measurement".to_owned())),
+            RunEnd::Stopped => return Err(stopped()),
             _ if snapshot.completed == 0 || !collected.is_complete() => {
                 let why = causes::report(snapshot).unwrap_or_default();
                 return Err(Failure::Failed(format!(
