@@ -121,6 +121,7 @@ def build(program, folder):
     began = time.monotonic()
     base = subprocess.run([ROOT / ".ci/docker-base", BASE], check=False).returncode
     if base != 0:
+        print(f"docker: the base image was not built (.ci/docker-base ended with {base})", file=sys.stderr)
         sys.exit(base)
     context = folder / "context"
     shutil.copytree(DEPLOY, context / "examples/deploy")
