@@ -493,6 +493,8 @@ async fn audit_members(audit: Audit, registry: Arc<Mutex<MemoryRegistry>>) {
         let Ok(update) = update else { continue };
         seen = Some(update.now);
         audit.check_roster(&update);
+        let members = registry.members(&CallContext::default()).await.unwrap_or_default();
+        audit.check_listed(&members, &registry.list(&CallContext::default()).await.unwrap_or_default());
     }
 }
 

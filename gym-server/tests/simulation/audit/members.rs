@@ -4,7 +4,9 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use gym_client::work::WorkerSnapshot;
-use gym_core::registry::{Heartbeat, Instance, MemberSpec, MemberTiming, RosterUpdate, ServerChange};
+use gym_core::registry::{
+    Heartbeat, Instance, Member, MemberSpec, MemberState, MemberTiming, RosterUpdate, ServerChange,
+};
 use gym_core::rollout::Attempt;
 use gym_core::{Incarnation, Request, Response};
 use tokio::time::Instant;
@@ -187,6 +189,20 @@ impl Audit {
             };
             if let Some(violation) = violation {
                 self.violation(format_args!("a living member is gone ({reason}): {name}, {violation}"));
+            }
+        }
+    }
+
+    /// Checks that only members that serve get work, and that the servers of a member that is gone are not listed.
+    pub(crate) fn check_listed(&self, members: &[Member], servers: &[Instance]) {
+        for member in members.iter().filter(|member| member.state != MemberState::Serving) {
+            let of_member = |server: &&Instance| {
+                server.member.as_ref() == Some(&member.spec.name) && server.incarnation == member.spec.incarnation
+            };
+            let gets_work = |server: &&Instance| member.state == MemberState::Gone || !server.paused;
+            if let Some(server) = servers.iter().filter(of_member).find(gets_work) {
+                let (name, state) = (&member.spec.name, member.state);
+                self.violation(format_args!("{} is listed for work, and its member {name} is {state}", server.name));
             }
         }
     }
