@@ -186,8 +186,7 @@ ROWS = {
     ][2].read_text(),
     "a worker is marked unhealthy": suspect_and_gone,
     "work is distributed unevenly": uneven,
-    # The examples are built without RDMA, and without it `doctor` does not look for GPUs.
-    "GPU not visible in a worker": lambda machine: machine.run(f"{os.environ.get('RGYM', 'rgym')} doctor", None),
+    "GPU not visible in a worker": lambda machine: machine.run("rgym doctor", None),
     "no head server": lambda machine: machine.run("rgym status", 1),
     "an unknown agent": lambda machine: machine.run(OWN.replace("math_simple_agent", "maths") + " --output results/a.jsonl", 2),
     "a row that does not fit": lambda machine: machine.run(OWN.replace("math.jsonl", "bad.jsonl") + " --output results/a.jsonl", 2),

@@ -221,6 +221,7 @@ mod checks {
 
 #[cfg(not(feature = "rdma"))]
 mod checks {
+    use std::path::Path;
     use std::time::Duration;
 
     use gym_client::Transports;
@@ -241,9 +242,54 @@ mod checks {
         Diagnosis {
             summary: summary.to_owned(),
             transports: transports.diagnose(within).await,
-            findings: vec![finding],
+            findings: vec![finding, gpu(Path::new("/"))],
             ports: Value::Array(Vec::new()),
             ucx: Value::Null,
+        }
+    }
+
+    /// Looks for GPUs. With the feature `rdma`, the probe of UCX and NCCL does, and loads the driver's library too.
+    fn gpu(root: &Path) -> Finding {
+        let is_gpu = |name: &str| {
+            name.strip_prefix("nvidia").is_some_and(|n| !n.is_empty() && n.bytes().all(|byte| byte.is_ascii_digit()))
+        };
+        let nodes = std::fs::read_dir(root.join("dev")).into_iter().flatten().flatten();
+        let gpus = nodes.filter(|node| node.file_name().to_str().is_some_and(is_gpu)).count();
+        let driver = root.join("proc/driver/nvidia/version").exists();
+        let fix = "install the NVIDIA driver; in a container use the NVIDIA container toolkit (docker: --gpus all)";
+        let (found, missing) = match (driver, gpus) {
+            (true, 1..) => (format!("NVIDIA GPUs: {gpus}"), false),
+            (false, 0) => ("no NVIDIA GPU (neither /proc/driver/nvidia/version nor /dev/nvidia0)".to_owned(), true),
+            (false, _) => ("/dev/nvidia0 without a driver (no /proc/driver/nvidia/version)".to_owned(), true),
+            (true, 0) => ("NVIDIA driver without a GPU (no /dev/nvidia0)".to_owned(), true),
+        };
+        Finding {
+            topic: "gpu".to_owned(),
+            status: if missing { "missing" } else { "ok" },
+            found,
+            fix: missing.then(|| fix.to_owned()),
+        }
+    }
+
+    #[cfg(test)]
+    mod tests {
+        use super::*;
+
+        #[test]
+        fn a_gpu_needs_its_driver_and_its_node() {
+            let root = tempfile::tempdir().unwrap();
+            let status = || gpu(root.path()).status;
+            assert!(gpu(root.path()).found.starts_with("no NVIDIA GPU"));
+            let write = |path: &str| {
+                let path = root.path().join(path);
+                std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+                std::fs::write(path, "").unwrap();
+            };
+            ["dev/nvidiactl", "dev/nvidia0", "dev/nvidia-uvm"].into_iter().for_each(write);
+            assert_eq!(status(), "missing");
+            write("proc/driver/nvidia/version");
+            write("dev/nvidia11");
+            assert_eq!((status(), gpu(root.path()).found.as_str()), ("ok", "NVIDIA GPUs: 2"));
         }
     }
 }
