@@ -10,6 +10,7 @@ import http.client
 import json
 import os
 import pathlib
+import re
 import socket
 import subprocess
 import tempfile
@@ -135,7 +136,7 @@ def check(name, condition, detail=""):
 
 
 def play(program, folder, shot, running):
-    head = Head(program, folder, "[30, 400]")
+    head = Head(program, folder, "[30, 2500]")
     running.append(head)
     head.start()
     browser = Browser(1200, 900)
@@ -149,11 +150,15 @@ def play(program, folder, shot, running):
     rows = [json.loads(line) for line in (ROOT / "examples/data/choice.jsonl").read_text().splitlines()]
     rows = [dict(rows[0], answer="none of them")] + rows[:150]
     (folder / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    collect = head.collect("tasks.jsonl", "choice_simple_agent", "results/a.jsonl", "--num-repeats", "8", "--concurrency", "16", "--attempts", "1")
+    collect = head.collect("tasks.jsonl", "choice_simple_agent", "results/a.jsonl", "--num-repeats", "8", "--concurrency", "100", "--attempts", "1")
     running.append(collect)
     browser.shows("#overview", "results/a.jsonl", "running", "In flight, oldest first", "per second")
     first = browser.run("return document.querySelector('.figures b').textContent")
     until("the figures move", lambda: browser.run("return document.querySelector('.figures b').textContent") != first)
+    browser.shows("#overview", "Ended last", "queue and network")
+    check("a lane for each rollout", until("lanes", lambda: browser.run("return document.querySelectorAll('.lane i.seed').length > 3 && document.querySelectorAll('.lane i.model').length > 3 && document.querySelectorAll('.lane i.verify').length > 3")))
+    wait = until("what a rollout waits on", lambda: browser.run("return [...document.querySelectorAll('.wait')].find(e => e.textContent.includes('policy_model'))?.closest('tr').innerText"))
+    check("the phase of a rollout and what it waits on", re.search(r"\tmodel [0-9.]+ m?s", wait), wait)
     browser.screenshot(shot("load.png"))
     check("a running collection", collect.poll() is None)
 
@@ -162,6 +167,7 @@ def play(program, folder, shot, running):
     browser.run("document.querySelector('#list button').click()")
     conversation = browser.shows("#rollout", "rollout ", "assistant")
     check("a rollout as a conversation, read by its collector", "user" in conversation, conversation)
+    check("its lane and where its time went", re.search(r"queue and network .* %\s*seed .* %\s*model .* %\s*verify .* %", conversation), conversation)
     link = browser.run("return location.href")
     browser.screenshot(shot("conversation.png"))
     browser.open("about:blank")
@@ -198,7 +204,7 @@ def play(program, folder, shot, running):
     browser.shows("#live", "does not respond")
     head.start()
     browser.shows("#live", "updated")
-    collect = head.collect("tasks.jsonl", "choice_simple_agent", "results/b.jsonl", "--num-repeats", "2", "--concurrency", "16", "--attempts", "1")
+    collect = head.collect("tasks.jsonl", "choice_simple_agent", "results/b.jsonl", "--num-repeats", "2", "--concurrency", "100", "--attempts", "1")
     running.append(collect)
     browser.shows("#overview", "results/b.jsonl")
     browser.click("#tabs a", "Rollouts")
@@ -227,6 +233,8 @@ def play(program, folder, shot, running):
     print(f"figures: 1,000 members drawn in {drawn:.0f} ms; a million rollouts filtered in {filtered:.0f} ms (median of 5)")
     check("no error in the console", not [e for e in browser.errors() if "/ui/" not in e], browser.errors())
 
+    from_files(program, folder, browser, shot)
+
     phone = Browser(390, 800)
     running.append(phone)
     for view in ["overview", "rollouts", "cluster"]:
@@ -235,6 +243,49 @@ def play(program, folder, shot, running):
         phone.shows("#live", "updated")
         phone.screenshot(shot(f"phone-{view}.png"))
         check(f"{view} on a phone does not scroll sideways", phone.run("return document.documentElement.scrollWidth <= innerWidth"))
+
+
+def from_files(program, folder, browser, shot):
+    """The same page from files alone: `view --html`, with tokens, lanes and a million rollouts."""
+    message = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "</script> yes"}]}
+    trained = dict(message, generation_token_ids=[5, 6, 7], generation_log_probs=[-0.01, -2.5, None])
+    logprobs = [{"token": "</script>", "logprob": -0.1}, {"token": " yes", "logprob": -3}]
+    spoken = dict(message, content=[dict(message["content"][0], logprobs=logprobs)])
+    row = {"_ng_task_index": 0, "_ng_rollout_index": 0, "agent_ref": {"name": "a"}, "reward": 1.0, "response": {"output": [trained, spoken]}}
+    row["_gym_episode"] = {"turns": 2, "phases": "seed 0+100000, model 100000+600000, tool 700000+50000, verify 750000+50000", "seconds": 1.0}
+    with open(folder / "million.jsonl", "w") as file:
+        file.write(json.dumps(row) + "\n")
+        for n in range(1, 1_000_000):
+            file.write('{"_ng_task_index":%d,"_ng_rollout_index":%d,"agent_ref":{"name":"a%d"},"reward":%s}\n' % (n >> 3, n & 7, n % 3, (n * 7919 % 100) / 100))
+    began = time.monotonic()
+    shown = subprocess.run([program, "view", "million.jsonl", "--html", "million.html", "--limit", "100"], cwd=folder, capture_output=True, text=True, check=True)
+    written = time.monotonic() - began
+    check("a page of a file", "100 rollouts; 999900 more are listed without their conversations" in shown.stdout, shown.stdout)
+    browser.open("about:blank")
+    began = time.monotonic()
+    browser.open((folder / "million.html").as_uri())
+    browser.shows("#count", "1000000 of 1000000 rollouts")
+    opened = time.monotonic() - began
+    lane = browser.shows("#rollout", "rollout 0-0", "queue and network 200 ms, 20 %", "model 600 ms, 60 %", "tool 50 ms", "verify 50 ms")
+    check("the lane of a rollout of a file", "</script> yes" in lane, lane)
+    browser.click("#tokens")
+    found = browser.run("return [...document.querySelectorAll('.tokens span')].map(e => [e.textContent, e.title, e.style.background !== ''])")
+    texts, titles, colored = zip(*found)
+    check("tokens with their probability", texts == ("5", "6", "7", "</script>", " yes") and titles[1] == "token 6, logprob -2.500, probability 8.21 %" and colored == (True, True, False, True, True), found)
+    browser.screenshot(shot("tokens.png"))
+    timed = """
+        for (const [id, value] of Object.entries(arguments[0])) by(id).value = value;
+        const times = [];
+        for (let round = 0; round < 5; round++) { const began = performance.now(); filter(); times.push(performance.now() - began); }
+        return [shown.length, times.sort((a, b) => a - b)[2]]"""
+    count, filtered = browser.run(timed, {"min": 0.5})
+    check("a filter by reward", count == 1 + sum(1 for n in range(1, 1_000_000) if (n * 7919 % 100) / 100 >= 0.5), count)
+    count, searched = browser.run(timed, {"min": "", "text": "77-3"})
+    check("a filter by text", count == len([n for n in range(1_000_000) if "77-3" in f"{n >> 3}-{n & 7}"]), count)
+    check("a rollout without its conversation says how to show it", "rgym view million.jsonl " in browser.text("#rollout"), browser.text("#rollout"))
+    size = (folder / "million.html").stat().st_size / 1e6
+    print(f"figures: a page of a million rollouts: written in {written:.1f} s, {size:.0f} MB, opened in {opened:.1f} s; filtered by reward in {filtered:.0f} ms, by text in {searched:.0f} ms (medians of 5)")
+    check("no error in the console of the file", not [e for e in browser.errors() if "/ui/" not in e], browser.errors())
 
 
 def main():

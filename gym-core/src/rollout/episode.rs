@@ -5,9 +5,10 @@ use std::time::Duration;
 use serde::Serialize;
 
 use crate::message::Edit;
+use crate::rollout::phases::Phases;
 
-/// Metadata key of the response to `/run` with an [`EpisodeRecord`]: `turns=2, tool_calls=1, truncated="max_steps"`. Collectors in other
-/// languages ignore it.
+/// Metadata key of the response to `/run` with an [`EpisodeRecord`]: `turns=1, truncated="max_steps", phases="seed 0+310, model 402+1200"`.
+/// Collectors in other languages ignore it.
 pub const EPISODE_METADATA: &str = "x-gym-episode";
 
 /// Key of a scored row with the episode's course. NeMo Gym computes no metrics of keys that begin with `_`.
@@ -32,6 +33,7 @@ const ROW_KEYS: [&str; 7] = [
 /// The number of counts.
 const COUNTS: usize = 5;
 const TRUNCATED: &str = "truncated";
+const PHASES: &str = "phases";
 
 /// Usual bytes of the metadata, and of the value in a row.
 const METADATA_BYTES: usize = 80;
@@ -60,6 +62,9 @@ pub struct EpisodeRecord {
     /// The reason why the episode ended early; `None` if it ended by itself. `max_steps` is the limit of the agent, `environment` that
     /// of the environment; other reasons are those of the model's `incomplete_details`.
     pub truncated: Option<String>,
+    /// The calls of the episode with their times.
+    #[serde(skip_serializing_if = "Phases::is_empty")]
+    pub phases: Phases,
 }
 
 impl EpisodeRecord {
@@ -98,6 +103,13 @@ impl EpisodeRecord {
                 text.push_str(part);
             }
         }
+        if !self.phases.is_empty() {
+            for part in [", ", PHASES, "=\""] {
+                text.push_str(part);
+            }
+            self.phases.write(&mut text);
+            text.push('"');
+        }
         text
     }
 
@@ -116,17 +128,17 @@ impl EpisodeRecord {
             numbers[at] = Some(number.parse().ok().filter(|_| canonical)?);
             rest = after;
         }
-        let truncated = match rest {
-            "" => None,
-            _ => {
-                let reason =
-                    rest.strip_prefix(", ")?.strip_prefix(TRUNCATED)?.strip_prefix("=\"")?.strip_suffix('"')?;
-                if reason.len() > REASON_BYTES_MAX || !reason.chars().all(is_plain) {
-                    return None;
-                }
-                Some(reason.to_owned())
-            }
+        let truncated = match member(&mut rest, TRUNCATED)? {
+            Some(reason) if reason.len() > REASON_BYTES_MAX || !reason.chars().all(is_plain) => return None,
+            reason => reason.map(str::to_owned),
         };
+        let phases = match member(&mut rest, PHASES)? {
+            Some(text) => Phases::from_text(text).filter(|phases| !phases.is_empty())?,
+            None => Phases::default(),
+        };
+        if !rest.is_empty() {
+            return None;
+        }
         let [turns, tool_calls, tool_errors, tool_failures, outputs_cut, input_tokens, output_tokens] = numbers;
         turns.map(|turns| Self {
             turns,
@@ -137,6 +149,7 @@ impl EpisodeRecord {
             input_tokens,
             output_tokens,
             truncated,
+            phases,
         })
     }
 
@@ -154,6 +167,11 @@ impl EpisodeRecord {
             match &record.truncated {
                 Some(reason) => [",\"truncated\":\"", reason, "\","].iter().for_each(|part| text.push_str(part)),
                 None => text.push_str(",\"truncated\":null,"),
+            }
+            if !record.phases.is_empty() {
+                text.push_str("\"phases\":\"");
+                record.phases.write(&mut text);
+                text.push_str("\",");
             }
         }
         text.push_str("\"attempts\":");
@@ -173,6 +191,15 @@ impl EpisodeRecord {
         let [turns, tool_calls, tool_errors, tool_failures, outputs_cut] = counts;
         [turns, tool_calls, tool_errors, tool_failures, outputs_cut, self.input_tokens, self.output_tokens]
     }
+}
+
+/// Takes the text of a key from the front of the rest, if the key is the next one; `None` if its text does not end.
+fn member<'a>(rest: &mut &'a str, key: &str) -> Option<Option<&'a str>> {
+    let value = rest.strip_prefix(", ").and_then(|member| member.strip_prefix(key)?.strip_prefix("=\""));
+    let Some(value) = value else { return Some(None) };
+    let (text, after) = value.split_once('"')?;
+    *rest = after;
+    Some(Some(text))
 }
 
 /// Returns `true` if the metadata has the number also when it is 0: `turns`, so that the text is not empty, and the tokens, because
@@ -196,10 +223,13 @@ mod tests {
 
     use super::*;
     use crate::message::RawObject;
+    use crate::rollout::phases::{Phase, PhaseSpan};
+
+    const ALL_PHASES: [Phase; 4] = [Phase::Seed, Phase::Model, Phase::Tool, Phase::Verify];
 
     proptest! {
         #[test]
-        fn a_record_comes_back_as_it_was_written(counts: [u32; 5], tokens: [Option<u32>; 2], reason: Option<String>) {
+        fn a_record_comes_back_as_it_was_written(counts: [u32; 5], tokens: [Option<u32>; 2], reason: Option<String>, spans: Vec<(u8, u64, u64)>) {
             let [turns, tool_calls, tool_errors, tool_failures, outputs_cut] = counts;
             let [input_tokens, output_tokens] = tokens;
             let mut record = EpisodeRecord {
@@ -211,7 +241,11 @@ mod tests {
                 input_tokens,
                 output_tokens,
                 truncated: None,
+                phases: Phases::default(),
             };
+            for (phase, start_us, took_us) in spans {
+                record.phases.push(PhaseSpan { phase: ALL_PHASES[usize::from(phase % 4)], start_us, took_us });
+            }
             if let Some(reason) = reason {
                 record.truncate(&reason);
             }
@@ -233,6 +267,9 @@ mod tests {
             record.add_tokens(Some(17), Some(0));
             if reason {
                 record.truncate("max_steps");
+            }
+            for phase in ALL_PHASES {
+                record.phases.push(PhaseSpan { phase, start_us: 10, took_us: 205 });
             }
             let mut text = record.to_text().into_bytes();
             let at = at.index(text.len());

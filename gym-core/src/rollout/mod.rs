@@ -9,10 +9,12 @@
 mod episode;
 mod ledger;
 pub mod metrics;
+mod phases;
 mod task;
 pub mod work;
 
 pub use crate::base::FailureClass;
 pub use episode::{EPISODE_KEY, EPISODE_METADATA, EpisodeRecord};
 pub use ledger::{KeyState, Ledger, Outcome};
+pub use phases::{Phase, PhaseSpan, Phases};
 pub use task::{Attempt, TaskKey};

@@ -9,13 +9,14 @@ use futures_util::future::BoxFuture;
 use gym_client::{CallOptions, CookieJar, ServerClient, Session};
 use gym_core::message::TraceContext;
 use gym_core::rollout::metrics::STATISTICS_METADATA;
-use gym_core::rollout::{EPISODE_METADATA, EpisodeRecord, FailureClass};
+use gym_core::rollout::{EPISODE_METADATA, EpisodeRecord, FailureClass, Phase};
 use gym_core::server::ToolErrors;
 use gym_core::{
     CallContext, CancelToken, Code, Error, Execution, Message, Metadata, ModelResponse, RawObject, Response, Result,
     Rope, Route,
 };
 use serde::Deserialize;
+use tokio::time::Instant;
 
 use crate::agent::config::OutputLimits;
 use crate::agent::observation::ToolRules;
@@ -52,7 +53,7 @@ pub struct Episode {
     session: ResourcesSession,
     cx: CallContext,
     row: RawObject,
-    record: EpisodeRecord,
+    course: Course,
     tool_errors: ToolErrors,
     limits: Option<OutputLimits>,
 }
@@ -63,15 +64,10 @@ impl Episode {
     /// # Errors
     /// The error of `/seed_session`.
     pub async fn seed(cx: &CallContext, client: &ServerClient, resources: &str, row: &RawObject) -> Result<Self> {
+        let mut course = Course::begin();
         let session = ResourcesSession::seed(&cx.child(), &cx.metadata, client, resources, row).await?;
-        Ok(Self {
-            session,
-            cx: cx.child(),
-            row: row.clone(),
-            record: EpisodeRecord::default(),
-            tool_errors: ToolErrors::Auto,
-            limits: None,
-        })
+        course.add(Phase::Seed, course.began);
+        Ok(Self { session, cx: cx.child(), row: row.clone(), course, tool_errors: ToolErrors::Auto, limits: None })
     }
 
     /// Sets what happens with the errors of tools that the model did not cause. By default [`ToolErrors::Auto`].
@@ -90,7 +86,7 @@ impl Episode {
 
     /// Records that a limit of the agent ends the episode, such as `max_steps`. The reason is in the scored row.
     pub fn truncate(&mut self, reason: &str) {
-        self.record.truncate(reason);
+        self.course.record.truncate(reason);
     }
 
     /// Sends a request to a model server, with the tools of the resources server unless the request has `tools`.
@@ -99,22 +95,24 @@ impl Episode {
     /// The error of `/v1/responses`; `InvalidArgument` if the request has a tool that the resources server lacks, or if the
     /// response is not a JSON object.
     pub async fn ask(&mut self, model: &str, params: impl Into<Rope>) -> Result<ModelResponse> {
-        yield_after(self.record.turns).await;
-        self.record.turns = self.record.turns.saturating_add(1);
+        yield_after(self.course.record.turns).await;
+        self.course.record.turns = self.course.record.turns.saturating_add(1);
         let mut params = params.into();
         if self.session.tools.is_some() {
             params = self.session.with_tools(&params.to_object()?)?.into();
         }
+        let asked = Instant::now();
         let answer: Message = post(self.session.calls(), &self.cx, model, "/v1/responses", params).await?;
+        self.course.add(Phase::Model, asked);
         let answer = answer.head.to_object()?;
         // A response without counts is as good as one with them.
         if let Ok(Some(usage)) = answer.get_as::<TokenUsage>("usage") {
             let (input, output) = usage.tokens();
-            self.record.add_tokens(input, output);
+            self.course.record.add_tokens(input, output);
         }
-        self.record.truncated = None;
+        self.course.record.truncated = None;
         if let Some(reason) = truncation(&answer) {
-            self.record.truncate(&reason);
+            self.course.record.truncate(&reason);
         }
         Ok(ModelResponse(answer))
     }
@@ -127,10 +125,12 @@ impl Episode {
     pub async fn call_tool(&mut self, tool: &str, arguments: impl Into<Rope>) -> Result<Message> {
         let route = tool_route(tool);
         let server = Arc::clone(&self.session.server);
+        let called = Instant::now();
         let answer = self.session.calls().post(&self.cx, &server, route.clone(), arguments).await;
-        self.record.tool_calls = self.record.tool_calls.saturating_add(1);
+        self.course.add(Phase::Tool, called);
+        self.course.record.tool_calls = self.course.record.tool_calls.saturating_add(1);
         let rules = ToolRules { errors: self.tool_errors, limits: self.limits.as_ref() };
-        let message = answer.and_then(|answer| rules.observe(&mut self.record, tool, answer));
+        let message = answer.and_then(|answer| rules.observe(&mut self.course.record, tool, answer));
         message.map_err(|error| of_inner(error, &server, route.as_str()))
     }
 
@@ -140,7 +140,29 @@ impl Episode {
     /// The error of `/verify`; `DataLoss` if its response has no reward.
     pub async fn verify(mut self, response: ModelResponse) -> Result<Response> {
         let row = self.row.edit().set_object("response", response.0).to_rope();
-        self.session.verify(&self.cx, row).await.map(|response| recorded(response, &self.record))
+        let asked = Instant::now();
+        let response = self.session.verify(&self.cx, row).await?;
+        self.course.add(Phase::Verify, asked);
+        Ok(recorded(response, &self.course.record))
+    }
+}
+
+/// The course of an episode in progress.
+#[derive(Debug)]
+pub(super) struct Course {
+    pub(super) began: Instant,
+    pub(super) record: EpisodeRecord,
+}
+
+impl Course {
+    /// Begins now.
+    pub(super) fn begin() -> Self {
+        Self { began: Instant::now(), record: EpisodeRecord::default() }
+    }
+
+    /// Adds a call that began at `call` and has just ended.
+    pub(super) fn add(&mut self, phase: Phase, call: Instant) {
+        self.record.phases.add(phase, self.began, call);
     }
 }
 

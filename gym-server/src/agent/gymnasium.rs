@@ -3,14 +3,15 @@
 //! It sends the same requests in the same order as the Python agent, and its result is equal. Items and rows are spliced as text.
 
 use gym_client::{CookieJar, ServerClient};
-use gym_core::rollout::{EpisodeRecord, FailureClass};
+use gym_core::rollout::{FailureClass, Phase};
 use gym_core::server::{ToolErrors, unprocessable};
 use gym_core::{AgentServer, CallContext, Code, Error, RawObject, Response, Result, SessionId, World};
 use serde::Deserialize;
 use serde_json::json;
+use tokio::time::Instant;
 
 use crate::agent::config::GymnasiumAgentConfig;
-use crate::agent::episode::{ResourcesSession, aggregate, ask, post, recorded, return_cookies};
+use crate::agent::episode::{Course, ResourcesSession, aggregate, ask, post, recorded, return_cookies};
 use crate::agent::observation::ToolRules;
 use crate::agent::simple::params_of;
 use crate::agent::turn::{Conversation, items_of, user_message, yield_after};
@@ -85,7 +86,7 @@ impl GymnasiumAgent {
         row: &RawObject,
         params: &RawObject,
         idempotent: bool,
-        record: &mut EpisodeRecord,
+        course: &mut Course,
     ) -> Result<RawObject> {
         let rules = ToolRules { errors: ToolErrors::Auto, limits: self.config.tool_output_bytes_max.as_ref() };
         let model = self.config.model_server.name.as_str();
@@ -93,19 +94,24 @@ impl GymnasiumAgent {
         let mut conversation = Conversation::new(params)?;
         let mut total = 0.0;
         loop {
-            yield_after(record.turns).await;
-            record.turns += 1;
+            yield_after(course.record.turns).await;
+            course.record.turns += 1;
+            let asked = Instant::now();
             let turn = ask(session.calls(), cx, model, conversation.request(params)).await?;
+            course.add(Phase::Model, asked);
             conversation.answered(&turn)?;
             let (input, output) = turn.tokens();
-            record.add_tokens(input, output);
-            record.tool_calls += u32::try_from(turn.calls().len()).unwrap_or(u32::MAX);
+            course.record.add_tokens(input, output);
+            course.record.tool_calls += u32::try_from(turn.calls().len()).unwrap_or(u32::MAX);
             let mut body = row.edit().set_object("response", turn.response().clone());
             if idempotent {
                 // 32 hexadecimal digits, as Python's `uuid4().hex`.
                 body = body.set_value("_ng_step_request_id", &self.world.unique_id())?;
             }
+            let asked = Instant::now();
             let reply = post(session.calls(), cx, environment, "/step", body.to_rope()).await?;
+            course.add(Phase::Tool, asked);
+            let record = &mut course.record;
             let lost = |error: Error| invalid_reply(error, environment, "/step");
             let reply = reply.head.to_object().map_err(|error| lost(error.into()))?;
             let step: StepReply = reply.outline().map_err(lost)?;
@@ -153,8 +159,10 @@ impl AgentServer for GymnasiumAgent {
         };
         let environment = self.config.resources_server.name.as_str();
         let (caller, cx) = (&cx.metadata, &cx.child());
+        let mut course = Course::begin();
         let (mut session, reply) =
             ResourcesSession::begin(cx, caller, &self.client, environment, "/reset", row, close_route).await?;
+        course.add(Phase::Seed, course.began);
         let lost = |error: Error| invalid_reply(error, environment, "/reset");
         let reply = reply.message.head.to_object().map_err(|error| lost(error.into()))?;
         let reset: ResetReply = reply.outline().map_err(lost)?;
@@ -164,8 +172,7 @@ impl AgentServer for GymnasiumAgent {
             None => params,
         };
         let idempotent = reset.info.supports_step_idempotency == true;
-        let mut record = EpisodeRecord::default();
-        let mut result = self.play(cx, &mut session, row, &params, idempotent, &mut record).await?;
+        let mut result = self.play(cx, &mut session, row, &params, idempotent, &mut course).await?;
         if let Err(error) = session.close().await {
             tracing::warn!(environment, %error, "the episode is complete, but its environment was not closed");
             let warning =
@@ -174,7 +181,7 @@ impl AgentServer for GymnasiumAgent {
             let info = info.edit().set_value("cleanup_warning", &warning)?.to_object()?;
             result = result.edit().set_object("info", info).to_object()?;
         }
-        Ok(recorded(Response::json(result), &record))
+        Ok(recorded(Response::json(result), &course.record))
     }
 
     async fn responses(&self, cx: &CallContext, _: &SessionId, body: &RawObject) -> Result<Response> {

@@ -5,14 +5,14 @@
 
 use bytes::Bytes;
 use gym_client::{CookieJar, ServerClient, Session};
-use gym_core::rollout::{EpisodeRecord, FailureClass};
+use gym_core::rollout::{EpisodeRecord, FailureClass, Phase};
 use gym_core::server::{ValidationProblem, unprocessable};
 use gym_core::{AgentServer, CallContext, Code, Error, ModelResponse, RawObject, Response, Result, SessionId};
 use serde_json::{Value, json};
 use tokio::time::Instant;
 
 use crate::agent::config::SimpleAgentConfig;
-use crate::agent::episode::{ResourcesSession, aggregate, ask, of_inner, recorded, return_cookies};
+use crate::agent::episode::{Course, ResourcesSession, aggregate, ask, of_inner, recorded, return_cookies};
 use crate::agent::observation::ToolRules;
 use crate::agent::tool_arguments;
 use crate::agent::turn::{Conversation, FunctionCall, NextStep, yield_after};
@@ -79,14 +79,17 @@ impl SimpleAgent {
         cx: &CallContext,
         session: &mut Session,
         params: &RawObject,
-        record: &mut EpisodeRecord,
+        course: &mut Course,
     ) -> Result<ModelResponse> {
         let mut conversation = Conversation::new(params)?;
         loop {
-            yield_after(record.turns).await;
-            record.turns += 1;
+            yield_after(course.record.turns).await;
+            course.record.turns += 1;
             let model = self.config.model_server.name.as_str();
+            let asked = Instant::now();
             let turn = ask(session, cx, model, conversation.request(params)).await?;
+            course.add(Phase::Model, asked);
+            let record = &mut course.record;
             conversation.answered(&turn)?;
             let (input, output) = turn.tokens();
             record.add_tokens(input, output);
@@ -109,11 +112,13 @@ impl SimpleAgent {
                 }
             };
             for call in calls {
-                let output = self.call_tool(cx, session, call, record).await?;
+                let called = Instant::now();
+                let output = self.call_tool(cx, session, call, &mut course.record).await?;
+                course.add(Phase::Tool, called);
                 conversation.tool_answered(&call.call_id, &output);
             }
-            if self.config.max_steps.is_some_and(|max| max > 0 && record.turns >= max) {
-                record.truncate("max_steps");
+            if self.config.max_steps.is_some_and(|max| max > 0 && course.record.turns >= max) {
+                course.record.truncate("max_steps");
                 return conversation.finish(&turn, None);
             }
         }
@@ -159,16 +164,20 @@ impl SimpleAgent {
         let caller = &cx.metadata;
         let cx = &self.context(cx);
         // Closes the session when the episode is over, regardless of how it ends.
+        let mut course = Course::begin();
         let mut session = ResourcesSession::seed(cx, caller, &self.client, resources, row).await?;
+        course.add(Phase::Seed, course.began);
         let params = session.with_tools(params)?;
-        let mut record = EpisodeRecord::default();
-        let response = self.converse(cx, session.calls(), &params, &mut record).await?;
+        let response = self.converse(cx, session.calls(), &params, &mut course).await?;
         let row = row.edit().set_object("response", response.0);
         if self.config.skip_verification {
             let row = row.set_value("reward", &self.config.skip_verification_reward)?;
-            return Ok(recorded(Response::json(row.set("verification_skipped", "true").to_rope()), &record));
+            return Ok(recorded(Response::json(row.set("verification_skipped", "true").to_rope()), &course.record));
         }
-        session.verify(cx, row.to_rope()).await.map(|response| recorded(response, &record))
+        let asked = Instant::now();
+        let response = session.verify(cx, row.to_rope()).await?;
+        course.add(Phase::Verify, asked);
+        Ok(recorded(response, &course.record))
     }
 }
 
@@ -192,11 +201,10 @@ impl AgentServer for SimpleAgent {
         if let Some(resources) = resources {
             *session.jar(resources) = CookieJar::of_request(&cx.metadata);
         }
-        let began = Instant::now();
-        let mut record = EpisodeRecord::default();
-        let answer = self.converse(&self.context(cx), &mut session, body, &mut record).await;
-        let answer = answer.map_err(|error| self.of_limit(error, began))?;
-        let mut response = recorded(Response::json(answer.0), &record);
+        let mut course = Course::begin();
+        let answer = self.converse(&self.context(cx), &mut session, body, &mut course).await;
+        let answer = answer.map_err(|error| self.of_limit(error, course.began))?;
+        let mut response = recorded(Response::json(answer.0), &course.record);
         for server in resources.into_iter().chain([self.config.model_server.name.as_str()]) {
             return_cookies(&mut response, session.jar(server));
         }

@@ -304,7 +304,12 @@ async fn an_episode_in_turns_reports_its_course() {
         let servers = servers(ends(turn, how));
         let request = Request::post(CallContext::default(), "/run", row("call search").to_string());
         let response = servers.client.send("player", &request, gym_client::CallOptions::default()).await.unwrap();
-        assert_eq!(response.metadata.get(EPISODE_METADATA), Some(expected), "{how}");
+        let course = response.metadata.get(EPISODE_METADATA).unwrap();
+        let (counts, phases) = course.split_once(", phases=\"").unwrap();
+        assert_eq!(counts, expected, "{how}");
+        let phases: Vec<&str> = phases.split(", ").map(|span| span.split(' ').next().unwrap()).collect();
+        let turns = turn.min(3) as usize;
+        assert_eq!(phases, [&["seed"][..], &["model", "tool"].repeat(turns)].concat(), "{how}");
     }
 }
 

@@ -282,6 +282,7 @@ mod tests {
             class: None,
             tokens: None,
             truncated: None,
+            phases: None,
         }
     }
 

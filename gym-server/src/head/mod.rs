@@ -9,7 +9,7 @@
 //! | `GET /`, `/livez` | 200 |
 //! | `GET /health`, `/healthz`, `/readyz` | 503 until all requested servers serve, then 200 |
 //! | `GET /metrics` | Prometheus |
-//! | `GET /ui`, `/ui/state`, `/ui/rollout` | a page that shows the cluster and its collections, and its data |
+//! | `GET /ui`, `/ui/state`, `/ui/waits`, `/ui/rollout` | a page that shows the cluster and its collections, and its data |
 //! | `POST /collections/report` | what a collector reports once a second: [`gym_client::collect::monitor`] |
 //! | `GET /waits` | what the calls of the process wait for, for `rgym stuck` |
 //! | `GET /cluster/targets` | the processes with metrics, for the service discovery of Prometheus |
@@ -22,6 +22,7 @@ mod monitoring;
 pub(crate) mod page;
 #[cfg(test)]
 mod sources;
+pub(crate) mod waits;
 
 use std::fmt;
 use std::sync::Arc;
@@ -30,9 +31,11 @@ use std::time::Duration;
 
 use futures_util::StreamExt;
 use futures_util::future::BoxFuture;
+#[cfg(feature = "http")]
+use gym_client::Transports;
 use gym_client::collect::monitor::{CollectionMonitor, CollectionReport, REPORT_ROUTE};
 use gym_client::registry::{DrainRequest, RosterRequest, SharedConfiguration, WatchRequest};
-use gym_core::base::waits::{self, WAITS_ROUTE, WaitQuery};
+use gym_core::base::waits::{WAITS_ROUTE, WaitQuery, report as waits_of_process};
 use gym_core::registry::{
     Heartbeat, Instance, Lease, Member, MemberRegistry, MemberSpec, MemberState, MemoryRegistry, Registration, Registry,
 };
@@ -43,6 +46,7 @@ use serde_json::{Value, json};
 
 use crate::head::collections::Collections;
 use crate::head::monitoring::ClusterMetrics;
+use crate::head::waits::ShownWaits;
 use crate::metrics::{Metrics, RouteMetrics};
 use crate::role::reply;
 
@@ -99,6 +103,7 @@ struct HeadState {
     /// Members that must serve before the cluster is ready; 0 once it was.
     expected: AtomicUsize,
     collections: Collections,
+    waits: ShownWaits,
     start_time: f64,
     world: World,
     metrics: Metrics,
@@ -121,6 +126,7 @@ impl HeadServer {
             ready: AtomicBool::new(false),
             expected: AtomicUsize::new(0),
             collections: Collections::default(),
+            waits: ShownWaits::default(),
             start_time,
             world: world.clone(),
             metrics,
@@ -148,6 +154,17 @@ impl HeadServer {
     #[must_use]
     pub(crate) fn sharing(mut self, shared: SharedConfiguration) -> Self {
         Arc::get_mut(&mut self.0).expect("nothing else has this head server yet").shared = shared;
+        self
+    }
+
+    /// Asks the processes of the cluster over these transports what their calls wait for, when the page shows it.
+    ///
+    /// # Panics
+    /// If the head server was cloned before.
+    #[cfg(feature = "http")]
+    #[must_use]
+    pub(crate) fn following(mut self, transports: Transports) -> Self {
+        Arc::get_mut(&mut self.0).expect("nothing else has this head server yet").waits = ShownWaits::over(transports);
         self
     }
 
@@ -211,11 +228,15 @@ impl HeadState {
             (Verb::Get, "/ui/rollout") => {
                 json(&page::rollout(cx, request.route.query().unwrap_or_default(), &self.collections).await?)
             }
+            (Verb::Get, "/ui/waits") => {
+                let (servers, members) = (self.registry.list(cx).await?, self.registry.members(cx).await?);
+                json(&*self.waits.get(servers, members).await)
+            }
             (Verb::Post, REPORT_ROUTE) => {
                 json(&self.collections.report(cx, &read::<CollectionReport>(&request.message)?).await?)
             }
             (Verb::Get, WAITS_ROUTE) => {
-                json(&waits::report(&WaitQuery::parse(request.route.query().unwrap_or_default())))
+                json(&waits_of_process(&WaitQuery::parse(request.route.query().unwrap_or_default())))
             }
             (Verb::Get, "/global_config_dict_yaml") => json(&(self.config)(&self.serving(cx).await?)),
             (Verb::Get, "/server_instances") => {
@@ -293,6 +314,7 @@ impl HeadState {
                 | "/ui"
                 | "/ui/state"
                 | "/ui/rollout"
+                | "/ui/waits"
                 | WAITS_ROUTE
                 | "/global_config_dict_yaml"
                 | "/server_instances"
@@ -408,6 +430,12 @@ impl HeadState {
             "url": http.map(gym_core::Endpoint::as_str),
         })
     }
+}
+
+/// Returns the address of a server over HTTP if it has one, because others see it too.
+fn url_of(server: &Instance) -> String {
+    let http = server.endpoints.iter().find(|endpoint| endpoint.scheme() == "http");
+    http.or(server.endpoints.first()).map(ToString::to_string).unwrap_or_default()
 }
 
 fn json(value: &impl Serialize) -> Result<Response> {

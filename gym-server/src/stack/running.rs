@@ -310,7 +310,7 @@ impl Stack {
         let served = config.instances.iter().map(|instance| instance.name.clone());
         let served = served.filter(|name| options.only.is_empty() || options.only.contains(name)).collect();
         let shared = SharedConfiguration { yaml: config.to_shared_yaml(), served };
-        let head = head.expecting(options.expected_workers).sharing(shared);
+        let head = head.expecting(options.expected_workers).sharing(shared).following(self.client.transports().clone());
         let handler: Arc<dyn Handler> = Arc::new(head.clone());
         // Over HTTP only, regardless of the policy: clients find all other servers through the head server.
         let http = HttpBackend { http: options.http.clone(), ..HttpBackend::default() };

@@ -43,7 +43,7 @@ const IDENTITY: [Key; 9] = [
 const MATERIALIZED: [&str; 2] = ["_ng_task_index", "_ng_rollout_index"];
 
 /// Keys of scored rows.
-const SCORED: [Key; 15] = [
+const SCORED: [Key; 16] = [
     key("responses_create_params", "mapping", "The request of the episode, as in the input row."),
     key("response", "mapping", "The last response of the model, with all items of the episode in `output`."),
     key("reward", "number or null", "The reward; `null` if the environment gives none."),
@@ -69,6 +69,13 @@ const SCORED: [Key; 15] = [
         "string or null",
         "The reason why the episode ended early: `max_steps`, `environment`, or a reason of the model such as `max_output_tokens`. \
          `null` if it ended by itself.",
+    ),
+    key(
+        "_gym_episode.phases",
+        "string",
+        "The calls of the agent in order: `seed`, `model`, `tool` or `verify`, then the microseconds from the start of the episode to the \
+         call, `+`, and the microseconds of the call, as in `seed 0+310, model 402+120034`. Calls after the 64th are added to the last one \
+         of their kind. Absent if the agent does not report them.",
     ),
     key("_gym_episode.attempts", "integer", "Attempts of the rollout until it was scored, at least 1."),
     key("_gym_episode.seconds", "number", "Duration of the attempt in seconds."),

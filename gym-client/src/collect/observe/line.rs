@@ -63,6 +63,7 @@ enum Line<'a> {
         tokens: Option<TokenUsage>,
         truncated: Option<&'a str>,
         tool_failures: u32,
+        phases: Option<&'a str>,
     },
     Failed {
         time: f64,
@@ -129,6 +130,7 @@ pub(super) fn event(event: &RolloutEvent, into: &mut Vec<u8>) {
             tokens: finished.tokens,
             truncated: finished.truncated.as_deref(),
             tool_failures: finished.tool_failures,
+            phases: finished.phases.as_deref(),
         },
         RolloutEventKind::Failed(failed) => Line::Failed {
             time,
@@ -173,6 +175,7 @@ mod tests {
             tokens: Some(TokenUsage { input: 12, output: 3 }),
             truncated: None,
             tool_failures: 0,
+            phases: Some("seed 0+310, model 402+1200".to_owned()),
         };
         let failed = FailedAttempt {
             class: FailureClass::ToolError,
@@ -200,7 +203,7 @@ mod tests {
         };
         let lines: Vec<Value> = text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
         let finished = json!({"reward": 0.5, "seconds": 1.5, "attempts": 2, "tokens": {"input_tokens": 12, "output_tokens": 3},
-            "truncated": null, "tool_failures": 0});
+            "truncated": null, "tool_failures": 0, "phases": "seed 0+310, model 402+1200"});
         let failed = json!({"class": "tool_error", "server": "math", "route": "/add", "cause": "POST math/add: no\nadder",
             "seconds": 0.000_042, "retried": true});
         let expected = [

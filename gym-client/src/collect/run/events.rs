@@ -95,6 +95,8 @@ pub struct FinishedAttempt {
     pub truncated: Option<String>,
     /// Failed tool calls that the model did not cause.
     pub tool_failures: u32,
+    /// The calls of the episode with their times, as [`Phases`](gym_core::rollout::Phases) has them; `None` if the agent does not report them.
+    pub phases: Option<String>,
 }
 
 /// A failed attempt.
@@ -144,13 +146,18 @@ impl RolloutEventKind {
     /// Returns the event for the result of an attempt. Whether a failed one is retried is decided later.
     pub(super) fn of(result: &AttemptResult, duration: Duration) -> Self {
         match result {
-            AttemptResult::Completed { row, figures } => Self::Finished(FinishedAttempt {
-                reward: figures.reward,
-                duration,
-                tokens: tokens(row, figures.episode),
-                truncated: truncated(row),
-                tool_failures: figures.episode.map_or(0, |episode| episode.tool_failures),
-            }),
+            AttemptResult::Completed { row, figures } => {
+                let course = row.get_object(EPISODE_KEY).ok().flatten();
+                let text = |key: &str| course.as_ref()?.get_as::<Option<String>>(key).ok()??;
+                Self::Finished(FinishedAttempt {
+                    reward: figures.reward,
+                    duration,
+                    tokens: tokens(row, figures.episode),
+                    truncated: text("truncated").or_else(|| cut_off(row).map(|details| details.why())),
+                    tool_failures: figures.episode.map_or(0, |episode| episode.tool_failures),
+                    phases: text("phases"),
+                })
+            }
             AttemptResult::Failed { failure, .. } => Self::failed(failure, duration),
             AttemptResult::Lost => Self::Unrecorded,
         }
@@ -178,10 +185,4 @@ fn tokens(row: &RawObject, episode: Option<EpisodeFigures>) -> Option<TokenUsage
         return Some(TokenUsage { input: input.into(), output: output.into() });
     }
     row.get_object("response").ok()??.get_as("usage").ok()?
-}
-
-fn truncated(row: &RawObject) -> Option<String> {
-    let episode = row.get_object(EPISODE_KEY).ok().flatten();
-    let by_agent = episode.and_then(|episode| episode.get_as::<Option<String>>("truncated").ok()?);
-    by_agent.flatten().or_else(|| cut_off(row).map(|details| details.why()))
 }

@@ -355,7 +355,10 @@ async fn the_loop_ends_at_max_steps_and_where_the_model_ran_out_of_tokens() {
     let call = asks("echo", "{}");
     let limited = stack(|config| config.max_steps = Some(2), &[&call, &call]);
     let answer = limited.post("relay", "/run", ROW).await;
-    let course = json!(record(&answer));
+    let mut course = json!(record(&answer));
+    let phases = course["phases"].take();
+    let phases: Vec<&str> = phases.as_str().unwrap().split(", ").map(|span| span.split(' ').next().unwrap()).collect();
+    assert_eq!(phases, ["seed", "model", "tool", "model", "tool", "verify"]);
     let answer = value(&answer);
     assert_eq!(answer["reward"], 0.0);
     assert_eq!(answer["response"]["output"].as_array().unwrap().len(), 6);
@@ -363,7 +366,7 @@ async fn the_loop_ends_at_max_steps_and_where_the_model_ran_out_of_tokens() {
     assert_eq!(
         course,
         json!({"turns": 2, "tool_calls": 2, "tool_errors": 0, "tool_failures": 0, "outputs_cut": 0,
-            "input_tokens": 2, "output_tokens": 4, "truncated": "max_steps"})
+            "input_tokens": 2, "output_tokens": 4, "truncated": "max_steps", "phases": null})
     );
 
     let cut = call.replace(r#""id":"r1""#, r#""id":"r1","incomplete_details":{"reason":"max_output_tokens"}"#);

@@ -206,7 +206,7 @@ pub(in crate::cli) struct ViewArgs {
     /// Print one line for each rollout
     #[arg(long)]
     pub(in crate::cli) list: bool,
-    /// Maximum number of rollouts [default: all; 2000 with --html]
+    /// Maximum number of rollouts; of conversations with --html [default: all; 2000 with --html]
     #[arg(long, value_name = "N")]
     pub(in crate::cli) limit: Option<usize>,
     /// Write one self-contained HTML page: list with filters, conversations, histogram of the rewards

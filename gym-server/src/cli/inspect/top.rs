@@ -8,7 +8,9 @@ use std::time::Duration;
 
 use gym_client::registry::RemoteRegistry;
 use gym_core::registry::MemberState;
+use gym_core::rollout::{Attempt, TaskKey};
 use gym_core::{CallContext, Code, Error, Request, World};
+use serde::Deserialize;
 
 use crate::cli::args::options::TopArgs;
 use crate::cli::console;
@@ -54,31 +56,37 @@ pub(in crate::cli) async fn top(
         Failure::Failed(format!("{error}\n  fix: {fix}"))
     })?;
     if args.once || !io::stdout().is_terminal() {
-        console::print(&text(&first, head.as_str(), WIDTH));
+        let waits = read_waits(&registry, &first).await;
+        console::print(&text(&first, &waits, head.as_str(), WIDTH));
         return Ok(ExitCode::SUCCESS);
     }
     let stop = StopSignals::listen()?;
     // The alternate screen, without a cursor: the terminal is as before afterwards.
     console::print("\x1b[?1049h\x1b[?25l");
+    let mut waits = read_waits(&registry, &first).await;
     let mut state = Ok(first);
     let mut seen = None;
     while !stop.graceful.is_cancelled() {
         let shown = match &state {
             Ok(state) => {
                 seen = Some(format!("seen={}&roster={}&ended={}", state.seen, state.roster, u64::MAX));
-                text(state, head.as_str(), WIDTH)
+                text(state, &waits, head.as_str(), WIDTH)
             }
             Err(error) => format!("{head} does not respond: {error}\ntrying again; Ctrl-C ends"),
         };
         console::print(&screen(&shown));
         let next = async {
             let (next, ()) = tokio::join!(read(&registry, seen.as_deref()), tokio::time::sleep(DRAW_EVERY));
-            next
+            let waits = match &next {
+                Ok(state) => read_waits(&registry, state).await,
+                Err(_) => Waits::new(),
+            };
+            (next, waits)
         };
         tokio::select! {
             biased;
             () = stop.graceful.cancelled() => break,
-            next = next => state = next,
+            next = next => (state, waits) = next,
         }
         if state.is_err() {
             seen = None;
@@ -96,6 +104,33 @@ async fn read(registry: &RemoteRegistry, seen: Option<&str>) -> Result<ClusterVi
     })
 }
 
+/// What a rollout waits for, by its attempt.
+type Waits = BTreeMap<String, RolloutWait>;
+
+#[derive(Deserialize)]
+struct RolloutWait {
+    rollout: Option<String>,
+    phase: String,
+    phase_ms: u64,
+    leaf: String,
+}
+
+/// Returns what the oldest rollouts wait for, if any is in flight. Without an answer, the rest is shown.
+async fn read_waits(registry: &RemoteRegistry, state: &ClusterView) -> Waits {
+    #[derive(Deserialize)]
+    struct Answer {
+        chains: Vec<RolloutWait>,
+    }
+    if !state.collections.iter().any(|view| view.report.end.is_none() && view.report.in_flight > 0) {
+        return Waits::new();
+    }
+    let asked = registry.send(&Request::get(CallContext::within(HEAD_TIMEOUT), "/ui/waits"), true).await;
+    let answer: Option<Answer> =
+        asked.ok().and_then(|response| serde_json::from_slice(&response.message.head.to_bytes()).ok());
+    let chains = answer.map(|answer| answer.chains).unwrap_or_default();
+    chains.into_iter().filter_map(|wait| Some((wait.rollout.clone()?, wait))).collect()
+}
+
 /// Returns the text for one screen: from the top, each line cleared to its end, the rest of the screen cleared.
 fn screen(text: &str) -> String {
     let (columns, rows) = rustix::termios::tcgetwinsize(io::stdout())
@@ -105,7 +140,7 @@ fn screen(text: &str) -> String {
     format!("\x1b[H{}\x1b[J", lines.join("\r\n"))
 }
 
-fn text(state: &ClusterView, head: &str, width: usize) -> String {
+fn text(state: &ClusterView, waits: &Waits, head: &str, width: usize) -> String {
     let mut states: BTreeMap<String, usize> = BTreeMap::new();
     for member in &state.members {
         *states.entry(member.state.to_string()).or_default() += 1;
@@ -122,7 +157,7 @@ fn text(state: &ClusterView, head: &str, width: usize) -> String {
     }
     for collection in &state.collections {
         out.push_str("\n\n");
-        self::collection(&mut out, collection, width);
+        self::collection(&mut out, collection, waits, width);
     }
     if state.collections.is_empty() {
         out.push_str("\n\nno collection has reported to this head server");
@@ -134,7 +169,7 @@ fn text(state: &ClusterView, head: &str, width: usize) -> String {
     out
 }
 
-fn collection(out: &mut String, view: &CollectionView, width: usize) {
+fn collection(out: &mut String, view: &CollectionView, waits: &Waits, width: usize) {
     let report = &view.report;
     let (done, total) = (report.completed + report.already_completed, report.rollouts);
     let word = match &report.end {
@@ -167,14 +202,14 @@ fn collection(out: &mut String, view: &CollectionView, width: usize) {
     if report.end.is_none() {
         for rollout in report.oldest.iter().take(LISTED_MAX) {
             let (id, seconds) = (rollout.attempt, rollout.seconds + view.silent_ms as f64 / 1e3);
-            let _ = write!(
-                out,
-                "\n  {}-{}  {}  attempt {}  {seconds:.1} s",
-                id.task,
-                id.repeat,
-                rollout.agent,
-                id.attempt + 1
-            );
+            let mut line =
+                format!("  {}-{}  {}  attempt {}  {seconds:.1} s", id.task, id.repeat, rollout.agent, id.attempt + 1);
+            let attempt = Attempt { key: TaskKey::new(id.task, id.repeat), number: id.attempt };
+            if let Some(wait) = waits.get(&attempt.to_string()) {
+                let _ = write!(line, "  {} {:.1} s: {}", wait.phase, wait.phase_ms as f64 / 1e3, wait.leaf);
+            }
+            let line: String = line.chars().take(width).collect();
+            let _ = write!(out, "\n{line}");
         }
     }
     for cause in report.causes.iter().take(LISTED_MAX) {
@@ -223,9 +258,11 @@ mod tests {
         let expected = "http://h:11000  0 servers, workers: 1 suspect\n\n\
             results/a.jsonl  running  h, pid 7\n\
             ██████████████░░░░░░░░░░ 100/200, 7.0/s, ETA 00:00:12, mean reward 0.500, 1 in flight, 20 failed\n  \
-            17-3  math_agent  attempt 2  41.5 s\n  \
+            17-3  math_agent  attempt 2  41.5 s  model 40.2 s: waits for `/v1/responses` of `m`\n  \
             20 × tool_error: POST math/add: panicked at line 3\n\
             w1 is suspect: 2 heartbeats missed";
-        assert_eq!(text(&state, "http://h:11000", 140), expected);
+        let wait = json!({"rollout": "17-3-a1", "phase": "model", "phase_ms": 40_200, "leaf": "waits for `/v1/responses` of `m`"});
+        let waits = Waits::from([("17-3-a1".to_owned(), serde_json::from_value(wait).unwrap())]);
+        assert_eq!(text(&state, &waits, "http://h:11000", 140), expected);
     }
 }

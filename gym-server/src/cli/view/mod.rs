@@ -72,7 +72,8 @@ fn page(file: &mut RolloutFile, path: &Path, out: &Path, limit: Option<usize>, o
     let limit = limit.unwrap_or(html::ROLLOUTS_MAX).min(file.len());
     let title = path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
     let rollouts = (0..limit).map(|position| file.read(position)).collect::<Result<Vec<_>, _>>()?;
-    let page = html::page(&title, &rollouts, file.len())?;
+    let listed = file.len().min(limit.saturating_add(html::LISTED_MAX));
+    let page = html::page(&title, &rollouts, file.labels().take(listed).skip(limit), file.len())?;
     let failed = |error: io::Error| match error.kind() {
         io::ErrorKind::AlreadyExists => Failure::Usage(format!(
             "{} exists already\n  fix: choose another path, or replace it with --overwrite",
@@ -84,8 +85,11 @@ fn page(file: &mut RolloutFile, path: &Path, out: &Path, limit: Option<usize>, o
     options.write(true);
     let options = if overwrite { options.create(true).truncate(true) } else { options.create_new(true) };
     options.open(out).and_then(|mut file| file.write_all(page.as_bytes())).map_err(failed)?;
-    let left = file.len() - limit;
-    let note = if left > 0 { format!("; {left} more are not on it, raise --limit") } else { String::new() };
+    let note = match (listed - limit, file.len() - listed) {
+        (0, _) => String::new(),
+        (others, 0) => format!("; {others} more are listed without their conversations, raise --limit for more"),
+        (others, left) => format!("; {others} more are listed without their conversations, and {left} are not on it"),
+    };
     console::print(&format!("{}: {limit} rollouts{note}", out.display()));
     Ok(ExitCode::SUCCESS)
 }

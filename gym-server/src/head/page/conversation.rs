@@ -1,6 +1,8 @@
 //! A row as a person reads it: who said what, which tools ran, and what the verifier found.
 
+use gym_client::collect::TokenUsage;
 use gym_core::base::ErrorLink;
+use gym_core::rollout::{EPISODE_KEY, Phase, Phases};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
@@ -14,6 +16,21 @@ pub(crate) struct Rollout {
     pub(crate) facts: Vec<(String, String)>,
     /// The failure, outermost cause first; empty for a rollout.
     pub(crate) causes: Vec<String>,
+    #[serde(flatten)]
+    pub(crate) course: Course,
+}
+
+/// How the attempt went, as the key `_gym_episode` of the row tells it.
+#[derive(Clone, Debug, Default, Serialize)]
+pub(crate) struct Course {
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) seconds: Option<f64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) phases: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) truncated: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) tokens: Option<TokenUsage>,
 }
 
 /// What identifies a row, and what rows are filtered by.
@@ -29,12 +46,58 @@ pub(crate) struct RowLabel {
 }
 
 /// One entry of a conversation.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Serialize)]
 pub(crate) struct Item {
     pub(crate) kind: ItemKind,
     /// The role of a message, or the name of a tool.
     pub(crate) who: String,
     pub(crate) text: String,
+    /// The tokens that the model generated for this item; empty if the row does not have them.
+    #[serde(skip_serializing_if = "Tokens::is_empty")]
+    pub(crate) tokens: Tokens,
+}
+
+/// Generated tokens. A row of an inference server that trains has their ids; one of OpenAI's API, their texts.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+pub(crate) struct Tokens {
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub(crate) ids: Vec<i64>,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub(crate) texts: Vec<String>,
+    pub(crate) logprobs: Vec<Option<f32>>,
+    /// Tokens after the last one that is shown.
+    pub(crate) omitted: usize,
+}
+
+impl Tokens {
+    fn is_empty(&self) -> bool {
+        self.ids.is_empty() && self.texts.is_empty()
+    }
+
+    /// Reads `generation_token_ids` and `generation_log_probs` of an item, which NeMo Gym's model servers add, or else the `logprobs` of
+    /// the parts of its content.
+    fn of(item: &Value) -> Self {
+        let logprob = |value: &Value| value.as_f64().map(|logprob| logprob as f32);
+        let (ids, logprobs) = (list(item.get("generation_token_ids")), list(item.get("generation_log_probs")));
+        if !ids.is_empty() {
+            return Self {
+                ids: ids.iter().take(TOKENS_MAX).map(|id| id.as_i64().unwrap_or(-1)).collect(),
+                texts: Vec::new(),
+                logprobs: logprobs.iter().take(TOKENS_MAX).map(logprob).collect(),
+                omitted: ids.len().saturating_sub(TOKENS_MAX),
+            };
+        }
+        let parts = list(item.get("content")).iter();
+        let tokens: Vec<&Value> = parts.flat_map(|part| list(part.get("logprobs"))).collect();
+        let shown = || tokens.iter().take(TOKENS_MAX);
+        let text = |token: &&Value| token.get("token").and_then(Value::as_str).unwrap_or_default().to_owned();
+        Self {
+            ids: Vec::new(),
+            texts: shown().map(text).collect(),
+            logprobs: shown().map(|token| token.get("logprob").and_then(logprob)).collect(),
+            omitted: tokens.len().saturating_sub(TOKENS_MAX),
+        }
+    }
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -113,7 +176,9 @@ const NOT_FACTS: [&str; 8] = [
 ];
 
 /// Maximum characters of a fact. Longer values are in the file.
-const FACT_CHARS_MAX: usize = 200;
+const FACT_CHARS_MAX: usize = 300;
+/// Maximum tokens of an item that are shown one by one.
+const TOKENS_MAX: usize = 8_192;
 
 impl Rollout {
     /// Reads the line that has this label.
@@ -145,10 +210,36 @@ impl Rollout {
                     && !is_index(key)
                     && !value.is_null()
             })
-            .map(|(key, value)| (key.clone(), value.to_string()))
+            .map(|(key, value)| (key.clone(), fact(key, value)))
             .filter(|(_, text)| text.len() <= FACT_CHARS_MAX)
             .collect();
-        Ok(Self { label, items, facts, causes })
+        Ok(Self { label, items, facts, causes, course: Course::of(&row) })
+    }
+}
+
+/// Returns a value as text. Of the calls of an episode, which can be many, the sum of each phase is left.
+fn fact(key: &str, value: &Value) -> String {
+    let phases = value.get("phases").and_then(Value::as_str).filter(|_| key == EPISODE_KEY);
+    let Some(phases) = phases.and_then(Phases::from_text) else { return value.to_string() };
+    let sums = [Phase::Seed, Phase::Model, Phase::Tool, Phase::Verify].map(|phase| (phase, phases.total(phase)));
+    let sums = sums.into_iter().filter(|(_, total)| !total.is_zero());
+    let sums: Map<String, Value> =
+        sums.map(|(phase, total)| (phase.as_str().to_owned(), total.as_secs_f64().into())).collect();
+    let mut value = value.clone();
+    value["phases"] = sums.into();
+    value.to_string()
+}
+
+impl Course {
+    fn of(row: &Map<String, Value>) -> Self {
+        let Some(course) = row.get(EPISODE_KEY) else { return Self::default() };
+        let text = |key: &str| course.get(key).and_then(Value::as_str).map(str::to_owned);
+        Self {
+            seconds: course.get("seconds").and_then(Value::as_f64),
+            phases: text("phases"),
+            truncated: text("truncated"),
+            tokens: TokenUsage::deserialize(course).ok(),
+        }
     }
 }
 
@@ -176,29 +267,31 @@ fn causes(row: &Map<String, Value>) -> Vec<String> {
     shown.into_iter().flatten().filter(|text| !text.is_empty()).collect()
 }
 
+/// Returns the elements of a list; none of another value.
+fn list(value: Option<&Value>) -> &[Value] {
+    value.and_then(Value::as_array).map_or(&[], Vec::as_slice)
+}
+
 fn message(role: &str, text: String) -> Item {
-    Item { kind: ItemKind::Message, who: role.to_owned(), text }
+    Item { kind: ItemKind::Message, who: role.to_owned(), text, tokens: Tokens::default() }
 }
 
 fn item(value: &Value) -> Item {
     let part = |key: &str| value.get(key).and_then(Value::as_str).unwrap_or_default();
     // An input message needs no `type`.
     let kind = if part("type").is_empty() && !part("role").is_empty() { "message" } else { part("type") };
-    match kind {
-        "message" => message(part("role"), content(value.get("content"))),
-        "function_call" => {
-            Item { kind: ItemKind::ToolCall, who: part("name").to_owned(), text: part("arguments").to_owned() }
-        }
-        "function_call_output" => {
-            Item { kind: ItemKind::ToolOutput, who: String::new(), text: content(value.get("output")) }
-        }
+    let (kind, who, text) = match kind {
+        "message" => (ItemKind::Message, part("role"), content(value.get("content"))),
+        "function_call" => (ItemKind::ToolCall, part("name"), part("arguments").to_owned()),
+        "function_call_output" => (ItemKind::ToolOutput, "", content(value.get("output"))),
         "reasoning" => {
             let texts = [content(value.get("summary")), content(value.get("content"))];
             let text = texts.into_iter().filter(|text| !text.is_empty()).collect::<Vec<_>>().join("\n");
-            Item { kind: ItemKind::Reasoning, who: String::new(), text }
+            (ItemKind::Reasoning, "", text)
         }
-        other => Item { kind: ItemKind::Other, who: other.to_owned(), text: value.to_string() },
-    }
+        other => (ItemKind::Other, other, value.to_string()),
+    };
+    Item { kind, who: who.to_owned(), text, tokens: Tokens::of(value) }
 }
 
 /// Returns the text of a `content`: a string, or a list of parts. A part without text is named by its type.
@@ -262,6 +355,40 @@ pub(crate) mod tests {
         assert_eq!((items[6].0, items[6].1), (ItemKind::Other, "web_search_call"));
         assert_eq!(rollout.facts, [("balance".to_owned(), "7".to_owned())]);
         assert!(rollout.causes.is_empty());
+    }
+
+    #[test]
+    fn a_rollout_has_its_tokens_and_its_course() {
+        let row = json!({
+            "_gym_episode": {"turns": 2, "input_tokens": 9, "output_tokens": 4, "truncated": null, "phases": "model 0+7", "seconds": 1.5},
+            "response": {"output": [
+                {"type": "message", "role": "assistant", "content": "hi",
+                    "generation_token_ids": [5, 6], "generation_log_probs": [-0.5, null]},
+                {"type": "message", "role": "assistant", "content": [
+                    {"type": "output_text", "text": "do", "logprobs": [{"token": "d", "logprob": -0.25}]},
+                    {"type": "output_text", "text": "ne", "logprobs": [{"token": "ne", "logprob": -2}]},
+                ]},
+                {"type": "message", "role": "assistant", "content": "-", "generation_token_ids": vec![1; TOKENS_MAX + 3]},
+            ]},
+        });
+        let rollout = read(row.to_string().as_bytes()).unwrap();
+        let tokens: Vec<&Tokens> = rollout.items.iter().map(|item| &item.tokens).collect();
+        assert_eq!((&tokens[0].ids[..], &tokens[0].logprobs[..]), (&[5, 6][..], &[Some(-0.5), None][..]));
+        assert_eq!(
+            (&tokens[1].texts[..], &tokens[1].logprobs[..]),
+            (&["d".to_owned(), "ne".to_owned()][..], &[Some(-0.25), Some(-2.0)][..])
+        );
+        assert_eq!((tokens[2].ids.len(), tokens[2].omitted), (TOKENS_MAX, 3));
+        let course = &rollout.course;
+        assert_eq!(
+            (course.seconds, course.phases.as_deref(), &course.truncated),
+            (Some(1.5), Some("model 0+7"), &None)
+        );
+        assert_eq!(course.tokens.map(|tokens| (tokens.input, tokens.output)), Some((9, 4)));
+        let page = serde_json::to_value(&rollout).unwrap();
+        assert_eq!((&page["phases"], &page["tokens"]["input_tokens"]), (&"model 0+7".into(), &9.into()));
+        let [(key, course)] = &rollout.facts[..] else { panic!("{:?}", rollout.facts) };
+        assert!(key == EPISODE_KEY && course.contains(r#""phases":{"model":7e-6}"#), "{course}");
     }
 
     #[test]

@@ -4,6 +4,7 @@
 //! |---|---|
 //! | `GET /ui` | the page: one file that requests nothing from elsewhere |
 //! | `GET /ui/state?seen=V&ended=N&roster=R` | [`ClusterView`], as soon as something differs from what the caller has seen, after 5 s at the latest |
+//! | `GET /ui/waits` | what the oldest rollouts wait for: [`FollowedWaits`](crate::head::waits::FollowedWaits) |
 //! | `GET /ui/rollout?collection=ID&task=T&repeat=R[&attempt=A&failed=1]` | the conversation of one rollout, which the collector reads from its file |
 
 pub(crate) mod conversation;
@@ -19,6 +20,7 @@ use tokio::time::Instant;
 
 use crate::head::collections::{CollectionView, Collections, NumberedAttempt};
 use crate::head::page::conversation::{Rollout, RowLabel};
+use crate::head::url_of;
 
 /// The page. `__DATA__` stands for the data of the rollouts of a file, or for `{"live":true}`.
 pub(crate) const PAGE: &str = include_str!("page.html");
@@ -63,9 +65,8 @@ pub(crate) struct ServerView {
 
 impl From<Instance> for ServerView {
     fn from(instance: Instance) -> Self {
-        let http = instance.endpoints.iter().find(|endpoint| endpoint.scheme() == "http");
         Self {
-            url: http.or(instance.endpoints.first()).map(ToString::to_string).unwrap_or_default(),
+            url: url_of(&instance),
             kind: instance.kind.as_str().to_owned(),
             name: instance.name,
             implementation: instance.implementation,

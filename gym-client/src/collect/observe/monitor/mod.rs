@@ -161,6 +161,9 @@ pub struct EndedAttempt {
     pub tokens: Option<TokenUsage>,
     /// The limit that cut it off, if one did.
     pub truncated: Option<String>,
+    /// The calls of the episode with their times, as [`Phases`](gym_core::rollout::Phases) has them; `None` if the agent does not report them.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub phases: Option<String>,
 }
 
 /// A row that somebody asked for.

@@ -75,21 +75,28 @@ impl RolloutObserver for EndedSample {
     }
 
     fn observe(&self, event: RolloutEvent) {
-        let (seconds, reward, class, tokens, truncated) = match event.kind {
-            RolloutEventKind::Finished(row) => (row.duration, row.reward, None, row.tokens, row.truncated),
-            RolloutEventKind::Failed(failed) => (failed.duration, None, Some(failed.class), None, None),
-            RolloutEventKind::Started | RolloutEventKind::Unrecorded => return,
-        };
-        let ended = EndedAttempt {
+        let mut ended = EndedAttempt {
             attempt: id(event.attempt),
             agent: event.agent.to_string(),
             ended_ms: millis(event.time),
-            seconds: seconds.as_secs_f64(),
-            reward,
-            class,
-            tokens,
-            truncated,
+            seconds: 0.0,
+            reward: None,
+            class: None,
+            tokens: None,
+            truncated: None,
+            phases: None,
         };
+        match event.kind {
+            RolloutEventKind::Finished(row) => {
+                ended.seconds = row.duration.as_secs_f64();
+                (ended.reward, ended.tokens) = (row.reward, row.tokens);
+                (ended.truncated, ended.phases) = (row.truncated, row.phases);
+            }
+            RolloutEventKind::Failed(failed) => {
+                (ended.seconds, ended.class) = (failed.duration.as_secs_f64(), Some(failed.class));
+            }
+            RolloutEventKind::Started | RolloutEventKind::Unrecorded => return,
+        }
         let mut waiting = self.ended();
         if waiting.len() >= WAITING_MAX {
             waiting.pop_front();

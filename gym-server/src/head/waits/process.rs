@@ -1,4 +1,4 @@
-//! The processes that `rgym stuck` asks for their waits, and the state of those that do not answer.
+//! The processes that are asked for their waits, and the state of those that do not answer.
 
 use std::time::Duration;
 
@@ -11,18 +11,16 @@ use gym_core::transport::ConnectOptions;
 use gym_core::{CallContext, Endpoint, Error, Request, Result, Route};
 use serde::Serialize;
 
-use crate::cli::inspect::status::ListedServer;
-
 /// Limit for one process. One that does not answer from memory within it stands still.
 const ASK_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// An address at which a process reports its waits.
 #[derive(Clone, Debug)]
-pub(super) struct Address {
+pub(crate) struct Address {
     /// The server at the address; empty for a program without servers.
-    pub(super) server: String,
-    pub(super) url: String,
-    pub(super) pid: Option<u32>,
+    pub(crate) server: String,
+    pub(crate) url: String,
+    pub(crate) pid: Option<u32>,
 }
 
 /// What an address answered.
@@ -34,31 +32,25 @@ pub(super) struct Asked {
 
 /// The reason why an address did not report its waits.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub(super) struct NoAnswer {
-    pub(super) server: String,
-    pub(super) url: String,
+pub(crate) struct NoAnswer {
+    pub(crate) server: String,
+    pub(crate) url: String,
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub(super) pid: Option<u32>,
+    pub(crate) pid: Option<u32>,
     /// What is known about the process.
-    pub(super) reason: String,
+    pub(crate) reason: String,
     /// A server of another program, which serves and does not report waits.
     #[serde(skip)]
-    pub(super) foreign: bool,
+    pub(crate) foreign: bool,
 }
 
-/// Returns the addresses of the servers that the head server lists, and of the programs of this machine.
-pub(super) fn addresses(head: Option<&Endpoint>, listed: Vec<ListedServer>) -> Vec<Address> {
-    let servers = listed
-        .into_iter()
-        .filter_map(|server| Some(Address { server: server.process_name, url: server.url?, pid: server.pid }));
-    let head = head.map(|head| Address { server: "head_server".to_owned(), url: head.to_string(), pid: None });
-    let local = local_programs().into_iter();
-    let local = local.map(|program| Address {
+/// Returns the addresses of the programs of this machine that report their waits.
+pub(crate) fn of_this_machine() -> impl Iterator<Item = Address> {
+    local_programs().into_iter().map(|program| Address {
         server: String::new(),
         url: program.endpoint.to_string(),
         pid: Some(program.pid),
-    });
-    head.into_iter().chain(servers).chain(local).collect()
+    })
 }
 
 /// Asks each address for the waits of this query.

@@ -6,31 +6,35 @@ use std::fmt::Write as _;
 use gym_core::base::waits::{ProcessWaits, WaitKind, WaitReport};
 use serde::Serialize;
 
-use crate::cli::inspect::stuck::process::{Asked, NoAnswer, states};
+use crate::head::waits::process::{Asked, NoAnswer, states};
 
 /// One wait of a chain, with its process.
 #[derive(Clone, Debug, Serialize)]
-pub(super) struct Hop {
+pub(crate) struct Hop {
     #[serde(flatten)]
-    pub(super) wait: WaitReport,
-    pub(super) process: String,
+    pub(crate) wait: WaitReport,
+    pub(crate) process: String,
     /// The wait in one sentence.
-    pub(super) text: String,
+    pub(crate) text: String,
 }
 
 /// What blocks one rollout, or one call without a rollout.
 #[derive(Clone, Debug, Serialize)]
-pub(super) struct Chain {
+pub(crate) struct Chain {
     /// `17-3-a1`; `None` for a call of no rollout.
-    pub(super) rollout: Option<String>,
-    pub(super) age_ms: u64,
+    pub(crate) rollout: Option<String>,
+    pub(crate) age_ms: u64,
+    /// What the rollout does: `queue`, `seed`, `model`, `tool`, `verify`, `retry`, …
+    pub(crate) phase: &'static str,
+    /// The time since that phase began.
+    pub(crate) phase_ms: u64,
     /// The wait that blocks all others, with what is known about it.
-    pub(super) leaf: String,
-    pub(super) hops: Vec<Hop>,
+    pub(crate) leaf: String,
+    pub(crate) hops: Vec<Hop>,
 }
 
 /// The processes that answered, each once.
-pub(super) struct Cluster<'a> {
+pub(crate) struct Cluster<'a> {
     asked: &'a [Asked],
     processes: Vec<&'a ProcessWaits>,
     /// The process of each worker of the cluster, by its name.
@@ -59,6 +63,7 @@ impl<'a> Cluster<'a> {
             for wait in &process.waits {
                 let is_run = wait.kind == WaitKind::Handler && wait.route == "/run";
                 let new = seen.insert((
+                    wait.kind,
                     &*process.host,
                     process.pid,
                     &*wait.server,
@@ -137,7 +142,8 @@ impl<'a> Cluster<'a> {
             let _ = write!(leaf, "; {why}");
         }
         let _ = write!(leaf, " (in {})", hops.last()?.process);
-        Some(Chain { rollout, age_ms, leaf, hops })
+        let (phase, phase_us) = phase(&found);
+        Some(Chain { rollout, age_ms, phase, phase_ms: phase_us / 1_000, leaf, hops })
     }
 
     /// Explains a leaf by the state of the processes that it is for.
@@ -210,6 +216,34 @@ fn in_order<'a>(mut left: Vec<Found<'a>>) -> Vec<Found<'a>> {
     ordered
 }
 
+/// Returns the phase of a rollout and its age: what its agent waits for. A verifier that asks a model verifies. Work in a queue is
+/// in the phase of the worker that took it.
+fn phase(waits: &[Found<'_>]) -> (&'static str, u64) {
+    let known = |(_, wait): &Found<'_>| (phase_of(wait), wait.age_us);
+    let inner = waits.iter().map(known).find(|(phase, _)| !matches!(*phase, "agent" | "queue"));
+    inner.or_else(|| waits.last().map(known)).unwrap_or(("agent", 0))
+}
+
+fn phase_of(wait: &WaitReport) -> &'static str {
+    match wait.kind {
+        WaitKind::Queue => "queue",
+        WaitKind::AttemptBackoff => "retry",
+        WaitKind::Record => "record",
+        WaitKind::Pause => "pause",
+        WaitKind::Turn | WaitKind::Ranks | WaitKind::RankQueue | WaitKind::RankCall => "ranks",
+        WaitKind::Endpoint | WaitKind::EndpointBackoff => "model",
+        WaitKind::Attempt => "agent",
+        _ => match &*wait.route {
+            "/run" | "" => "agent",
+            "/seed_session" | "/reset" => "seed",
+            "/verify" => "verify",
+            "/close_session" | "/close" => "close",
+            route if route.starts_with("/v1/") => "model",
+            _ => "tool",
+        },
+    }
+}
+
 fn same(one: &WaitReport, other: &WaitReport) -> bool {
     one.server == other.server && one.route == other.route
 }
@@ -220,7 +254,8 @@ fn is_of(attempt: &str, rollout: &str) -> bool {
 }
 
 /// Writes an attempt as a person reads it: `17-3, attempt 2` for `17-3-a1`.
-pub(super) fn attempt(name: &str) -> String {
+#[cfg(any(feature = "cli", test))]
+pub(crate) fn attempt(name: &str) -> String {
     match name.rsplit_once("-a") {
         Some((rollout, number)) => match number.parse::<u32>() {
             Ok(number) => format!("{rollout}, attempt {}", number + 1),
@@ -230,7 +265,7 @@ pub(super) fn attempt(name: &str) -> String {
     }
 }
 
-pub(super) fn seconds(ms: u64) -> String {
+pub(crate) fn seconds(ms: u64) -> String {
     format!("{:.1} s", ms as f64 / 1_000.0)
 }
 
@@ -263,7 +298,7 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
-    use crate::cli::inspect::stuck::process::Address;
+    use crate::head::waits::process::Address;
 
     fn wait(kind: WaitKind, age_ms: u64, server: &str, route: &str) -> WaitReport {
         WaitReport {
@@ -313,6 +348,7 @@ mod tests {
         ];
         let [chain] = &chains(&asked)[..] else { panic!("one rollout") };
         assert_eq!((chain.rollout.as_deref(), chain.age_ms), (Some("17-3-a1"), 41_000));
+        assert_eq!((chain.phase, chain.phase_ms), ("model", 40_000));
         let kinds: Vec<WaitKind> = chain.hops.iter().map(|hop| hop.wait.kind).collect();
         assert_eq!(kinds, [WaitKind::Attempt, WaitKind::Call, WaitKind::Handler, WaitKind::Call]);
         let leaf = "waits for `/v1/responses` of `model` at http://node-1:3; `model` (pid 3) does not answer: its process is stopped";
@@ -360,6 +396,27 @@ mod tests {
         let kinds: Vec<WaitKind> = chain.hops.iter().map(|hop| hop.wait.kind).collect();
         use WaitKind::{Attempt, Call, Endpoint, Handler};
         assert_eq!(kinds, [Attempt, Call, Handler, Call, Handler, Endpoint]);
+    }
+
+    #[test]
+    fn the_phase_is_what_the_agent_waits_for() {
+        let of = |waits: &[(WaitKind, &str)]| {
+            let mut age = 10_000;
+            let waits = waits.iter().map(|(kind, route)| {
+                age -= 1_000;
+                wait(*kind, age, if *route == "/run" { "agent" } else { "env" }, route)
+            });
+            let asked = [asked("", 1, waits.collect())];
+            let [chain] = &chains(&asked)[..] else { panic!("one rollout") };
+            (chain.phase, chain.phase_ms)
+        };
+        use WaitKind::{Attempt, AttemptBackoff, Call, Handler, Queue};
+        assert_eq!(of(&[(Attempt, ""), (Queue, "/run")]), ("queue", 8_000));
+        assert_eq!(of(&[(Attempt, ""), (Queue, "/run"), (Handler, "/run"), (Call, "/add")]), ("tool", 6_000));
+        assert_eq!(of(&[(Attempt, ""), (Call, "/run"), (Handler, "/run")]), ("agent", 7_000));
+        let judged = [(Attempt, ""), (Call, "/run"), (Handler, "/run"), (Call, "/verify"), (Handler, "/v1/responses")];
+        assert_eq!(of(&judged), ("verify", 6_000));
+        assert_eq!(of(&[(AttemptBackoff, "")]), ("retry", 9_000));
     }
 
     #[test]

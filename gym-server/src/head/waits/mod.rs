@@ -1,0 +1,144 @@
+//! What blocks rollouts, across the processes of a cluster: for `rgym stuck` and for the page.
+//!
+//! ```text
+//!   servers of the head · collectors and controllers of this machine ◄── GET /waits?older_ms=…   which traces are old
+//!                                                                    ◄── GET /waits?trace=…      all waits of these traces
+//!   chains: rollout ▸ call ▸ handler ▸ … ▸ leaf ▸ state of the process that does not answer
+//! ```
+
+pub(crate) mod chain;
+pub(crate) mod process;
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use gym_client::Transports;
+use gym_core::registry::{Instance, Member, MemberSpec};
+use serde::Serialize;
+use tokio::sync::Mutex;
+use tokio::time::Instant;
+
+use crate::head::url_of;
+use crate::head::waits::chain::{Chain, Cluster};
+use crate::head::waits::process::{Address, NoAnswer, ask, of_this_machine};
+
+/// Rollouts that the page explains: those that a collector reports as its oldest.
+const SHOWN_MAX: usize = 50;
+/// Age of the waits that the page asks for. Younger ones often end between two questions, so their chains would break off.
+const SHOWN_OLDER: Duration = Duration::from_secs(1);
+/// Age of an answer that several viewers share, at least.
+const SHARED_FOR: Duration = Duration::from_secs(1);
+/// An answer is shared for this many times as long as it took, so that the questions take at most a twentieth of the time.
+const SHARED_TIMES: u32 = 20;
+
+/// Which waits are followed.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct WaitsWanted<'a> {
+    /// Only those of this rollout: `17-3`.
+    pub(crate) rollout: Option<&'a str>,
+    /// Only those that have lasted this long.
+    pub(crate) older: Duration,
+    /// Maximum chains.
+    pub(crate) limit: usize,
+}
+
+/// The waits of a cluster.
+#[derive(Debug, Default, Serialize)]
+pub(crate) struct FollowedWaits {
+    /// Processes that answered.
+    pub(crate) processes: usize,
+    pub(crate) chains: Vec<Chain>,
+    /// Processes that did not answer.
+    pub(crate) silent: Vec<NoAnswer>,
+}
+
+/// Asks the processes at these addresses for their waits, and connects them. `workers` has the process of each worker of the cluster.
+pub(crate) async fn follow(
+    transports: &Transports,
+    addresses: &[Address],
+    workers: &BTreeMap<String, u32>,
+    wanted: WaitsWanted<'_>,
+) -> FollowedWaits {
+    let WaitsWanted { rollout, older, limit } = wanted;
+    let first = ask(transports, addresses, &format!("older_ms={}", older.as_millis())).await;
+    let traces = Cluster::new(&first, workers).oldest(rollout, limit);
+    // Asked once more: the leaf of an old rollout can be young, and a process leaves out its youngest waits.
+    let mut all = first;
+    if !traces.is_empty() {
+        let answering: Vec<_> =
+            all.iter().filter(|asked| asked.answer.is_ok()).map(|asked| asked.address.clone()).collect();
+        let silent = all.extract_if(.., |asked| asked.answer.is_err()).collect::<Vec<_>>();
+        let mut again = ask(transports, &answering, &format!("trace={}", traces.join(","))).await;
+        for (again, first) in again.iter_mut().zip(all) {
+            match (&mut again.answer, first.answer) {
+                // Calls of groups have no trace, and a turn can be held by a call of another one.
+                (Ok(again), Ok(first)) => {
+                    again.add(first.waits.into_iter().filter(|wait| !traces.contains(&wait.trace)));
+                }
+                (again, first) => *again = first,
+            }
+        }
+        again.extend(silent);
+        all = again;
+    }
+    let cluster = Cluster::new(&all, workers);
+    FollowedWaits {
+        processes: all.iter().filter(|asked| asked.answer.is_ok()).count(),
+        chains: cluster.chains(&traces, rollout, limit),
+        silent: cluster.silent().filter(|silent| !silent.foreign).cloned().collect(),
+    }
+}
+
+/// Returns the process of each worker.
+pub(crate) fn processes(members: Vec<Member>) -> BTreeMap<String, u32> {
+    let pid = |spec: &MemberSpec| {
+        // A worker's servers run in its process, except for those in Python.
+        let labels = std::iter::once(&spec.labels).chain(spec.servers.iter().map(|server| &server.labels));
+        labels.filter_map(|labels| labels.get("pid")?.parse().ok()).next()
+    };
+    members.into_iter().filter_map(|member| Some((member.spec.name.clone(), pid(&member.spec)?))).collect()
+}
+
+/// The waits that a head server shows on its page.
+#[derive(Debug, Default)]
+pub(crate) struct ShownWaits {
+    /// `None` for a head server that cannot call others.
+    transports: Option<Transports>,
+    answer: Mutex<Option<SharedAnswer>>,
+}
+
+#[derive(Debug)]
+struct SharedAnswer {
+    until: Instant,
+    waits: Arc<FollowedWaits>,
+}
+
+impl ShownWaits {
+    #[cfg(feature = "http")]
+    pub(crate) fn over(transports: Transports) -> Self {
+        Self { transports: Some(transports), answer: Mutex::default() }
+    }
+
+    /// Returns the waits of the oldest rollouts, a little old if others have just asked.
+    pub(crate) async fn get(&self, servers: Vec<Instance>, members: Vec<Member>) -> Arc<FollowedWaits> {
+        // Held while the processes are asked: whoever asks meanwhile gets the same answer.
+        let mut answer = self.answer.lock().await;
+        let now = Instant::now();
+        if let Some(answer) = answer.as_ref().filter(|answer| now < answer.until) {
+            return Arc::clone(&answer.waits);
+        }
+        let Some(transports) = &self.transports else { return Arc::default() };
+        let address = |server: Instance| Address {
+            url: url_of(&server),
+            pid: server.labels.get("pid").and_then(|pid| pid.parse().ok()),
+            server: server.name,
+        };
+        let addresses: Vec<Address> = servers.into_iter().map(address).chain(of_this_machine()).collect();
+        let wanted = WaitsWanted { rollout: None, older: SHOWN_OLDER, limit: SHOWN_MAX };
+        let waits = Arc::new(follow(transports, &addresses, &processes(members), wanted).await);
+        let shared = SHARED_FOR.max(now.elapsed() * SHARED_TIMES);
+        *answer = Some(SharedAnswer { until: Instant::now() + shared, waits: Arc::clone(&waits) });
+        waits
+    }
+}
