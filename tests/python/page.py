@@ -98,6 +98,8 @@ class Browser:
             path.write_bytes(base64.b64decode(self.at("GET", "/screenshot")))
 
     def close(self):
+        # Ends Chromium, which a driver that is killed leaves behind.
+        call(self.port, "DELETE", f"/session/{self.session}")
         self.driver.terminate()
         self.driver.wait(10)
 

@@ -29,8 +29,8 @@ const SHOWN_MAX: usize = 50;
 const SHOWN_OLDER: Duration = Duration::from_secs(1);
 /// Age of an answer that several viewers share, at least.
 const SHARED_FOR: Duration = Duration::from_secs(1);
-/// An answer is shared for this many times as long as it took, so that the questions take at most a twentieth of the time.
-const SHARED_TIMES: u32 = 20;
+/// Further time for each address: a process needs about a millisecond for thousands of waits, and the head server as much to read them.
+const SHARED_FOR_EACH: Duration = Duration::from_millis(10);
 
 /// Which waits are followed.
 #[derive(Clone, Copy, Debug)]
@@ -137,7 +137,7 @@ impl ShownWaits {
         let addresses: Vec<Address> = servers.into_iter().map(address).chain(of_this_machine()).collect();
         let wanted = WaitsWanted { rollout: None, older: SHOWN_OLDER, limit: SHOWN_MAX };
         let waits = Arc::new(follow(transports, &addresses, &processes(members), wanted).await);
-        let shared = SHARED_FOR.max(now.elapsed() * SHARED_TIMES);
+        let shared = SHARED_FOR.max(SHARED_FOR_EACH * u32::try_from(addresses.len()).unwrap_or(u32::MAX));
         *answer = Some(SharedAnswer { until: Instant::now() + shared, waits: Arc::clone(&waits) });
         waits
     }
