@@ -209,7 +209,8 @@ impl RolloutCollector {
         Arc::clone(&self.progress)
     }
 
-    /// Collects until every row has been tried or `stop` is cancelled. Recorded rollouts can be resumed later.
+    /// Collects until every row has been tried or `stop` is cancelled. Recorded rollouts can be resumed later. A collector makes one
+    /// collection at a time; [`RolloutCollector::progress`] has the counters of the newest one.
     ///
     /// # Errors
     /// `InvalidArgument`, with the file and line, if the input or the options are invalid; with the difference, if a resumed
@@ -219,6 +220,7 @@ impl RolloutCollector {
     pub fn collect(&self, options: CollectOptions, stop: CancelToken) -> BoxFuture<'_, Result<CollectSummary>> {
         Box::pin(async move {
             let files = OutputFiles::beside(&options.output);
+            self.progress.restart();
             options.check_output(&*self.world.files).await?;
             let resumes = options.existing == ExistingOutput::Resume && has_outcomes(&files)?;
             let cx = CallContext::within(OPEN_TIMEOUT);

@@ -172,6 +172,21 @@ impl CollectProgress {
         self.in_flight.oldest_of(max).into_iter().map(OldestRollout::of).collect()
     }
 
+    /// Forgets an earlier collection.
+    pub(in crate::collect) fn restart(&self) {
+        let counters = [
+            &self.total,
+            &self.completed,
+            &self.already_completed,
+            &self.already_given_up,
+            &self.given_up,
+            &self.tool_failures,
+        ];
+        counters.into_iter().for_each(|counter| counter.store(0, Ordering::Relaxed));
+        self.agents().clear();
+        *self.failures() = FailureCounts::default();
+    }
+
     /// Shows the state of this pool in the snapshots.
     pub(in crate::collect) fn set_pool(&self, pool: WorkPool) {
         // A collection has one pool.
