@@ -1,5 +1,7 @@
 //! Tests stacks without files and ports: their rollouts, and the resources that they leave unused.
 
+mod function_agent;
+
 use std::collections::BTreeSet;
 use std::net::TcpListener;
 use std::os::unix::net::UnixListener;
@@ -7,6 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
+use function_agent::Agent;
 use gym_client::collect::{DriverOptions, RolloutError};
 use gym_core::rollout::FailureClass;
 use gym_server::agent::SimpleAgent;
@@ -28,19 +31,6 @@ impl ResourcesServer for Exact {
             "broken" => Err(Error::internal("the judge is broken")),
             expected => Ok(Verdict::correct(response.last_text()? == expected)),
         }
-    }
-}
-
-/// An agent that calls a function.
-struct Agent<F>(F);
-
-impl<F, Fut> AgentServer for Agent<F>
-where
-    F: Fn(RawObject) -> Fut + Send + Sync + 'static,
-    Fut: Future<Output = Result<Response>> + Send,
-{
-    async fn run(&self, _: &CallContext, _: &SessionId, row: &RawObject) -> Result<Response> {
-        (self.0)(row.clone()).await
     }
 }
 

@@ -2,11 +2,14 @@
 //!
 //! The name of a test is the project and the number of its issue. Except where a test says so, the clock is simulated.
 
+mod function_agent;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use function_agent::Agent;
 use gym_client::collect::{CollectOptions, DriverOptions, ExistingOutput, RolloutCollector, ServerNames};
 use gym_core::rollout::FailureClass;
 use gym_core::{CancelToken, World};
@@ -106,19 +109,6 @@ async fn stack_with(agent: impl FnOnce(&mut SimpleAgentConfig) + Send + 'static)
 
 async fn stack() -> Stack {
     stack_with(|_| ()).await
-}
-
-/// An agent that is one function.
-struct Agent<F>(F);
-
-impl<F, Fut> AgentServer for Agent<F>
-where
-    F: Fn(RawObject) -> Fut + Send + Sync + 'static,
-    Fut: Future<Output = Result<Response>> + Send,
-{
-    async fn run(&self, _: &CallContext, _: &SessionId, row: &RawObject) -> Result<Response> {
-        (self.0)(row.clone()).await
-    }
 }
 
 async fn stack_of<F, Fut>(agent: F) -> Stack

@@ -67,8 +67,8 @@ pub struct CollectOptions {
     /// - `started`, `finished`, `failed`, `unrecorded`: one attempt, by the numbers of its row: `task_index`, `rollout_index`,
     ///   `attempt_index`, and `agent`. A `finished` attempt has its row on the disk, and `reward` (null if there is none), `seconds`,
     ///   `attempts`, `tokens` (`input_tokens`, `output_tokens`; null if unknown), `truncated` (the reason, or null), `tool_failures`, `phases`
-    ///   ([`Phases`](gym_core::rollout::Phases) as text, or null). A `failed` one has `class`, `server`, `route`, `cause`, `seconds`, and `retried`: whether this run tries again. `unrecorded` means
-    ///   that the environment asked to keep no row. An attempt that exceeded its deadline fails, and may finish later.
+    ///   ([`Phases`](gym_core::rollout::Phases) as text, or null). A `failed` one has `class`, `server`, `route`, `cause`, `seconds`, and
+    ///   `retried`: whether this run tries again. `unrecorded` means that the environment asked to keep no row. An attempt that exceeded its deadline fails, and may finish later.
     /// - `dropped`: so many `events` are missing here.
     /// - `run_ended`: `end` (`exhausted`, `stopped`, `failed_fast`, `error`), `error`, `rollouts`, `completed`, `already_completed`,
     ///   `failed`, `incomplete`, `mean_reward`, `events_dropped`. A run that was killed has no such line.

@@ -225,8 +225,6 @@ mod tests {
     use crate::message::RawObject;
     use crate::rollout::phases::{Phase, PhaseSpan};
 
-    const ALL_PHASES: [Phase; 4] = [Phase::Seed, Phase::Model, Phase::Tool, Phase::Verify];
-
     proptest! {
         #[test]
         fn a_record_comes_back_as_it_was_written(counts: [u32; 5], tokens: [Option<u32>; 2], reason: Option<String>, spans: Vec<(u8, u64, u64)>) {
@@ -244,7 +242,7 @@ mod tests {
                 phases: Phases::default(),
             };
             for (phase, start_us, took_us) in spans {
-                record.phases.push(PhaseSpan { phase: ALL_PHASES[usize::from(phase % 4)], start_us, took_us });
+                record.phases.push(PhaseSpan { phase: Phase::ALL[usize::from(phase % 4)], start_us, took_us });
             }
             if let Some(reason) = reason {
                 record.truncate(&reason);
@@ -268,7 +266,7 @@ mod tests {
             if reason {
                 record.truncate("max_steps");
             }
-            for phase in ALL_PHASES {
+            for phase in Phase::ALL {
                 record.phases.push(PhaseSpan { phase, start_us: 10, took_us: 205 });
             }
             let mut text = record.to_text().into_bytes();

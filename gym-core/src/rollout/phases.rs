@@ -28,6 +28,9 @@ pub enum Phase {
 }
 
 impl Phase {
+    /// All phases, in the order of declaration.
+    pub const ALL: [Self; 4] = [Self::Seed, Self::Model, Self::Tool, Self::Verify];
+
     /// Returns the name, as it is in rows: `model`.
     #[must_use]
     pub const fn as_str(self) -> &'static str {
@@ -40,7 +43,7 @@ impl Phase {
     }
 
     fn of(name: &str) -> Option<Self> {
-        [Self::Seed, Self::Model, Self::Tool, Self::Verify].into_iter().find(|phase| phase.as_str() == name)
+        Self::ALL.into_iter().find(|phase| phase.as_str() == name)
     }
 }
 

@@ -221,8 +221,8 @@ impl Rollout {
 fn fact(key: &str, value: &Value) -> String {
     let phases = value.get("phases").and_then(Value::as_str).filter(|_| key == EPISODE_KEY);
     let Some(phases) = phases.and_then(Phases::from_text) else { return value.to_string() };
-    let sums = [Phase::Seed, Phase::Model, Phase::Tool, Phase::Verify].map(|phase| (phase, phases.total(phase)));
-    let sums = sums.into_iter().filter(|(_, total)| !total.is_zero());
+    let sums = Phase::ALL.into_iter().map(|phase| (phase, phases.total(phase)));
+    let sums = sums.filter(|(_, total)| !total.is_zero());
     let sums: Map<String, Value> =
         sums.map(|(phase, total)| (phase.as_str().to_owned(), total.as_secs_f64().into())).collect();
     let mut value = value.clone();
