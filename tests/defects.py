@@ -35,7 +35,7 @@ def simulation(*settings: str) -> str:
 
 
 SERVERS, CLUSTER, GROUPS = simulation("servers"), simulation("cluster"), simulation("groups")
-DEPLOYMENTS = simulation("servers", "cluster")
+DEPLOYMENTS, WHOLE = simulation("servers", "cluster"), simulation("whole")
 
 COLLECT = "gym-client/src/collect"
 LEDGER = f"{COLLECT}/ledger"
@@ -114,7 +114,9 @@ DEFECTS = [
      ("let lives = entry.expires > now;", ".is_none_or(|entry| entry.expires > now)"), ("let lives = entry.ttl > Duration::ZERO || entry.expires > now;", ".is_none_or(|_| true)"), SERVERS),
     ("a-replaced-lease-is-renewed", "gym-core/src/registry/state.rs",
      "held.filter(|there| there.incarnation == lease.incarnation)?;", "held?;", SERVERS),
-    # Agents: a request that is sent again joins the first one.
+    # Agents: a run that failed has run, and a request that is sent again joins the first one.
+    ("a-run-whose-call-did-not-start-did-not-start", "gym-server/src/role/agent.rs",
+     "AgentServer::run(self, cx, session, row).await.map_err(Error::of_served_request)", "AgentServer::run(self, cx, session, row).await", WHOLE),
     ("a-repeated-run-is-a-second-episode", "gym-server/src/environment/deduplication.rs",
      ".filter(|episode| episode.body == *body)", ".filter(|episode| episode.body.len() == body.len() + 1)",
      "-p gym-server --lib environment::deduplication"),
@@ -137,10 +139,10 @@ DEFECTS = [
     # The queue.
     ("a-lost-rollout-is-handed-out-again", QUEUE, "if self.classes.get(item.class).repeatable {", "if self.classes.get(item.class).waiting.len() < usize::MAX {", CLUSTER),
     ("the-answer-to-a-repeated-poll-is-empty", QUEUE,
-     "items.retain(|id| worker.holds.contains(id) && !worker.cancelled.contains(id));", "items.clear();", CLUSTER),
+     "items.retain(|id| worker.holds.contains(id) && !worker.cancelled.contains(id));", "items.clear();", "-p gym-core --lib rollout::work"),
     ("a-repeated-poll-gets-what-it-has-finished", QUEUE,
-     "items.retain(|id| worker.holds.contains(id) && !worker.cancelled.contains(id));", "", CLUSTER),
-    ("an-older-process-takes-work", QUEUE, "if known.id.incarnation > who.incarnation {", "if known.id.incarnation > who.incarnation && poll.number == 0 {", CLUSTER),
+     "items.retain(|id| worker.holds.contains(id) && !worker.cancelled.contains(id));", "", "-p gym-core --lib rollout::work"),
+    ("an-older-process-takes-work", QUEUE, "if known.id.incarnation > who.incarnation {", "if known.id.incarnation > who.incarnation && poll.number == 0 {", "-p gym-core --lib rollout::work"),
     ("a-silent-worker-keeps-its-work", QUEUE, "filter(|worker| worker.due <= now)", "filter(|worker| worker.due <= now && worker.holds.is_empty())", CLUSTER),
     ("a-call-of-a-lost-worker-waits-on", "gym-client/src/work/pool.rs", "for id in lost.ended {", "for id in lost.ended.into_iter().skip(1) {", CLUSTER),
     ("a-paused-worker-gets-work", "gym-client/src/work/pool.rs", "!listed.serves(name, member)", "{ let _ = (listed, member); false }", CLUSTER),

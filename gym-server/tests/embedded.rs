@@ -147,6 +147,38 @@ async fn a_rollout_that_succeeds_after_failed_attempts_is_one_item() {
     stack.stop().await;
 }
 
+/// An agent that only passes on the error of a call does not say that its own run did not start.
+#[tokio::test(start_paused = true)]
+async fn an_episode_whose_call_did_not_start_runs_once() {
+    let cases = [("absent", FailureClass::TransportUnreachable), ("policy", FailureClass::AgentRunError)];
+    for (server, class) in cases {
+        let runs = Arc::new(AtomicU32::new(0));
+        let counted = Arc::clone(&runs);
+        let stack = Stack::embedded()
+            .model("policy", ScriptedModel::from_policy(|_: &RawObject, _: &mut _| Vec::new()))
+            .agent("passes_on", move |client| {
+                Agent(move |_| {
+                    counted.fetch_add(1, Ordering::Relaxed);
+                    let mut session = client.session();
+                    async move {
+                        let cx = CallContext::within(Duration::from_secs(2));
+                        // The model rejects it, because it has no input.
+                        session.post(&cx, server, "/v1/responses", "{}").await?.into_result()
+                    }
+                })
+            })
+            .start()
+            .await
+            .unwrap();
+        let options = DriverOptions { attempts_max: 1, ..DriverOptions::default() };
+        let mut rollouts = stack.rollouts_with("passes_on", [task("4")], options).unwrap();
+        let rollout = rollouts.next().await.unwrap().unwrap();
+        assert_eq!(rollout.outcome.unwrap_err().class(), Some(class), "{server}");
+        assert_eq!(runs.load(Ordering::Relaxed), 1, "{server}");
+        stack.stop().await;
+    }
+}
+
 #[tokio::test(start_paused = true)]
 async fn a_rollout_of_which_nothing_is_kept_is_an_item_too() {
     let stack = Stack::embedded()

@@ -414,6 +414,7 @@ fn rejection(response: Response) -> Result<Response> {
 
 /// Adds the failed call to an error without a subject.
 pub(super) fn about(error: Error, server: &str, request: &Request) -> Error {
+    let error = error.of_nested_call();
     match error.subject() {
         "" => error.about(format!("{} {server}{}", request.verb, request.route)),
         _ => error,

@@ -108,6 +108,7 @@ impl SessionServer {
             Error::new(Code::FailedPrecondition, error.execution(), "the server of this session is gone")
                 .about(self.server.clone())
                 .caused_by(error)
+                .of_nested_call()
         })
     }
 }

@@ -20,6 +20,8 @@ struct Inner {
     code: Code,
     execution: Execution,
     class: Option<FailureClass>,
+    /// Of a call that was made to serve a request.
+    nested: bool,
     subject: Cow<'static, str>,
     message: Cow<'static, str>,
     source: Option<Box<dyn std::error::Error + Send + Sync>>,
@@ -147,6 +149,16 @@ impl Code {
         }
     }
 
+    /// Returns the code of a request that was served with a call which failed with this code. What the peer rejected is a defect of the server
+    /// that sent it, not of the request.
+    #[must_use]
+    pub fn of_served_request(self) -> Self {
+        match self {
+            Self::InvalidArgument | Self::NotFound | Self::Unimplemented | Self::AlreadyExists => Self::Internal,
+            code => code,
+        }
+    }
+
     /// Returns the HTTP status that an error with this code is sent with.
     #[must_use]
     pub fn status(self) -> u16 {
@@ -188,7 +200,7 @@ impl Error {
     #[must_use]
     pub fn new(code: Code, execution: Execution, message: impl Into<Cow<'static, str>>) -> Self {
         let (subject, message) = (Cow::Borrowed(""), message.into());
-        Self(Box::new(Inner { code, execution, class: None, subject, message, source: None }))
+        Self(Box::new(Inner { code, execution, class: None, nested: false, subject, message, source: None }))
     }
 
     /// Creates an error of a request that was rejected before it ran, or never sent.
@@ -250,6 +262,33 @@ impl Error {
     #[must_use]
     pub fn with_execution(mut self, execution: Execution) -> Self {
         self.0.execution = execution;
+        self
+    }
+
+    /// Marks the error as that of a call to a server, as `ServerClient` and [`Response::into_result`](crate::Response::into_result) do. A server
+    /// that returns it from its handler has made this call to serve a request; see [`Error::of_served_request`].
+    #[must_use]
+    pub fn of_nested_call(mut self) -> Self {
+        self.0.nested = true;
+        self
+    }
+
+    /// Converts the error of a nested call to that of the request which was served: that one has run, although the nested call may not have
+    /// started, so its sender must not send it again. What the nested call's server rejected is no mistake of that sender: the code is then
+    /// `Internal`. Any other error is returned unchanged: a handler may say that it did not start.
+    ///
+    /// The servers of agents and environments do this to each error that an implementation returns.
+    #[must_use]
+    pub fn of_served_request(mut self) -> Self {
+        let code = self.code().of_served_request();
+        if self.0.nested {
+            if code != Code::Internal {
+                // The class says what did not happen: for example, that a server was not reached.
+                let class = self.failure_class();
+                self = self.or_class(class);
+            }
+            (self.0.code, self.0.execution) = (code, Execution::Finished);
+        }
         self
     }
 
@@ -402,6 +441,24 @@ mod tests {
         assert_eq!(outer.failure_class(), FailureClass::ToolError);
         assert_eq!(Error::internal("x").class(), None);
         assert_eq!(Error::internal("x").failure_class(), FailureClass::AgentRunError);
+    }
+
+    #[test]
+    fn a_request_that_was_served_with_a_failed_call_has_run() {
+        let unreachable = || Error::not_started(Code::Unavailable, "connection refused");
+        let served = unreachable().of_nested_call().of_served_request();
+        assert_eq!((served.code(), served.execution()), (Code::Unavailable, Execution::Finished));
+        assert_eq!(served.failure_class(), FailureClass::TransportUnreachable);
+        assert!(!served.may_resend(true));
+        let served = Error::invalid("a field is missing").of_nested_call().of_served_request();
+        assert_eq!((served.code(), served.execution()), (Code::Internal, Execution::Finished));
+        assert_eq!(served.failure_class(), FailureClass::AgentRunError);
+        let own = unreachable().of_served_request();
+        assert_eq!(
+            (own.code(), own.execution()),
+            (Code::Unavailable, Execution::NotStarted),
+            "the handler says so itself"
+        );
     }
 
     #[test]

@@ -81,10 +81,10 @@ impl Response {
         let execution =
             self.metadata.get(EXECUTION_METADATA).and_then(Execution::from_name).unwrap_or(Execution::Finished);
         if let Some(error) = self.metadata.get(FAILURE_METADATA).and_then(|text| failure::read(text, code, execution)) {
-            return Err(error);
+            return Err(error.of_nested_call());
         }
         let said = failure::readable(&self.message.head.to_bytes());
-        Err(Error::new(code, execution, format!("answered {}: {said}", self.status)))
+        Err(Error::new(code, execution, format!("answered {}: {said}", self.status)).of_nested_call())
     }
 
     /// Creates the response of an error, for every transport: status, code and execution, and the message as a JSON string. The

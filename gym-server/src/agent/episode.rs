@@ -413,10 +413,7 @@ async fn post_whole(
 /// Converts the failure of an inner call to the failure of the outer call. The outer call has run, so its caller must not resend
 /// it. A request that the inner server rejects is a defect of this agent, not of the caller's request.
 pub(super) fn of_inner(error: Error, server: &str, route: &str) -> Error {
-    let code = match error.code() {
-        Code::InvalidArgument | Code::NotFound | Code::Unimplemented | Code::AlreadyExists => Code::Internal,
-        code => code,
-    };
+    let code = error.code().of_served_request();
     // The server rejected the request, although it did not start.
     let rejected = error.execution() == Execution::NotStarted && code != error.code();
     let error = if error.execution() == Execution::Finished || rejected {

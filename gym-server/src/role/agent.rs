@@ -3,7 +3,7 @@
 use async_trait::async_trait;
 use gym_core::rollout::{EPISODE_METADATA, EpisodeRecord};
 use gym_core::server::ServerKind;
-use gym_core::{AgentServer, CallContext, RawObject, Response, Result, SessionId, Verb};
+use gym_core::{AgentServer, CallContext, Error, RawObject, Response, Result, SessionId, Verb};
 
 use crate::metrics::{Metrics, ToolErrorMetrics};
 use crate::role::reply;
@@ -23,15 +23,15 @@ trait DynAgentServer: Send + Sync + 'static {
 #[async_trait]
 impl<S: AgentServer> DynAgentServer for S {
     async fn run(&self, cx: &CallContext, session: &SessionId, row: &RawObject) -> Result<Response> {
-        AgentServer::run(self, cx, session, row).await
+        AgentServer::run(self, cx, session, row).await.map_err(Error::of_served_request)
     }
 
     async fn responses(&self, cx: &CallContext, session: &SessionId, body: &RawObject) -> Result<Response> {
-        AgentServer::responses(self, cx, session, body).await
+        AgentServer::responses(self, cx, session, body).await.map_err(Error::of_served_request)
     }
 
     async fn aggregate_metrics(&self, cx: &CallContext, session: &SessionId, body: &RawObject) -> Result<Response> {
-        AgentServer::aggregate_metrics(self, cx, session, body).await
+        AgentServer::aggregate_metrics(self, cx, session, body).await.map_err(Error::of_served_request)
     }
 }
 

@@ -36,7 +36,7 @@ trait DynGymnasiumServer: Send + Sync + 'static {
 impl<S: GymnasiumServer> DynGymnasiumServer for S {
     async fn reset(&self, cx: &CallContext, session: &SessionId, row: &RawObject) -> Result<Response> {
         let task: S::Task = row.view().map_err(|error| Error::invalid(error.to_string()))?;
-        let observation = GymnasiumServer::reset(self, cx, session, task).await?;
+        let observation = GymnasiumServer::reset(self, cx, session, task).await.map_err(Error::of_served_request)?;
         // NeMo Gym's own agent closes an environment that reports this support.
         let body = json!({"observation": observation, "info": {"supports_explicit_close": true}});
         Ok(Response::json(body.to_string()))
@@ -50,14 +50,14 @@ impl<S: GymnasiumServer> DynGymnasiumServer for S {
         response: &ModelResponse,
     ) -> Result<Response> {
         let task: S::Task = row.view().map_err(|error| Error::invalid(error.to_string()))?;
-        let step = GymnasiumServer::step(self, cx, session, task, response).await?;
+        let step = GymnasiumServer::step(self, cx, session, task, response).await.map_err(Error::of_served_request)?;
         if !step.reward.is_finite() {
             // JSON has no NaN: a trainer must not read a NaN as a number or as 0.
             let text = format!("the reward of a step is {}; return a finite number", step.reward);
             return Err(Error::internal(text).about("step"));
         }
         if step.terminated || step.truncated {
-            GymnasiumServer::close_session(self, cx, session).await?;
+            GymnasiumServer::close_session(self, cx, session).await.map_err(Error::of_served_request)?;
         }
         let body = serde_json::to_vec(&step).map_err(|error| Error::internal("write a step").caused_by(error))?;
         Ok(Response::json(body))
@@ -68,7 +68,7 @@ impl<S: GymnasiumServer> DynGymnasiumServer for S {
     }
 
     async fn close_session(&self, cx: &CallContext, session: &SessionId) -> Result<()> {
-        GymnasiumServer::close_session(self, cx, session).await
+        GymnasiumServer::close_session(self, cx, session).await.map_err(Error::of_served_request)
     }
 }
 

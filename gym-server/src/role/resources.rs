@@ -48,11 +48,11 @@ trait DynResourcesServer: Send + Sync + 'static {
 #[async_trait]
 impl<S: ResourcesServer> DynResourcesServer for S {
     async fn seed_session(&self, cx: &CallContext, session: &SessionId, row: &RawObject) -> Result<RawObject> {
-        ResourcesServer::seed_session(self, cx, session, row).await
+        ResourcesServer::seed_session(self, cx, session, row).await.map_err(Error::of_served_request)
     }
 
     async fn call_tool(&self, cx: &CallContext, session: &SessionId, tool: &str, body: &RawObject) -> Result<Response> {
-        ResourcesServer::call_tool(self, cx, session, tool, body).await
+        ResourcesServer::call_tool(self, cx, session, tool, body).await.map_err(Error::of_served_request)
     }
 
     async fn verify(
@@ -63,7 +63,7 @@ impl<S: ResourcesServer> DynResourcesServer for S {
         response: &ModelResponse,
     ) -> Result<Verdict> {
         let task: S::Task = row.view().map_err(|error| Error::invalid(error.to_string()))?;
-        ResourcesServer::verify(self, cx, session, task, response).await
+        ResourcesServer::verify(self, cx, session, task, response).await.map_err(Error::of_served_request)
     }
 
     fn returns(&self, key: &str) -> bool {
@@ -75,7 +75,7 @@ impl<S: ResourcesServer> DynResourcesServer for S {
     }
 
     async fn close_session(&self, cx: &CallContext, session: &SessionId) -> Result<()> {
-        ResourcesServer::close_session(self, cx, session).await
+        ResourcesServer::close_session(self, cx, session).await.map_err(Error::of_served_request)
     }
 }
 

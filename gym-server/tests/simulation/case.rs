@@ -8,7 +8,7 @@ use std::time::Duration;
 use gym_core::testing::Faults;
 
 use crate::groups::GroupPlan;
-use crate::plan::{Plan, Setting};
+use crate::plan::{Plan, Setting, WholePlan};
 use crate::script::{Script, Step, normalized};
 
 /// One run of the simulation. Its text has the form `cluster/17@3200:8812/first/keep=0,3/calm=reset/tasks=1`.
@@ -33,6 +33,7 @@ pub(crate) struct Case {
 pub(crate) enum AnyPlan {
     Deployment(Plan),
     Group(GroupPlan),
+    Whole(Box<WholePlan>),
 }
 
 /// The name of a fault of a network, and what removes it.
@@ -117,6 +118,16 @@ impl AnyPlan {
                 let plan = Plan::drawn(seed, setting);
                 Self::Deployment(if first { plan } else { plan.with_additions() })
             }
+            Setting::Whole => Self::Whole(Box::new(WholePlan::drawn(seed, first))),
+        }
+    }
+
+    /// Returns the plan that has the script, the network and the sizes, if it is not that of a group.
+    fn deployment(&mut self) -> Result<&mut Plan, &mut GroupPlan> {
+        match self {
+            Self::Deployment(plan) => Ok(plan),
+            Self::Group(plan) => Err(plan),
+            Self::Whole(plan) => Ok(&mut plan.deployment),
         }
     }
 
@@ -124,6 +135,7 @@ impl AnyPlan {
         match self {
             Self::Deployment(plan) => &plan.script,
             Self::Group(plan) => &plan.script,
+            Self::Whole(plan) => &plan.deployment.script,
         }
     }
 
@@ -131,32 +143,33 @@ impl AnyPlan {
         match self {
             Self::Deployment(plan) => plan.heals_at,
             Self::Group(plan) => plan.heals_at,
+            Self::Whole(plan) => plan.deployment.heals_at,
         }
     }
 
     pub(crate) fn faults(&mut self) -> &mut Faults {
-        match self {
-            Self::Deployment(plan) => &mut plan.faults,
-            Self::Group(plan) => &mut plan.faults,
+        match self.deployment() {
+            Ok(plan) => &mut plan.faults,
+            Err(plan) => &mut plan.faults,
         }
     }
 
     pub(crate) fn size(&mut self, name: &str) -> Option<&mut u32> {
-        match (self, name) {
-            (Self::Deployment(plan), "tasks") => Some(&mut plan.tasks),
-            (Self::Deployment(plan), "repeats") => Some(&mut plan.repeats),
-            (Self::Deployment(plan), "steps") => Some(&mut plan.steps),
-            (Self::Deployment(plan), "concurrency") => Some(&mut plan.concurrency),
-            (Self::Group(plan), "callers") => Some(&mut plan.callers),
+        match (self.deployment(), name) {
+            (Ok(plan), "tasks") => Some(&mut plan.tasks),
+            (Ok(plan), "repeats") => Some(&mut plan.repeats),
+            (Ok(plan), "steps") => Some(&mut plan.steps),
+            (Ok(plan), "concurrency") => Some(&mut plan.concurrency),
+            (Err(plan), "callers") => Some(&mut plan.callers),
             _ => None,
         }
     }
 
     fn change_script(&mut self, change: impl FnOnce(&mut Script)) {
         let (hosts, heals_at) = (self.hosts(), self.heals_at());
-        let script = match self {
-            Self::Deployment(plan) => &mut plan.script,
-            Self::Group(plan) => &mut plan.script,
+        let script = match self.deployment() {
+            Ok(plan) => &mut plan.script,
+            Err(plan) => &mut plan.script,
         };
         change(script);
         *script = normalized(std::mem::take(script), &hosts, heals_at);
@@ -166,6 +179,7 @@ impl AnyPlan {
         match self {
             Self::Deployment(plan) => plan.hosts(),
             Self::Group(plan) => plan.hosts(),
+            Self::Whole(plan) => plan.hosts(),
         }
     }
 }
@@ -175,6 +189,7 @@ impl fmt::Display for AnyPlan {
         match self {
             Self::Deployment(plan) => plan.fmt(f),
             Self::Group(plan) => plan.fmt(f),
+            Self::Whole(plan) => plan.fmt(f),
         }
     }
 }

@@ -25,6 +25,7 @@ use serde::Deserialize;
 use crate::audit::{Audit, AuditedIncarnation, PoolAudit};
 use crate::plan::ClusterPlan;
 use crate::servers::{SmallAgent, SmallResources};
+use crate::whole::{POLICY, policy};
 
 /// The registrations within a process outlive every seed.
 const LONG: Duration = Duration::from_secs(1_000_000);
@@ -39,12 +40,14 @@ pub(crate) struct Worker {
     pub(crate) cluster: ClusterPlan,
     pub(crate) steps: u32,
     pub(crate) think_max: Duration,
+    /// The agent has turns of the policy.
+    pub(crate) turns: bool,
 }
 
 impl Worker {
     /// Serves until its host ends.
     pub(crate) async fn run(self) {
-        let Self { name, host, remote, world, audit, cluster, steps, think_max } = self;
+        let Self { name, host, remote, world, audit, cluster, steps, think_max, turns } = self;
         let incarnation = Incarnation(u64::try_from(world.now().as_millis()).unwrap_or(u64::MAX));
         audit.member_started(name, incarnation);
         let network = InProcess::new();
@@ -64,8 +67,14 @@ impl Worker {
         };
         let resources = SmallResources { audit: audit.clone(), sessions: Arc::default(), steps };
         let resources = fenced(RoleServer::resources(resources, &context("resources")));
-        let agent =
-            SmallAgent { client: client(), world: world.clone(), steps, think_max, runs_once: Some(audit.clone()) };
+        let agent = SmallAgent {
+            client: client(),
+            world: world.clone(),
+            steps,
+            think_max,
+            runs_once: Some(audit.clone()),
+            turns,
+        };
         let agent = fenced(RoleServer::agent(agent, &context("agent")));
         let serves = |listener: Box<dyn Listener>, handler: &Arc<dyn Handler>| {
             let serving = serve(listener, Arc::clone(handler), CancelToken::new(), Duration::ZERO);
@@ -80,6 +89,12 @@ impl Worker {
             serves(Box::new(network.listen(server).expect("a new process listens nowhere")), handler);
             let endpoint = Endpoint::parse(&format!("mem://{server}")).expect("an endpoint");
             let registration = Registration { incarnation, ttl: LONG, ..Registration::new(server, kind, [endpoint]) };
+            own.register(&CallContext::default(), registration).await.expect("the registry of a process has no limits");
+        }
+        if turns {
+            // As a configuration names the endpoint of an engine.
+            let (kind, endpoint) = policy();
+            let registration = Registration { ttl: LONG, ..Registration::new(POLICY, kind, [endpoint]) };
             own.register(&CallContext::default(), registration).await.expect("the registry of a process has no limits");
         }
         serves(Box::new(host.listen("agent").expect("a new process listens nowhere")), &agent);

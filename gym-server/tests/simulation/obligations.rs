@@ -35,6 +35,7 @@ impl Setting {
             Self::Servers => PAST_FAILURES,
             Self::Cluster => PAST_FAILURES_OF_CLUSTERS,
             Self::Groups => PAST_FAILURES_OF_GROUPS,
+            Self::Whole => &[],
         }
     }
 
@@ -49,6 +50,9 @@ impl Setting {
             }
             // Calls of groups need ordered connections, and no request of one may arrive twice.
             Self::Groups => [&INJECTED_IN_GROUPS[..], &COUNTED_IN_GROUPS[..]].concat(),
+            Self::Whole => {
+                [&INJECTED_IN_CLUSTERS[..], &COUNTED[..], &INJECTED_IN_GROUPS[..], &COUNTED_IN_GROUPS[..]].concat()
+            }
         };
         let of_network = kind::ALL.into_iter().filter(|kind| *kind != kind::REORDERED);
         of_network.chain(added).chain(SHARED).chain(of_setting).collect()

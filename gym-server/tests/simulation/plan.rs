@@ -1,6 +1,7 @@
 //! Derives a plan from a seed before the run: the network, the disk, the sizes, and a script of events.
 
 mod cluster;
+mod whole;
 
 use std::fmt;
 use std::str::FromStr;
@@ -13,6 +14,7 @@ use gym_core::transport::RetryPolicy;
 use crate::script::{Additions, Script, Step, normalized};
 
 pub(crate) use cluster::{ClusterPlan, FROZEN, HEAD_KILL, INJECTED_IN_CLUSTERS, ISOLATED, WORKER_KILL, WORKERS};
+pub(crate) use whole::WholePlan;
 
 pub(crate) const HEAD: &str = "head";
 pub(crate) const RELAY: &str = "relay";
@@ -55,10 +57,12 @@ pub(crate) enum Setting {
     Cluster,
     /// A controller, node agents, and a worker group on them.
     Groups,
+    /// A cluster and a group at once: the ranks of the group are the policy of the rollouts.
+    Whole,
 }
 
 /// The settings.
-pub(crate) const SETTINGS: [Setting; 3] = [Setting::Servers, Setting::Cluster, Setting::Groups];
+pub(crate) const SETTINGS: [Setting; 4] = [Setting::Servers, Setting::Cluster, Setting::Groups, Setting::Whole];
 
 impl fmt::Display for Setting {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -66,6 +70,7 @@ impl fmt::Display for Setting {
             Self::Servers => "servers",
             Self::Cluster => "cluster",
             Self::Groups => "groups",
+            Self::Whole => "whole",
         })
     }
 }
@@ -75,7 +80,7 @@ impl FromStr for Setting {
 
     fn from_str(text: &str) -> Result<Self, String> {
         let known = SETTINGS.into_iter().find(|setting| setting.to_string() == text);
-        known.ok_or_else(|| format!("`{text}` is no setting; expected servers, cluster or groups"))
+        known.ok_or_else(|| format!("`{text}` is no setting; expected servers, cluster, groups or whole"))
     }
 }
 
@@ -108,6 +113,8 @@ pub(crate) struct Plan {
     pub(crate) padding: usize,
     /// The workers; `None` if the seed plays servers that register one by one.
     pub(crate) cluster: Option<ClusterPlan>,
+    /// Agents have turns of a policy, whose ranks are another plan's.
+    pub(crate) turns: bool,
 }
 
 /// Latency of an append on a healthy disk.
@@ -118,7 +125,7 @@ impl Plan {
         match setting {
             Setting::Servers => Self::of_servers(seed),
             Setting::Cluster => cluster::plan(seed),
-            Setting::Groups => unreachable!("a group has a plan of its own"),
+            Setting::Groups | Setting::Whole => unreachable!("a group has a plan of its own"),
         }
     }
 
@@ -208,6 +215,7 @@ impl Plan {
             options,
             heals_at,
             cluster: None,
+            turns: false,
         }
     }
 }

@@ -19,6 +19,7 @@ use gym_server::environment::{Relay, RelayConfig};
 use gym_server::head::HeadServer;
 use gym_server::metrics::Metrics;
 use gym_server::role::{RoleServer, ServerContext};
+use tokio::task::JoinSet;
 use tokio::time::Instant;
 
 use crate::audit::{Audit, AuditedHead, AuditedIncarnation, Counts};
@@ -33,6 +34,7 @@ use crate::plan::{
 };
 use crate::script::{CLOCK, SLOW, Step};
 use crate::servers::{SmallAgent, SmallResources};
+use crate::whole;
 
 /// The time after the end of the faults within which everything must be done. Attempts, leases and partitions last seconds.
 const DONE_WITHIN: Duration = Duration::from_secs(900);
@@ -79,6 +81,7 @@ pub(crate) fn run(case: &Case, late_check: LateCheck) -> Report {
         match case.plan() {
             AnyPlan::Group(plan) => groups::play(plan).await,
             AnyPlan::Deployment(plan) => Deployment::play(plan, late_check).await,
+            AnyPlan::Whole(plan) => whole::play(*plan, late_check).await,
         }
     });
     if PANICKED.get() {
@@ -114,7 +117,8 @@ fn watch_for_panics() {
     });
 }
 
-struct Deployment {
+/// Servers or a cluster, and a collector, that run.
+pub(crate) struct Deployment {
     plan: Plan,
     late_check: LateCheck,
     net: SimNet,
@@ -124,6 +128,7 @@ struct Deployment {
     orders: Orders,
     clocks: Clocks,
     began: Instant,
+    auditor: JoinSet<()>,
 }
 
 /// The clocks of hosts, which a script sets.
@@ -150,56 +155,71 @@ impl Clocks {
 
 impl Deployment {
     async fn play(plan: Plan, late_check: LateCheck) -> Report {
-        let began = Instant::now();
         let net = SimNet::new(plan.seed, plan.faults.clone());
-        let files = SimFiles::new(plan.seed);
-        files.set_latency_max(DISK_WELL);
-        let (audit, registry) = (Audit::new(&net), Arc::default());
-        let mut this = Self {
-            plan,
-            late_check,
-            net,
-            audit,
-            files,
-            registry,
-            orders: Orders::default(),
-            clocks: Clocks::default(),
-            began,
-        };
-        this.audit.expect_unharmed(this.plan.unharmed().into_iter());
-        for host in this.plan.hosts() {
-            this.start(host);
-        }
-        let auditor = match &this.plan.cluster {
-            None => tokio::spawn(audit_leases(this.audit.clone(), Arc::clone(&this.registry))),
-            Some(_) => tokio::spawn(audit_members(this.audit.clone(), Arc::clone(&this.registry))),
-        };
+        let mut this = Self::start_all(plan, late_check, net);
         for (at, step) in this.plan.script.clone() {
-            tokio::time::sleep_until(began + at).await;
+            tokio::time::sleep_until(this.began + at).await;
             this.follow(step);
         }
-        tokio::time::sleep_until(began + this.plan.heals_at).await;
+        tokio::time::sleep_until(this.began + this.plan.heals_at).await;
         this.net.set_faults(Faults::calm());
-        this.files.clear_fault();
-        this.orders.healed.cancel();
-        if tokio::time::timeout(DONE_WITHIN, this.orders.done.cancelled()).await.is_err() {
-            this.audit.violation(format_args!("not done {DONE_WITHIN:?} after the healing"));
+        this.heal();
+        this.is_done().await;
+        this.end()
+    }
+
+    /// Starts all hosts on this network.
+    pub(crate) fn start_all(plan: Plan, late_check: LateCheck, net: SimNet) -> Self {
+        let began = Instant::now();
+        let files = SimFiles::new(plan.seed);
+        files.set_latency_max(DISK_WELL);
+        let (audit, registry): (_, Arc<Mutex<MemoryRegistry>>) = (Audit::new(&net), Arc::default());
+        let (orders, clocks) = (Orders::default(), Clocks::default());
+        audit.expect_unharmed(plan.unharmed().into_iter());
+        let (of_registry, of_audit) = (Arc::clone(&registry), audit.clone());
+        let hosts = plan.hosts();
+        let mut this =
+            Self { plan, late_check, net, audit, files, registry, orders, clocks, began, auditor: JoinSet::new() };
+        for host in hosts {
+            this.start(host);
         }
-        if this.plan.cluster.is_some() {
-            tokio::time::sleep_until(began + this.plan.heals_at + COMPLETE_WITHIN).await;
-            this.check_members().await;
+        match &this.plan.cluster {
+            None => this.auditor.spawn(audit_leases(of_audit, of_registry)),
+            Some(_) => this.auditor.spawn(audit_members(of_audit, of_registry)),
+        };
+        this
+    }
+
+    /// The faults have ended.
+    pub(crate) fn heal(&self) {
+        self.files.clear_fault();
+        self.orders.healed.cancel();
+    }
+
+    /// Waits until the collector is done and all workers serve.
+    pub(crate) async fn is_done(&self) {
+        if tokio::time::timeout(DONE_WITHIN, self.orders.done.cancelled()).await.is_err() {
+            self.audit.violation(format_args!("not done {DONE_WITHIN:?} after the healing"));
         }
-        auditor.abort();
-        let counts = this.check_end();
+        if self.plan.cluster.is_some() {
+            tokio::time::sleep_until(self.began + self.plan.heals_at + COMPLETE_WITHIN).await;
+            self.check_members().await;
+        }
+    }
+
+    /// Returns what was found.
+    pub(crate) fn end(&mut self) -> Report {
+        self.auditor.abort_all();
+        let counts = self.check_end();
         Report {
-            trace: this.net.trace(),
-            violations: this.audit.violations(),
-            counts: this.audit.counts(),
+            trace: self.net.trace(),
+            violations: self.audit.violations(),
+            counts: self.audit.counts(),
             completed: counts.completed,
             given_up: counts.given_up,
             attempts: counts.attempts,
-            took: began.elapsed(),
-            plan: this.plan.to_string(),
+            took: self.began.elapsed(),
+            plan: self.plan.to_string(),
         }
     }
 
@@ -221,7 +241,7 @@ impl Deployment {
         }
     }
 
-    fn follow(&mut self, step: Step) {
+    pub(crate) fn follow(&mut self, step: Step) {
         self.net.note("script", format_args!("{step}"));
         match step {
             Step::Crash(host) => {
@@ -361,6 +381,7 @@ impl Deployment {
             cluster: cluster.clone(),
             steps: self.plan.steps,
             think_max: self.plan.think_max,
+            turns: self.plan.turns,
         };
         host.spawn(worker.run());
     }
@@ -406,7 +427,7 @@ impl Deployment {
                 Arc::new(RoleServer::resources(server, &context))
             }
             _ => Arc::new(RoleServer::agent(
-                SmallAgent { client, world: world.clone(), steps, think_max, runs_once: None },
+                SmallAgent { client, world: world.clone(), steps, think_max, runs_once: None, turns: false },
                 &context,
             )),
         };
@@ -485,13 +506,17 @@ async fn check_return(registry: MemoryRegistry, workers: Vec<&'static str>, audi
 
 /// Passes on what each life of the head server says of its members.
 async fn audit_members(audit: Audit, registry: Arc<Mutex<MemoryRegistry>>) {
-    let mut seen = None;
+    let (mut seen, mut recovering) = (None, false);
     loop {
         let registry = registry.lock().unwrap_or_else(PoisonError::into_inner).clone();
         // Of this life of the head server only, which ends meanwhile.
         let update = registry.roster(&CallContext::default(), seen, Duration::from_millis(500)).await;
         let Ok(update) = update else { continue };
-        seen = Some(update.now);
+        // Only a complete list says which members did not return.
+        if recovering && !update.recovering && !update.complete {
+            audit.violation(format_args!("the recovery of the head has ended, and a watcher was not told who is left"));
+        }
+        (seen, recovering) = (Some(update.now), update.recovering);
         audit.check_roster(&update);
         let members = registry.members(&CallContext::default()).await.unwrap_or_default();
         audit.check_listed(&members, &registry.list(&CallContext::default()).await.unwrap_or_default());

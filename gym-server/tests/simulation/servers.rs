@@ -13,6 +13,7 @@ use gym_core::{
 use serde::Deserialize;
 
 use crate::audit::Audit;
+use crate::whole::POLICY;
 
 /// Returns status, body and error code, without the metadata that the inner hop wrote for its own caller.
 fn passed_on(answer: &Response) -> Response {
@@ -37,6 +38,8 @@ pub(crate) struct SmallAgent {
     pub(crate) think_max: Duration,
     /// Checks that each attempt runs once.
     pub(crate) runs_once: Option<Audit>,
+    /// Each step asks the policy first, and so does an episode without steps.
+    pub(crate) turns: bool,
 }
 
 impl AgentServer for SmallAgent {
@@ -48,7 +51,13 @@ impl AgentServer for SmallAgent {
         let mut session = self.client.session();
         let mut rng = self.world.rng();
         session.post(&cx.child(), "resources", "/seed_session", row.text().clone()).await?.into_result()?;
-        for _ in 0..self.steps {
+        for step in 0..self.steps.max(u32::from(self.turns)) {
+            if self.turns {
+                session.post(&cx.child(), POLICY, "/v1/responses", r#"{"input":[]}"#).await?.into_result()?;
+            }
+            if step == self.steps {
+                break;
+            }
             let think_ms = rng.u64(1..=u64::try_from(self.think_max.as_millis()).unwrap_or(1));
             tokio::time::sleep(Duration::from_millis(think_ms)).await;
             session.post(&cx.child(), "resources", "/count", "{}").await?.into_result()?;

@@ -270,7 +270,7 @@ impl GroupAudit {
     }
 
     /// Begins a call.
-    pub(super) fn call(&self) -> u64 {
+    pub(crate) fn call(&self) -> u64 {
         let truth = &mut *self.truth();
         truth.calls.begun += 1;
         truth.next_call += 1;

@@ -1,6 +1,6 @@
 //! The controller: a program that starts a group, calls it, restarts what fails, and starts another group when one is given up.
 
-use std::sync::Arc;
+use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -13,7 +13,7 @@ use gym_client::group::{
     RankEvent, Reservation, ReserveRequest, VirtualCluster,
 };
 use gym_core::group::cluster::Placement;
-use gym_core::group::{Dispatch, Rank, RankState, WorkerGroup, WorkerGroupExt};
+use gym_core::group::{Dispatch, GroupError, Rank, RankState, WorkerGroup, WorkerGroupExt};
 use gym_core::{CallContext, CancelToken, Code, Endpoint, Error, Incarnation, Result};
 use tokio::time::Instant;
 
@@ -21,6 +21,7 @@ use super::audit::GroupAudit;
 use super::plan::{GroupPlan, HOSTS};
 use super::worker::{Counted, counter};
 use super::{SECRET, WORKER, agent_endpoint};
+use crate::whole::ServingGroup;
 
 /// Limits the start of a group.
 const START_WITHIN: Duration = Duration::from_secs(40);
@@ -36,7 +37,11 @@ pub(super) struct Controller {
     pub(super) rng: fastrand::Rng,
     pub(super) plan: GroupPlan,
     pub(super) audit: GroupAudit,
+    /// The group that serves, for the policy of this process.
+    pub(super) serving: ServingGroup,
     pub(super) healed: CancelToken,
+    pub(super) serves: CancelToken,
+    pub(super) until: CancelToken,
     pub(super) done: CancelToken,
 }
 
@@ -89,7 +94,10 @@ impl Controller {
         let left = match cluster.start(&CallContext::within(START_WITHIN), request).await {
             Ok(group) => {
                 self.audit.note("controller", format_args!("{name} serves"));
+                let group = Arc::new(group);
+                self.serve(Some(Arc::clone(&group)));
                 let left = self.use_group(&group).await;
+                self.serve(None);
                 let grace = Duration::from_millis(self.rng.u64(..500));
                 if let Err(error) = group.shutdown(grace).await {
                     self.refused("a shutdown", &error);
@@ -119,6 +127,10 @@ impl Controller {
         }
     }
 
+    fn serve(&self, group: Option<Arc<Group>>) {
+        *self.serving.lock().unwrap_or_else(PoisonError::into_inner) = group;
+    }
+
     async fn use_group(&mut self, group: &Group) -> Left {
         loop {
             let pause = Duration::from_millis(self.rng.u64(..400));
@@ -135,9 +147,12 @@ impl Controller {
             let (audit, deadline) = (&self.audit, self.plan.deadline);
             let called = join_all(calls.into_iter().map(|(args, rank)| call(group, audit, args, rank, deadline))).await;
             if healed && called.iter().all(|call| call.is_ok()) {
+                self.serves.cancel();
+                self.until.cancelled().await;
                 return Left::Done;
             }
-            let late: Vec<Rank> = called.into_iter().filter_map(std::result::Result::err).flatten().collect();
+            let failed: Vec<GroupError> = called.into_iter().filter_map(std::result::Result::err).collect();
+            let late: Vec<Rank> = failed.iter().flat_map(GroupError::unanswered).collect();
             if !late.is_empty() && self.rng.bool() {
                 // What hangs is restarted.
                 let restarted = group.restart_workers(&CallContext::within(RESTART_WITHIN), late).await;
@@ -180,14 +195,14 @@ impl Controller {
     }
 }
 
-/// Makes one call, and returns the ranks that did not answer in time.
-async fn call(
+/// Makes one call, and compares its outcome with what ran.
+pub(crate) async fn call(
     group: &Group,
     audit: &GroupAudit,
     args: Counted,
     rank: Option<Rank>,
     deadline: Duration,
-) -> Result<(), Vec<Rank>> {
+) -> Result<(), GroupError> {
     let began = Instant::now();
     audit.note("controller", format_args!("calls {args:?} at {rank:?}"));
     let called = group.call(counter::count, args).deadline(deadline);
@@ -206,7 +221,7 @@ async fn call(
         }
         Err(error) => {
             audit.failed(args.call, &error, began.elapsed(), deadline);
-            Err(error.unanswered().collect())
+            Err(error)
         }
     }
 }

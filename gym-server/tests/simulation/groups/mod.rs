@@ -22,10 +22,13 @@ use tokio::time::Instant;
 
 use crate::scenario::{Clocks, Report};
 use crate::script::{CLOCK, SLOW, Step};
-use audit::GroupAudit;
+use crate::whole::{ServingGroup, serve_policy};
+pub(crate) use audit::GroupAudit;
 use controller::Controller;
-use plan::{CONTROLLER, HOSTS};
-pub(crate) use plan::{COUNTED_IN_GROUPS, GroupPlan, INJECTED_IN_GROUPS};
+pub(crate) use controller::call;
+use plan::HOSTS;
+pub(crate) use plan::{CONTROLLER, COUNTED_IN_GROUPS, GroupPlan, INJECTED_IN_GROUPS};
+pub(crate) use worker::Counted;
 use worker::{Counter, HOST_VARIABLE};
 
 /// The join secret of all agents.
@@ -40,63 +43,101 @@ fn agent_endpoint(host: &str) -> String {
 /// The time after the end of the faults within which the ranks serve again. Leases, pauses, starts and calls that wait for a lost response last
 /// seconds each; nothing waits for the default deadline of a call.
 const DONE_WITHIN: Duration = Duration::from_secs(150);
+/// Limits the end of a group whose nodes are well.
+const SHUTDOWN_WITHIN: Duration = Duration::from_secs(30);
 
 /// Plays a seed.
 pub(crate) async fn play(plan: GroupPlan) -> Report {
-    let seed = plan.seed;
     // Sessions, ports and pauses are drawn from it.
-    fastrand::seed(seed);
-    let began = Instant::now();
-    let net = SimNet::new(seed, plan.faults.clone());
-    let audit = GroupAudit::new(&net, plan.nodes.lease);
-    audit.enter();
-    let (healed, done) = (CancelToken::new(), CancelToken::new());
-    let this = Playing { plan, net, audit, began, clocks: Clocks::default(), healed, done };
-    for host in HOSTS.into_iter().take(this.plan.hosts) {
-        this.start_agent(host);
-    }
-    this.start_controller();
+    fastrand::seed(plan.seed);
+    let net = SimNet::new(plan.seed, plan.faults.clone());
+    // Nobody else needs the ranks.
+    let until = CancelToken::new();
+    until.cancel();
+    let this = Playing::start_all(plan, net, until);
     for (at, step) in &this.plan.script {
-        tokio::time::sleep_until(began + *at).await;
+        tokio::time::sleep_until(this.began + *at).await;
         this.follow(*step);
     }
-    tokio::time::sleep_until(began + this.plan.heals_at).await;
+    tokio::time::sleep_until(this.began + this.plan.heals_at).await;
     this.net.set_faults(Faults::calm());
-    this.net.note("script", format_args!("the faults have ended"));
-    this.healed.cancel();
-    if tokio::time::timeout(DONE_WITHIN, this.done.cancelled()).await.is_err() {
-        this.audit.violation(format_args!("the ranks do not serve {DONE_WITHIN:?} after the healing"));
-    }
-    let recovered = began.elapsed().saturating_sub(this.plan.heals_at);
-    this.audit.note_recovery(recovered);
-    // Nothing lives longer than its lease.
-    tokio::time::sleep(this.plan.nodes.lease + audit::SLACK).await;
-    this.audit.check_end();
-    let counts = this.audit.calls();
-    Report {
-        trace: this.net.trace(),
-        violations: this.audit.violations(),
-        completed: counts.succeeded,
-        given_up: counts.failed,
-        attempts: counts.begun,
-        took: began.elapsed(),
-        counts: this.audit.counts(),
-        plan: this.plan.to_string(),
-    }
+    this.heal();
+    this.serves_again().await;
+    this.end().await
 }
 
-struct Playing {
+/// A controller and node agents that run.
+pub(crate) struct Playing {
     plan: GroupPlan,
     net: SimNet,
     audit: GroupAudit,
     began: Instant,
     clocks: Clocks,
     healed: CancelToken,
+    /// The ranks have served after the faults.
+    serves: CancelToken,
+    /// Others need the ranks until this is cancelled.
+    until: CancelToken,
     done: CancelToken,
 }
 
 impl Playing {
-    fn follow(&self, step: Step) {
+    /// Starts the controller, which keeps its ranks for others until `until` is cancelled, and the agents.
+    pub(crate) fn start_all(plan: GroupPlan, net: SimNet, until: CancelToken) -> Self {
+        let audit = GroupAudit::new(&net, plan.nodes.lease);
+        audit.enter();
+        let (healed, serves, done) = (CancelToken::new(), CancelToken::new(), CancelToken::new());
+        let (began, clocks) = (Instant::now(), Clocks::default());
+        let this = Self { plan, net, audit, began, clocks, healed, serves, until, done };
+        for host in HOSTS.into_iter().take(this.plan.hosts) {
+            this.start_agent(host);
+        }
+        this.start_controller();
+        this
+    }
+
+    /// Returns `true` for a host of the group.
+    pub(crate) fn has(&self, host: &str) -> bool {
+        self.plan.hosts().contains(&host)
+    }
+
+    /// The faults have ended.
+    pub(crate) fn heal(&self) {
+        self.net.note("script", format_args!("the faults have ended"));
+        self.healed.cancel();
+    }
+
+    /// Waits until the ranks serve after the faults.
+    pub(crate) async fn serves_again(&self) {
+        if tokio::time::timeout(DONE_WITHIN, self.serves.cancelled()).await.is_err() {
+            self.audit.violation(format_args!("the ranks do not serve {DONE_WITHIN:?} after the healing"));
+        }
+    }
+
+    /// Waits until the group was shut down, and returns what was found.
+    pub(crate) async fn end(&self) -> Report {
+        if tokio::time::timeout(SHUTDOWN_WITHIN, self.done.cancelled()).await.is_err() {
+            self.audit.violation(format_args!("the group is not shut down within {SHUTDOWN_WITHIN:?}"));
+        }
+        let recovered = self.began.elapsed().saturating_sub(self.plan.heals_at);
+        self.audit.note_recovery(recovered);
+        // Nothing lives longer than its lease.
+        tokio::time::sleep(self.plan.nodes.lease + audit::SLACK).await;
+        self.audit.check_end();
+        let counts = self.audit.calls();
+        Report {
+            trace: self.net.trace(),
+            violations: self.audit.violations(),
+            completed: counts.succeeded,
+            given_up: counts.failed,
+            attempts: counts.begun,
+            took: self.began.elapsed(),
+            counts: self.audit.counts(),
+            plan: self.plan.to_string(),
+        }
+    }
+
+    pub(crate) fn follow(&self, step: Step) {
         self.net.note("script", format_args!("{step}"));
         if let Some((host, kind)) = plan::injects(step) {
             self.net.injected(host, kind);
@@ -207,13 +248,22 @@ impl Playing {
     fn start_controller(&self) {
         let host = self.net.host(CONTROLLER);
         self.audit.controller_started(host.life());
+        // Of this life of the controller: the group ends with it.
+        let serving = ServingGroup::default();
+        if !self.until.is_cancelled() {
+            let limits = [self.plan.deadline, self.plan.call_max];
+            serve_policy(&host, &self.world(&host), Arc::clone(&serving), self.audit.clone(), limits);
+        }
         let controller = Controller {
             life: host.life(),
             transports: over(&host),
             rng: fastrand::Rng::with_seed(self.plan.seed ^ (host.life() << 32)),
             plan: self.plan.clone(),
             audit: self.audit.clone(),
+            serving,
             healed: self.healed.clone(),
+            serves: self.serves.clone(),
+            until: self.until.clone(),
             done: self.done.clone(),
         };
         host.spawn(controller.run());

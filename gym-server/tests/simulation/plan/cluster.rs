@@ -77,6 +77,7 @@ pub(super) fn plan(seed: u64) -> Plan {
         options,
         heals_at,
         cluster: Some(cluster),
+        turns: false,
     }
 }
 
