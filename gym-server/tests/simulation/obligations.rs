@@ -5,6 +5,7 @@ use gym_core::testing::net::kind;
 use crate::groups::{COUNTED_IN_GROUPS, INJECTED_IN_GROUPS};
 use crate::plan::{INJECTED, INJECTED_IN_CLUSTERS, Setting};
 use crate::script::SHARED;
+use crate::whole::COUNTED_IN_WHOLE;
 
 /// Seeds that once found a failure: rows that were synced again after a failed sync instead of written again. Since the disk
 /// loses pages, this defect shows in the last three and in 30031.
@@ -51,7 +52,8 @@ impl Setting {
             // Calls of groups need ordered connections, and no request of one may arrive twice.
             Self::Groups => [&INJECTED_IN_GROUPS[..], &COUNTED_IN_GROUPS[..]].concat(),
             Self::Whole => {
-                [&INJECTED_IN_CLUSTERS[..], &COUNTED[..], &INJECTED_IN_GROUPS[..], &COUNTED_IN_GROUPS[..]].concat()
+                let of_group = [&INJECTED_IN_GROUPS[..], &COUNTED_IN_GROUPS[..]].concat();
+                [&INJECTED_IN_CLUSTERS[..], &COUNTED[..], &of_group, &COUNTED_IN_WHOLE].concat()
             }
         };
         let of_network = kind::ALL.into_iter().filter(|kind| *kind != kind::REORDERED);

@@ -24,6 +24,11 @@ use crate::scenario::{Deployment, Report};
 /// The server that agents call for each turn.
 pub(crate) const POLICY: &str = "policy";
 
+/// What some seed must have besides what the cluster and the group have.
+pub(crate) const COUNTED_IN_WHOLE: [&str; 2] = [TURN, TURN_FAILED];
+const TURN: &str = "turn of an agent";
+const TURN_FAILED: &str = "turn that failed at the ranks";
+
 /// The time between two attempts of the policy to find a rank.
 const LOOK_AGAIN: Duration = Duration::from_millis(200);
 
@@ -63,7 +68,6 @@ pub(crate) async fn play(plan: WholePlan, late_check: LateCheck) -> Report {
     for (what, count) in of_group.counts {
         *report.counts.entry(what).or_default() += count;
     }
-    report.counts.insert("turn of an agent", of_group.completed);
     (report.took, report.plan, report.trace) = (began.elapsed(), text, net.trace());
     report
 }
@@ -108,13 +112,17 @@ impl ModelServer for Policy {
             let group = self.group.lock().unwrap_or_else(PoisonError::into_inner).clone();
             let error = match group {
                 Some(group) => match self.turn(&group).await {
-                    Ok(()) => return Ok(ModelResponse(RawObject::parse(r#"{"output":[]}"#)?)),
+                    Ok(()) => {
+                        self.audit.count(TURN);
+                        return Ok(ModelResponse(RawObject::parse(r#"{"output":[]}"#)?));
+                    }
                     Err(error) => error,
                 },
                 None => Error::not_started(Code::Unavailable, "the controller has no group that serves"),
             };
             // What may have run is not repeated here; the caller decides.
             if error.execution() != Execution::NotStarted || cx.remaining() <= LOOK_AGAIN {
+                self.audit.count(TURN_FAILED);
                 return Err(error);
             }
             tokio::time::sleep(LOOK_AGAIN).await;

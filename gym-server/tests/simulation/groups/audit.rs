@@ -108,7 +108,7 @@ impl GroupAudit {
         self.truth().violations.iter().cloned().collect()
     }
 
-    pub(super) fn count(&self, what: &'static str) {
+    pub(crate) fn count(&self, what: &'static str) {
         *self.truth().counts.entry(what).or_default() += 1;
     }
 
