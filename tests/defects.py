@@ -148,7 +148,7 @@ DEFECTS = [
     ("a-paused-worker-gets-work", "gym-client/src/work/pool.rs", "!listed.serves(name, member)", "{ let _ = (listed, member); false }", CLUSTER),
     ("the-pool-does-not-hear-of-lost-members", "gym-client/src/work/members.rs", "let reason = gone.lost.clone()?;", "let reason = gone.lost.clone().filter(|_| false)?;", CLUSTER),
     ("a-recovering-head-removes-members", "gym-client/src/work/members.rs",
-     "if update.complete && !update.recovering && self.heard {", "if update.complete && self.heard {", CLUSTER),
+     "if update.complete && !update.recovering && self.heard {", "if update.complete && self.heard {", "-p gym-client --lib work::members"),
     # Groups: each rank lives once, and a call says what it did.
     ("bundles-move-before-the-node-is-fenced", f"{NODES}/state.rs",
      "join_all(lost.iter().map(|host| hosts[*host].fenced())).await;", "let _ = (&lost, NodeLink::fenced);", GROUPS),
