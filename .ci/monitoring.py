@@ -357,7 +357,7 @@ def check_guide(folder, rgym, url, head, worker):
         for line in block.strip().splitlines():
             if not line.startswith(("curl ", "promtool ")):
                 continue
-            line = line.replace("http://head:11000", url).replace("http://worker-1:7001", f"http://{worker}")
+            line = line.replace("http://head:11000", url).replace("http://worker-1:8080", f"http://{worker}")
             done = subprocess.run(["bash", "-euo", "pipefail", "-c", line], cwd=ROOT, text=True, capture_output=True)
             if done.returncode:
                 fail(f"docs/monitoring.md, `{line}` ended with {done.returncode}:\n{done.stdout[-500:]}{done.stderr}")

@@ -5,8 +5,8 @@ use super::{Case, rolled};
 pub(crate) fn cases() -> Vec<Case> {
     const FAILS: &str = "environment fails";
     const NONSENSE: &str = "environment returns invalid output";
-    const NOT_A_NUMBER: &str = "sidecar: invalid_reward";
-    const WRONG: &str = "sidecar: verifier_error";
+    const NOT_A_NUMBER: &str = "failures file: invalid_reward";
+    const WRONG: &str = "failures file: verifier_error";
     vec![
         rolled(
             FAILS,
@@ -33,28 +33,28 @@ pub(crate) fn cases() -> Vec<Case> {
             FAILS,
             "a panic",
             "a_verifier_panic",
-            "sidecar: verifier_panic",
+            "failures file: verifier_panic",
             &["POST verifier_panic/verify", "panicked", "index out of range"],
         ),
         rolled(
             FAILS,
             "no episode can be seeded",
             "a_seed_error",
-            "sidecar: environment_error",
+            "failures file: environment_error",
             &["POST seed_error/seed_session", "database"],
         ),
         rolled(
             FAILS,
             "a tool breaks",
             "a_tool_error",
-            "sidecar: tool_error",
+            "failures file: tool_error",
             &["POST tool_error/calculator", "the tool calculator broke"],
         ),
         rolled(
             FAILS,
             "a tool panics",
             "a_tool_panic",
-            "sidecar: tool_error",
+            "failures file: tool_error",
             &["POST tool_panic/calculator", "the handler panicked: the tool calculator has no entry 3"],
         ),
         rolled(FAILS, "a tool finds no account", "a_tool_not_found", "recorded: 1", &["there is no account 7"]),

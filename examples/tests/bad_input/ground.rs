@@ -242,7 +242,7 @@ impl bad_input::Ground for Ground {
     }
 }
 
-/// Describes the result of a collection: rejected, rows, or failures in the sidecar.
+/// Describes the result of a collection: rejected, rows, or rows of the failures file.
 pub(crate) fn outcome(collected: Result<CollectSummary>) -> Got {
     let collected = match collected {
         Ok(collected) => collected,
@@ -258,7 +258,7 @@ pub(crate) fn outcome(collected: Result<CollectSummary>) -> Got {
         assert_eq!(kept as u64, collected.snapshot.total, "every row has a line in one of the two files");
         let part = |key: &str| failure[key].as_str().unwrap_or_default().to_owned();
         let text = format!("{} {}", part("_ng_failure_message"), part("_ng_failure_response_body"));
-        return Got::new(format!("sidecar: {}", part("_ng_failure_class")), text);
+        return Got::new(format!("failures file: {}", part("_ng_failure_class")), text);
     }
     let rows = lines(&collected.files.rollouts);
     assert_eq!(rows.len() as u64, collected.snapshot.total);

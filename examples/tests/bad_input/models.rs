@@ -24,9 +24,9 @@ fn asked(
 }
 
 pub(crate) fn cases() -> Vec<Case> {
-    const ERROR: &str = "sidecar: model_error";
-    const LATE: &str = "sidecar: episode_timeout";
-    const BUSY: &str = "sidecar: model_unavailable";
+    const ERROR: &str = "failures file: model_error";
+    const LATE: &str = "failures file: episode_timeout";
+    const BUSY: &str = "failures file: model_unavailable";
     const NONSENSE: &str = "model returns invalid output";
     const TOOLS: &str = "hostile tool call";
     vec![

@@ -73,7 +73,7 @@ pub(crate) fn cases() -> Vec<Case> {
             "input is a number",
             br#"{"responses_create_params": {"input": 5}, "expected_answer": "4", "agent_ref": {"name": "a_good"}}"#,
             |_| {},
-            "sidecar: agent_run_error",
+            "failures file: agent_run_error",
             &["422", r#"["body","responses_create_params","input","list"]"#, "Input should be a valid list"],
         ),
         row(
@@ -87,7 +87,7 @@ pub(crate) fn cases() -> Vec<Case> {
             "an unknown parameter",
             br#"{"responses_create_params": {"input": "x", "temperatur": 1}, "expected_answer": "4", "agent_ref": {"name": "a_good"}}"#,
             |_| {},
-            "sidecar: agent_run_error",
+            "failures file: agent_run_error",
             &["422", "extra_forbidden", "temperatur"],
         ),
         row(
@@ -101,7 +101,7 @@ pub(crate) fn cases() -> Vec<Case> {
             "no input",
             br#"{"responses_create_params": {}, "expected_answer": "4", "agent_ref": {"name": "a_good"}}"#,
             |_| {},
-            "sidecar: agent_run_error",
+            "failures file: agent_run_error",
             &["422", r#"["body","responses_create_params","input"]"#, "Field required"],
         ),
         row(
