@@ -26,7 +26,7 @@ fn passed_on(answer: &Response) -> Response {
     response
 }
 
-fn not_here() -> Error {
+pub(crate) fn not_here() -> Error {
     Error::not_started(Code::Unimplemented, "this simulation does not ask for it")
 }
 

@@ -20,6 +20,7 @@ use tokio::time::Instant;
 use crate::groups::{CONTROLLER, Counted, GroupAudit, Playing, call};
 use crate::plan::{LateCheck, WholePlan};
 use crate::scenario::{Deployment, Report};
+use crate::servers::not_here;
 
 /// The server that agents call for each turn.
 pub(crate) const POLICY: &str = "policy";
@@ -130,7 +131,7 @@ impl ModelServer for Policy {
     }
 
     async fn chat_completions(&self, _: &CallContext, _: &SessionId, _: &RawObject) -> Result<RawObject> {
-        Err(Error::not_started(Code::Unimplemented, "this simulation does not ask for it"))
+        Err(not_here())
     }
 }
 
