@@ -10,6 +10,7 @@ use gym_core::testing::Faults;
 use crate::groups::GroupPlan;
 use crate::plan::{Plan, Setting, WholePlan};
 use crate::script::{Script, Step, normalized};
+use crate::values::ValuesPlan;
 
 /// One run of the simulation. Its text has the form `cluster/17@3200:8812/first/keep=0,3/calm=reset/tasks=1`.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -34,6 +35,7 @@ pub(crate) enum AnyPlan {
     Deployment(Plan),
     Group(GroupPlan),
     Whole(Box<WholePlan>),
+    Values(ValuesPlan),
 }
 
 /// The name of a fault of a network, and what removes it.
@@ -119,15 +121,7 @@ impl AnyPlan {
                 Self::Deployment(if first { plan } else { plan.with_additions() })
             }
             Setting::Whole => Self::Whole(Box::new(WholePlan::drawn(seed, first))),
-        }
-    }
-
-    /// Returns the plan that has the script, the network and the sizes, if it is not that of a group.
-    fn deployment(&mut self) -> Result<&mut Plan, &mut GroupPlan> {
-        match self {
-            Self::Deployment(plan) => Ok(plan),
-            Self::Group(plan) => Err(plan),
-            Self::Whole(plan) => Ok(&mut plan.deployment),
+            Setting::Values => Self::Values(ValuesPlan::drawn(seed)),
         }
     }
 
@@ -136,6 +130,7 @@ impl AnyPlan {
             Self::Deployment(plan) => &plan.script,
             Self::Group(plan) => &plan.script,
             Self::Whole(plan) => &plan.deployment.script,
+            Self::Values(plan) => &plan.script,
         }
     }
 
@@ -144,32 +139,42 @@ impl AnyPlan {
             Self::Deployment(plan) => plan.heals_at,
             Self::Group(plan) => plan.heals_at,
             Self::Whole(plan) => plan.deployment.heals_at,
+            Self::Values(plan) => plan.heals_at,
         }
     }
 
     pub(crate) fn faults(&mut self) -> &mut Faults {
-        match self.deployment() {
-            Ok(plan) => &mut plan.faults,
-            Err(plan) => &mut plan.faults,
+        match self {
+            Self::Deployment(plan) => &mut plan.faults,
+            Self::Group(plan) => &mut plan.faults,
+            Self::Whole(plan) => &mut plan.deployment.faults,
+            Self::Values(plan) => &mut plan.faults,
         }
     }
 
     pub(crate) fn size(&mut self, name: &str) -> Option<&mut u32> {
-        match (self.deployment(), name) {
-            (Ok(plan), "tasks") => Some(&mut plan.tasks),
-            (Ok(plan), "repeats") => Some(&mut plan.repeats),
-            (Ok(plan), "steps") => Some(&mut plan.steps),
-            (Ok(plan), "concurrency") => Some(&mut plan.concurrency),
-            (Err(plan), "callers") => Some(&mut plan.callers),
+        let deployment = match self {
+            Self::Deployment(plan) => plan,
+            Self::Whole(plan) => &mut plan.deployment,
+            Self::Group(plan) => return (name == "callers").then_some(&mut plan.callers),
+            Self::Values(plan) => return (name == "callers").then_some(&mut plan.callers),
+        };
+        match name {
+            "tasks" => Some(&mut deployment.tasks),
+            "repeats" => Some(&mut deployment.repeats),
+            "steps" => Some(&mut deployment.steps),
+            "concurrency" => Some(&mut deployment.concurrency),
             _ => None,
         }
     }
 
     fn change_script(&mut self, change: impl FnOnce(&mut Script)) {
         let (hosts, heals_at) = (self.hosts(), self.heals_at());
-        let script = match self.deployment() {
-            Ok(plan) => &mut plan.script,
-            Err(plan) => &mut plan.script,
+        let script = match self {
+            Self::Deployment(plan) => &mut plan.script,
+            Self::Group(plan) => &mut plan.script,
+            Self::Whole(plan) => &mut plan.deployment.script,
+            Self::Values(plan) => &mut plan.script,
         };
         change(script);
         *script = normalized(std::mem::take(script), &hosts, heals_at);
@@ -180,6 +185,7 @@ impl AnyPlan {
             Self::Deployment(plan) => plan.hosts(),
             Self::Group(plan) => plan.hosts(),
             Self::Whole(plan) => plan.hosts(),
+            Self::Values(plan) => plan.processes(),
         }
     }
 }
@@ -190,6 +196,7 @@ impl fmt::Display for AnyPlan {
             Self::Deployment(plan) => plan.fmt(f),
             Self::Group(plan) => plan.fmt(f),
             Self::Whole(plan) => plan.fmt(f),
+            Self::Values(plan) => plan.fmt(f),
         }
     }
 }

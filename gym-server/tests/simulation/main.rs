@@ -1,12 +1,13 @@
 //! Simulates a whole deployment in one thread under a paused clock. The simulated network and disk inject every known kind of failure.
-//! A seed plays one of four settings:
+//! A seed plays one of five settings:
 //!
 //! - `servers`: a head server, a relay, two agents and a resources server, which register one by one, and a collector that calls them;
 //! - `cluster`: a head server, up to three workers that join it, and a collector whose rollouts they take. Workers are killed, frozen,
 //!   cut off and restarted; the head server is killed and restarted;
 //! - `groups`: a controller with a worker group on two to four node agents. Agents and the controller are killed, frozen, cut off and restarted.
 //!   The ranks are tasks, in place of processes;
-//! - `whole`: the cluster and the group on one network. The controller serves a model, each of whose turns is a call of a rank.
+//! - `whole`: the cluster and the group on one network. The controller serves a model, each of whose turns is a call of a rank;
+//! - `values`: processes on up to three nodes that put values by reference and fetch those of one another.
 //!
 //! All parts except the user's code are the real ones: `HeadServer`, the relay, the role servers, `ServerClient`, `RemoteRegistry`,
 //! kept leases, members, pools and their workers, the driver and the JSONL ledger; agents, reservations, supervisors and calls of
@@ -43,6 +44,7 @@ mod scenario;
 mod script;
 mod search;
 mod servers;
+mod values;
 mod whole;
 
 use std::collections::BTreeMap;
@@ -74,6 +76,9 @@ fn main() -> ExitCode {
         }),
         ("no_seed_of_everything_at_once_breaks_what_holds_in_each", || {
             Box::pin(async { long_test(Setting::Whole, SEEDS_OF_OTHERS) })
+        }),
+        ("no_seed_loses_a_value_that_is_held_or_keeps_one_that_is_gone", || {
+            Box::pin(async { long_test(Setting::Values, SEEDS_OF_OTHERS) })
         }),
         ("a_case_replays_exactly", || Box::pin(async { a_case_replays_exactly() })),
         ("a_case_replays_exactly_in_another_process", || {

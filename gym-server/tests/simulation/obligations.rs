@@ -5,6 +5,7 @@ use gym_core::testing::net::kind;
 use crate::groups::{COUNTED_IN_GROUPS, INJECTED_IN_GROUPS};
 use crate::plan::{INJECTED, INJECTED_IN_CLUSTERS, Setting};
 use crate::script::SHARED;
+use crate::values::{COUNTED_IN_VALUES, INJECTED_IN_VALUES};
 use crate::whole::COUNTED_IN_WHOLE;
 
 /// Seeds that once found a failure: rows that were synced again after a failed sync instead of written again. Since the disk
@@ -36,7 +37,7 @@ impl Setting {
             Self::Servers => PAST_FAILURES,
             Self::Cluster => PAST_FAILURES_OF_CLUSTERS,
             Self::Groups => PAST_FAILURES_OF_GROUPS,
-            Self::Whole => &[],
+            Self::Whole | Self::Values => &[],
         }
     }
 
@@ -54,6 +55,9 @@ impl Setting {
             Self::Whole => {
                 let of_group = [&INJECTED_IN_GROUPS[..], &COUNTED_IN_GROUPS[..]].concat();
                 [&INJECTED_IN_CLUSTERS[..], &COUNTED[..], &of_group, &COUNTED_IN_WHOLE].concat()
+            }
+            Self::Values => {
+                [&[kind::REORDERED, kind::DUPLICATED][..], &INJECTED_IN_VALUES[..], &COUNTED_IN_VALUES[..]].concat()
             }
         };
         let of_network = kind::ALL.into_iter().filter(|kind| *kind != kind::REORDERED);

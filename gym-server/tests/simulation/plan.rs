@@ -59,10 +59,13 @@ pub(crate) enum Setting {
     Groups,
     /// A cluster and a group at once: the ranks of the group are the policy of the rollouts.
     Whole,
+    /// Processes that put values and fetch those of one another.
+    Values,
 }
 
 /// The settings.
-pub(crate) const SETTINGS: [Setting; 4] = [Setting::Servers, Setting::Cluster, Setting::Groups, Setting::Whole];
+pub(crate) const SETTINGS: [Setting; 5] =
+    [Setting::Servers, Setting::Cluster, Setting::Groups, Setting::Whole, Setting::Values];
 
 impl fmt::Display for Setting {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -71,6 +74,7 @@ impl fmt::Display for Setting {
             Self::Cluster => "cluster",
             Self::Groups => "groups",
             Self::Whole => "whole",
+            Self::Values => "values",
         })
     }
 }
@@ -80,7 +84,7 @@ impl FromStr for Setting {
 
     fn from_str(text: &str) -> Result<Self, String> {
         let known = SETTINGS.into_iter().find(|setting| setting.to_string() == text);
-        known.ok_or_else(|| format!("`{text}` is no setting; expected servers, cluster, groups or whole"))
+        known.ok_or_else(|| format!("`{text}` is no setting; expected servers, cluster, groups, whole or values"))
     }
 }
 
@@ -125,7 +129,7 @@ impl Plan {
         match setting {
             Setting::Servers => Self::of_servers(seed),
             Setting::Cluster => cluster::plan(seed),
-            Setting::Groups | Setting::Whole => unreachable!("a group has a plan of its own"),
+            Setting::Groups | Setting::Whole | Setting::Values => unreachable!("it has a plan of its own"),
         }
     }
 

@@ -32,8 +32,9 @@ use crate::plan::{
     END_IN_WRITE, FROZEN, HEAD, HEAD_KILL, HEAD_RESTART, ISOLATED, LateCheck, OPEN_FAILED, Plan, RELAY, RESOURCES,
     STOP, SYNC_FAILED, WORKER_KILL, WORKERS,
 };
-use crate::script::{CLOCK, SLOW, Step};
+use crate::script::{CLOCK, MEMORY, SLOW, Step};
 use crate::servers::{SmallAgent, SmallResources};
+use crate::values;
 use crate::whole;
 
 /// The time after the end of the faults within which everything must be done. Attempts, leases and partitions last seconds.
@@ -82,6 +83,7 @@ pub(crate) fn run(case: &Case, late_check: LateCheck) -> Report {
             AnyPlan::Group(plan) => groups::play(plan).await,
             AnyPlan::Deployment(plan) => Deployment::play(plan, late_check).await,
             AnyPlan::Whole(plan) => whole::play(*plan, late_check).await,
+            AnyPlan::Values(plan) => values::play(plan).await,
         }
     });
     if PANICKED.get() {
@@ -287,14 +289,18 @@ impl Deployment {
                 self.follow(Step::Crash(host));
                 self.follow(Step::Start(host));
             }
-            // Of groups.
-            Step::FreezeMachine(_) => {}
+            // Of groups and of values.
+            Step::FreezeMachine(_) | Step::Reboot(_) => {}
             Step::Mute(host) => self.net.mute(host),
             Step::Unmute(host) => self.net.unmute(host),
             Step::Slow(host, delay) => {
                 if !delay.is_zero() {
                     self.net.injected(host, SLOW);
                 }
+                self.net.slow(host, delay);
+            }
+            Step::Swap(host, delay) => {
+                self.net.injected(host, MEMORY);
                 self.net.slow(host, delay);
             }
             Step::Clock(host, ms) => {

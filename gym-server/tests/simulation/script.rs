@@ -11,7 +11,8 @@ use crate::plan::{COLLECTOR, DISK_WELL, HEAD};
 /// Kinds of faults that the settings share, of which some seed must have each.
 pub(crate) const SLOW: &str = "slow host";
 pub(crate) const CLOCK: &str = "clock set";
-pub(crate) const SHARED: [&str; 2] = [SLOW, CLOCK];
+pub(crate) const MEMORY: &str = "memory pressure";
+pub(crate) const SHARED: [&str; 3] = [SLOW, CLOCK, MEMORY];
 
 /// One event of a script.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -25,6 +26,8 @@ pub(crate) enum Step {
     Start(&'static str),
     /// Crashes a host and starts it at once.
     Restart(&'static str),
+    /// Restarts the machine of a process, and with it all its processes. Its memory is lost, and what is in memory only.
+    Reboot(&'static str),
     /// Stops the processes of a host, which keep their connections. Of a node, that of its agent.
     Freeze(&'static str),
     FreezeMachine(&'static str),
@@ -37,6 +40,8 @@ pub(crate) enum Step {
     Unmute(&'static str),
     /// Sets the additional delay of each message from or to a host.
     Slow(&'static str, Duration),
+    /// The same, because its memory is full: it swaps.
+    Swap(&'static str, Duration),
     /// Sets the clock of a host forward or back, in milliseconds.
     Clock(&'static str, i64),
     /// Starts a head server beside the one that runs, as behind an address that moved.
@@ -61,6 +66,7 @@ impl Step {
             Self::Crash(host)
             | Self::Start(host)
             | Self::Restart(host)
+            | Self::Reboot(host)
             | Self::Freeze(host)
             | Self::FreezeMachine(host)
             | Self::Thaw(host)
@@ -69,6 +75,7 @@ impl Step {
             | Self::Mute(host)
             | Self::Unmute(host)
             | Self::Slow(host, _)
+            | Self::Swap(host, _)
             | Self::Clock(host, _) => Some(host),
             Self::SecondHead | Self::OneHead => Some(HEAD),
             Self::Kill | Self::EndInWrite(..) | Self::Disk(_) | Self::DiskFault(_) | Self::Stop | Self::Reseed(_) => {
@@ -96,6 +103,7 @@ impl fmt::Display for Step {
             Self::EndInWrite(nth, end) => write!(f, "{end:?} within the {nth}. next step of a write"),
             Self::Start(host) => write!(f, "start {host}"),
             Self::Restart(host) => write!(f, "crash and start {host}"),
+            Self::Reboot(host) => write!(f, "restart the machine of {host}"),
             Self::Freeze(host) => write!(f, "freeze the process of {host}"),
             Self::FreezeMachine(host) => write!(f, "freeze all processes of {host}"),
             Self::Thaw(host) => write!(f, "thaw {host}"),
@@ -105,6 +113,7 @@ impl fmt::Display for Step {
             Self::Unmute(host) => write!(f, "lose nothing more that {host} sends"),
             Self::Slow(host, delay) if delay.is_zero() => write!(f, "{host} is as fast as before"),
             Self::Slow(host, delay) => write!(f, "{host} needs {delay:?} more for each message"),
+            Self::Swap(host, delay) => write!(f, "the memory of {host} is full; it needs {delay:?} more for each message"),
             Self::Clock(host, ms) => write!(f, "set the clock of {host} by {ms} ms"),
             Self::SecondHead => f.write_str("start a second head server beside the first"),
             Self::OneHead => f.write_str("end the older head server"),
@@ -155,6 +164,10 @@ pub(crate) fn normalized(mut script: Script, hosts: &[&'static str], heals_at: D
                 state.frozen = false;
                 true
             }
+            Step::Reboot(_) => {
+                (state.down, state.frozen) = (false, false);
+                true
+            }
             Step::Freeze(_) | Step::FreezeMachine(_) => !state.down && set_flag(&mut state.frozen, true),
             Step::Thaw(_) => set_flag(&mut state.frozen, false),
             Step::Isolate(_) => set_flag(&mut state.isolated, true),
@@ -162,6 +175,10 @@ pub(crate) fn normalized(mut script: Script, hosts: &[&'static str], heals_at: D
             Step::Mute(_) => set_flag(&mut state.mute, true),
             Step::Unmute(_) => set_flag(&mut state.mute, false),
             Step::Slow(_, delay) => set_flag(&mut state.slow, !delay.is_zero()) || !delay.is_zero(),
+            Step::Swap(..) => {
+                state.slow = true;
+                true
+            }
             Step::SecondHead => !state.down && !state.frozen && set_flag(&mut two_heads, true),
             Step::OneHead => set_flag(&mut two_heads, false),
             Step::Disk(latency) => {
@@ -205,7 +222,7 @@ impl Additions<'_> {
     pub(crate) fn drawn(&self, rng: &mut fastrand::Rng) -> Script {
         let every_ms = rng.u64(1_000..8_000);
         // Each seed uses a random subset of the kinds of steps.
-        let kinds: Vec<u8> = (0..5).filter(|_| rng.u8(..2) > 0).collect();
+        let kinds: Vec<u8> = (0..6).filter(|_| rng.u8(..2) > 0).collect();
         let mut script = Script::new();
         let mut at = Duration::ZERO;
         loop {
@@ -225,6 +242,15 @@ impl Additions<'_> {
                     // Time servers step by less than a second, and people by hours.
                     let ms = [500, 3_000, 3_600_000][rng.usize(..3)];
                     script.push((at, Step::Clock(host, if rng.bool() { ms } else { -ms })));
+                }
+                // The machine swaps, until its kernel kills the process.
+                5 => {
+                    let delay = Duration::from_millis(rng.u64(20..3_000));
+                    script.extend([
+                        (at, Step::Swap(host, delay)),
+                        (until, Step::Restart(host)),
+                        (until, Step::Slow(host, Duration::ZERO)),
+                    ]);
                 }
                 3 if self.disk => script.push((at, Step::DiskFault(FileFault::OpenFailed))),
                 4 if self.two_heads => script.extend([(at, Step::SecondHead), (until, Step::OneHead)]),

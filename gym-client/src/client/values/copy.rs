@@ -4,7 +4,7 @@
 //! a copy lock `ID` shared, so only a copy without users is removed. The kernel releases the locks of a process that dies. The times of
 //! `ID` are those of its lease: the last access is its begin, the last change its end.
 
-use std::fs::{DirBuilder, File, FileTimes, OpenOptions};
+use std::fs::{DirBuilder, File, FileTimes, Metadata, OpenOptions};
 use std::io;
 use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
@@ -27,6 +27,7 @@ const MEMORY_MIN: u64 = 1 << 30;
 pub(super) struct NodeCopies {
     directory: PathBuf,
     bytes_max: u64,
+    world: World,
 }
 
 /// A complete copy that this process uses.
@@ -36,6 +37,7 @@ pub(super) struct Copy {
     pub(super) file: File,
     /// The value is gone, so nobody needs the copy.
     gone: AtomicBool,
+    world: World,
 }
 
 /// A copy that this process may write.
@@ -43,6 +45,7 @@ pub(super) struct Copy {
 pub(super) struct Part {
     path: PathBuf,
     pub(super) file: File,
+    world: World,
 }
 
 /// The state of a value on this node.
@@ -56,8 +59,8 @@ pub(super) enum Found {
     Busy,
 }
 
-fn now() -> SystemTime {
-    SystemTime::UNIX_EPOCH + World::real().now()
+fn now(world: &World) -> SystemTime {
+    SystemTime::UNIX_EPOCH + world.now()
 }
 
 fn locked(file: &File, operation: FlockOperation) -> io::Result<bool> {
@@ -104,27 +107,27 @@ fn remove_unused(path: &Path) -> io::Result<bool> {
     }
 }
 
-fn begin_lease(file: &File, lease: Duration) -> io::Result<()> {
-    let now = now();
+fn begin_lease(file: &File, lease: Duration, world: &World) -> io::Result<()> {
+    let now = now(world);
     file.set_times(FileTimes::new().set_accessed(now).set_modified(now + lease))
 }
 
-/// Returns what is left of a lease. Nothing is left if the clock was set back to before its begin.
-fn lease_left(file: &File) -> io::Result<Duration> {
-    let (found, now) = (file.metadata()?, now());
-    let (begin, end) = (found.accessed()?, found.modified()?);
+/// Returns what is left of the lease of a copy. Nothing is left if the clock was set back to before its begin.
+fn lease_left(copy: &Metadata, world: &World) -> io::Result<Duration> {
+    let now = now(world);
+    let (begin, end) = (copy.accessed()?, copy.modified()?);
     let (left, whole) = (end.duration_since(now).unwrap_or_default(), end.duration_since(begin).unwrap_or_default());
     Ok(if now < begin { Duration::ZERO } else { left.min(whole) })
 }
 
 impl Copy {
-    fn new(path: PathBuf, file: File) -> Self {
-        Self { path, file, gone: AtomicBool::new(false) }
+    fn new(path: PathBuf, file: File, world: World) -> Self {
+        Self { path, file, gone: AtomicBool::new(false), world }
     }
 
     /// Lets the copy be used for this long without a request to the holder.
     pub(super) fn extend(&self, lease: Duration) -> io::Result<()> {
-        begin_lease(&self.file, lease)
+        begin_lease(&self.file, lease, &self.world)
     }
 
     /// Notes that the value is gone: the last user of the node removes the copy.
@@ -133,7 +136,10 @@ impl Copy {
     }
 
     fn clean_up(&self) -> io::Result<()> {
-        let due = self.gone.load(Ordering::Relaxed) || lease_left(&self.file)?.is_zero();
+        if self.world.is_killed() {
+            return Ok(());
+        }
+        let due = self.gone.load(Ordering::Relaxed) || lease_left(&self.file.metadata()?, &self.world)?.is_zero();
         if due && locked(&self.file, FlockOperation::NonBlockingLockExclusive)? && is_at(&self.file, &self.path)? {
             return remove(&self.path);
         }
@@ -170,7 +176,7 @@ impl Part {
     pub(super) fn complete(self, lease: Duration) -> io::Result<Option<Copy>> {
         // A machine that loses power must not find a complete copy without its bytes.
         self.file.sync_data()?;
-        begin_lease(&self.file, lease)?;
+        begin_lease(&self.file, lease, &self.world)?;
         let path = self.path.with_extension("");
         // Before the lock becomes a shared one: whoever gets an exclusive lock in between finds no part.
         std::fs::rename(&self.path, &path)?;
@@ -178,14 +184,14 @@ impl Part {
         if !is_at(&self.file, &path)? {
             return Ok(None);
         }
-        Ok(Some(Copy::new(path, self.file.try_clone()?)))
+        Ok(Some(Copy::new(path, self.file.try_clone()?, self.world.clone())))
     }
 }
 
 impl Drop for Part {
     /// Removes what a failed fetch has written. A complete copy is no longer at this path.
     fn drop(&mut self) {
-        if is_at(&self.file, &self.path).unwrap_or(false) {
+        if !self.world.is_killed() && is_at(&self.file, &self.path).unwrap_or(false) {
             let _ = remove(&self.path);
         }
     }
@@ -193,7 +199,7 @@ impl Drop for Part {
 
 impl NodeCopies {
     /// Opens the directory: the given one, that of `GYM_VALUES_DIR`, or one of this user in the memory of this machine.
-    pub(super) fn open(directory: Option<&Path>, bytes_max: Option<u64>) -> Result<Self> {
+    pub(super) fn open(directory: Option<&Path>, bytes_max: Option<u64>, world: World) -> Result<Self> {
         let user = rustix::process::getuid().as_raw();
         let directory = place(directory, user);
         let failed = |error: io::Error| {
@@ -220,7 +226,7 @@ impl NodeCopies {
             Some(bytes_max) => bytes_max,
             None => capacity(&directory).map_err(failed)? / 2,
         };
-        Ok(Self { directory, bytes_max })
+        Ok(Self { directory, bytes_max, world })
     }
 
     fn path(&self, value: &ValueRef) -> PathBuf {
@@ -231,15 +237,15 @@ impl NodeCopies {
     pub(super) fn find(&self, value: &ValueRef) -> io::Result<Found> {
         let path = self.path(value);
         if let Some(file) = open_locked(&path, FlockOperation::NonBlockingLockShared)? {
-            let left = lease_left(&file)?;
-            return Ok(Found::Complete(Copy::new(path, file), left));
+            let left = lease_left(&file.metadata()?, &self.world)?;
+            return Ok(Found::Complete(Copy::new(path, file, self.world.clone()), left));
         }
         let part = path.with_extension(PART);
         let file = OpenOptions::new().read(true).write(true).create(true).truncate(false).mode(0o600).open(&part)?;
         if !locked(&file, FlockOperation::NonBlockingLockExclusive)? || !is_at(&file, &part)? {
             return Ok(Found::Busy);
         }
-        let part = Part { path: part, file };
+        let part = Part { path: part, file, world: self.world.clone() };
         // Completed between the two looks, or about to be removed; the next look tells. The drop removes the part.
         if path.exists() {
             return Ok(Found::Busy);
@@ -272,11 +278,9 @@ impl NodeCopies {
         let mut files = self.files().map_err(failed)?;
         files.sort();
         let mut used: u64 = files.iter().map(|(_, bytes, _)| bytes).sum();
-        let now = now();
-        for (until, bytes, path) in files {
+        for (left, bytes, path) in files {
             let full = used.saturating_add(value.bytes) > self.bytes_max;
-            let abandoned = path.extension().is_some();
-            if (full || abandoned || until <= now) && remove_unused(&path).map_err(failed)? {
+            if (full || left.is_zero()) && remove_unused(&path).map_err(failed)? {
                 used -= bytes;
             }
         }
@@ -300,27 +304,31 @@ impl NodeCopies {
 
     /// Removes copies whose leases have ended and that no process uses.
     pub(super) fn sweep(&self) -> io::Result<()> {
-        let now = now();
-        for (until, _, path) in self.files()? {
-            if until <= now || path.extension().is_some() {
+        for (left, _, path) in self.files()? {
+            if left.is_zero() {
                 remove_unused(&path)?;
             }
         }
         Ok(())
     }
 
-    /// Returns the end of the lease, the size and the path of each copy, and of what is being fetched. Other files are not ours.
-    fn files(&self) -> io::Result<Vec<(SystemTime, u64, PathBuf)>> {
+    /// Returns what is left of the lease, the size and the path of each copy, and of what is being fetched, which has no lease. Other files
+    /// are not ours.
+    fn files(&self) -> io::Result<Vec<(Duration, u64, PathBuf)>> {
         let mut files = Vec::new();
         for entry in std::fs::read_dir(&self.directory)? {
             let entry = entry?;
             let name = entry.file_name();
-            let id = name.to_str().map(|name| name.strip_suffix(".part").unwrap_or(name));
-            if !id.is_some_and(is_id) {
+            let Some(name) = name.to_str() else { continue };
+            let (id, complete) = name.strip_suffix(".part").map_or((name, true), |id| (id, false));
+            if !is_id(id) {
                 continue;
             }
             match entry.metadata() {
-                Ok(found) if found.is_file() => files.push((found.modified()?, found.len(), entry.path())),
+                Ok(found) if found.is_file() => {
+                    let left = if complete { lease_left(&found, &self.world)? } else { Duration::ZERO };
+                    files.push((left, found.len(), entry.path()));
+                }
                 Ok(_) => {}
                 // Removed meanwhile.
                 Err(error) if error.kind() == io::ErrorKind::NotFound => {}
@@ -353,6 +361,50 @@ pub(super) fn forget<'a>(directory: Option<&Path>, ids: impl Iterator<Item = &'a
     for id in ids {
         if let Err(error) = remove_unused(&directory.join(id)) {
             tracing::warn!(id, %error, "the copy of a value could not be removed");
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use gym_core::testing::SimFiles;
+
+    use super::*;
+
+    const LEASE: Duration = Duration::from_secs(5);
+
+    fn value() -> ValueRef {
+        let endpoints = vec![gym_core::Endpoint::parse("sim://holder/values").expect("an endpoint")];
+        ValueRef { name: "corpus".to_owned(), id: format!("{:032x}", 7), bytes: 3, endpoints }
+    }
+
+    fn world() -> World {
+        World::new(Arc::new(SimFiles::new(1)), 1, Duration::from_secs(1_700_000_000))
+    }
+
+    /// A copy that a process leaves which is killed.
+    fn left_by_a_dead_process(directory: &Path) {
+        let world = world();
+        let copies = NodeCopies::open(Some(directory), None, world.clone()).expect("opens");
+        let Ok(Found::Mine(part)) = copies.find(&value()) else { panic!("nobody else fetches it") };
+        let copy = part.complete(LEASE).expect("completes").expect("stays");
+        world.kill();
+        drop(copy);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_copy_without_users_goes_with_its_lease_also_if_the_clock_was_set_back() {
+        for (stepped_ms, stays) in [(0, true), (4_999, true), (5_000, false), (-1, false), (-3_600_000, false)] {
+            let folder = tempfile::tempdir().expect("a directory");
+            let directory = folder.path().join("copies");
+            left_by_a_dead_process(&directory);
+            let world = world();
+            world.step_clock(stepped_ms);
+            let copies = NodeCopies::open(Some(&directory), None, world).expect("opens");
+            copies.sweep().expect("sweeps");
+            assert_eq!(directory.join(value().id).exists(), stays, "{stepped_ms}");
         }
     }
 }

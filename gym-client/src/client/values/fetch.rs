@@ -1,6 +1,6 @@
 //! Fetches values: each node once, whatever number of processes and calls need the value.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::io;
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
@@ -11,10 +11,9 @@ use bytes::Bytes;
 use futures_util::stream::{self, StreamExt as _, TryStreamExt as _};
 use gym_core::Endpoint;
 use gym_core::transport::{ConnectOptions, RetryPolicy, retry};
-use gym_core::{CallContext, Code, Error, Execution, Request, Result};
+use gym_core::{CallContext, Code, Error, Execution, Request, Result, World};
 use serde::de::DeserializeOwned;
 use tokio::sync::OnceCell;
-use tokio::task::spawn_blocking;
 use tokio::time::{Instant, sleep};
 
 use crate::client::values::copy::{Copy, Found, NodeCopies, Part};
@@ -42,6 +41,7 @@ pub struct Value(Arc<Fetched>);
 struct Fetched {
     reference: ValueRef,
     place: Place,
+    world: World,
     /// Read on request.
     bytes: OnceCell<Bytes>,
 }
@@ -54,12 +54,12 @@ enum Place {
 }
 
 impl Value {
-    fn new(reference: ValueRef, place: Place) -> Self {
-        Self(Arc::new(Fetched { reference, place, bytes: OnceCell::new() }))
+    fn new(reference: ValueRef, place: Place, world: World) -> Self {
+        Self(Arc::new(Fetched { reference, place, world, bytes: OnceCell::new() }))
     }
 
-    pub(super) fn held(reference: ValueRef, source: Source) -> Self {
-        Self::new(reference, Place::Held(source))
+    pub(super) fn held(reference: ValueRef, source: Source, world: World) -> Self {
+        Self::new(reference, Place::Held(source), world)
     }
 
     /// Returns the reference.
@@ -88,10 +88,11 @@ impl Value {
         let length = usize::try_from(value.reference.bytes).unwrap_or(usize::MAX);
         let read = value.bytes.get_or_try_init(|| async {
             match &value.place {
-                Place::Held(source) => source.read(0, length).await,
+                Place::Held(source) => source.read(&value.world, 0, length).await,
                 Place::Copy(copy) => {
                     let file = copy.file.try_clone().map_err(|error| broken(&value.reference, error))?;
-                    blocking(&value.reference, move || read_part(&file, 0, length)).await.map(Bytes::from)
+                    let read = move || read_part(&file, 0, length);
+                    blocking(&value.world, &value.reference, read).await.map(Bytes::from)
                 }
             }
         });
@@ -116,12 +117,11 @@ fn broken(value: &ValueRef, error: io::Error) -> Error {
 }
 
 async fn blocking<T: Send + 'static>(
+    world: &World,
     value: &ValueRef,
     work: impl FnOnce() -> io::Result<T> + Send + 'static,
 ) -> Result<T> {
-    let done = spawn_blocking(work).await;
-    done.map_err(|error| Error::internal("the work was interrupted").caused_by(error))?
-        .map_err(|error| broken(value, error))
+    world.blocking(work).await?.map_err(|error| broken(value, error))
 }
 
 /// A value that this process has, and the time until which it need not ask.
@@ -162,20 +162,26 @@ type Slot = Arc<tokio::sync::Mutex<SlotState>>;
 #[derive(Debug)]
 pub(super) struct Fetcher {
     transports: Transports,
+    world: World,
     directory: Option<PathBuf>,
     copies_max: Option<u64>,
     copies: OnceCell<Arc<NodeCopies>>,
-    slots: Mutex<HashMap<String, Slot>>,
+    slots: Mutex<BTreeMap<String, Slot>>,
     peers: Mutex<HashMap<Vec<Endpoint>, Arc<ReconnectingPeer>>>,
 }
 
 impl Fetcher {
-    pub(super) fn new(transports: Transports, directory: Option<PathBuf>, copies_max: Option<u64>) -> Self {
+    pub(super) fn new(
+        transports: Transports,
+        world: World,
+        directory: Option<PathBuf>,
+        copies_max: Option<u64>,
+    ) -> Self {
         let (copies, slots, peers) = (OnceCell::new(), Mutex::default(), Mutex::default());
-        Self { transports, directory, copies_max, copies, slots, peers }
+        Self { transports, world, directory, copies_max, copies, slots, peers }
     }
 
-    fn slots(&self) -> MutexGuard<'_, HashMap<String, Slot>> {
+    fn slots(&self) -> MutexGuard<'_, BTreeMap<String, Slot>> {
         self.slots.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -210,7 +216,7 @@ impl Fetcher {
         loop {
             let Some(loaded) = &mut state.loaded else {
                 let (copy, left) = self.copy(cx, value).await?;
-                let fetched = Value::new(value.clone(), Place::Copy(copy));
+                let fetched = Value::new(value.clone(), Place::Copy(copy), self.world.clone());
                 state.loaded = Some(Loaded { value: fetched, until: Instant::now() + left });
                 continue;
             };
@@ -226,7 +232,7 @@ impl Fetcher {
                 Err(error) => {
                     if error.code() == Code::NotFound {
                         loaded.gone();
-                        discard(state.loaded.take());
+                        self.discard(state.loaded.take());
                     }
                     return Err(error);
                 }
@@ -252,13 +258,13 @@ impl Fetcher {
             let mut slots = self.slots();
             // Two: this one and that of the map. A call that began meanwhile has a third.
             if Arc::strong_count(&slot) == 2 {
-                discard(slots.remove(&id));
+                self.discard(slots.remove(&id));
             }
             drop(slots);
-            discard(slot);
+            self.discard(slot);
         }
         if let Some(copies) = self.copies.get().cloned() {
-            let swept = spawn_blocking(move || copies.sweep()).await;
+            let swept = self.world.blocking(move || copies.sweep()).await;
             if let Ok(Err(error)) = swept {
                 tracing::warn!(%error, "copies of values could not be removed");
             }
@@ -269,7 +275,7 @@ impl Fetcher {
     async fn keep(&self, state: &mut SlotState, next: Duration) -> bool {
         let Some(loaded) = &mut state.loaded else { return false };
         if let Some(unused) = Arc::get_mut(&mut loaded.value.0) {
-            discard(unused.bytes.take());
+            self.discard(unused.bytes.take());
         }
         let now = Instant::now();
         if loaded.until > now + next {
@@ -285,13 +291,13 @@ impl Fetcher {
             }
             Err(error) if error.code() == Code::NotFound => {
                 loaded.gone();
-                discard(state.loaded.take());
+                self.discard(state.loaded.take());
                 false
             }
             // The holder may respond again.
             Err(_) if loaded.until + next > now => true,
             Err(_) => {
-                discard(state.loaded.take());
+                self.discard(state.loaded.take());
                 false
             }
         }
@@ -299,15 +305,15 @@ impl Fetcher {
 
     /// Returns the copy of this node, and the time for which it can be used without a request. Fetches the value if nobody else does.
     async fn copy(&self, cx: &CallContext, value: &ValueRef) -> Result<(Copy, Duration)> {
-        let (directory, copies_max) = (self.directory.clone(), self.copies_max);
+        let (directory, copies_max, world) = (self.directory.clone(), self.copies_max, self.world.clone());
         let open = || async {
-            let opened = spawn_blocking(move || NodeCopies::open(directory.as_deref(), copies_max)).await;
-            opened.map_err(|error| Error::internal("the work was interrupted").caused_by(error))?.map(Arc::new)
+            let open = move || NodeCopies::open(directory.as_deref(), copies_max, world);
+            self.world.blocking(open).await?.map(Arc::new)
         };
         let copies = self.copies.get_or_try_init(open).await?;
         loop {
             let (shared, wanted) = (Arc::clone(copies), value.clone());
-            match blocking(value, move || shared.find(&wanted)).await? {
+            match blocking(&self.world, value, move || shared.find(&wanted)).await? {
                 Found::Complete(copy, left) => {
                     let bytes = copy.file.metadata().map_err(|error| broken(value, error))?.len();
                     return check_size(&value.name, value.bytes, bytes).map(|()| (copy, left));
@@ -318,7 +324,7 @@ impl Fetcher {
                     self.room(copies, value, &part).await?;
                     let lease = self.parts(cx, value, &part).await?;
                     let part = Arc::into_inner(part).ok_or_else(|| Error::internal("a part is still being written"))?;
-                    if let Some(copy) = blocking(value, move || part.complete(lease)).await? {
+                    if let Some(copy) = blocking(&self.world, value, move || part.complete(lease)).await? {
                         return Ok((copy, lease));
                     }
                 }
@@ -331,7 +337,7 @@ impl Fetcher {
         let mut freed = false;
         loop {
             let (copies, wanted, part) = (Arc::clone(copies), value.clone(), Arc::clone(part));
-            match blocking(value, move || Ok(copies.make_room(&wanted, &part))).await? {
+            match blocking(&self.world, value, move || Ok(copies.make_room(&wanted, &part))).await? {
                 Ok(true) => return Ok(()),
                 Ok(false) => sleep(LOOK_EVERY).await,
                 Err(error) if error.code() == Code::ResourceExhausted && !freed => {
@@ -356,7 +362,7 @@ impl Fetcher {
             }
             used
         });
-        let _ = spawn_blocking(move || drop(unused)).await;
+        let _ = self.world.blocking(move || drop(unused)).await;
     }
 
     /// Writes all parts of a value, and returns the lease of the last one.
@@ -370,7 +376,7 @@ impl Fetcher {
                 return Err(Error::finished(Code::DataLoss, message).about(value.subject()));
             }
             let part = Arc::clone(part);
-            blocking(value, move || part.file.write_all_at(&data, offset)).await?;
+            blocking(&self.world, value, move || part.file.write_all_at(&data, offset)).await?;
             Ok(lease)
         });
         let leases: Vec<Duration> = stream::iter(written).buffered(PARTS_AHEAD).try_collect().await?;
@@ -378,6 +384,14 @@ impl Fetcher {
             Some(lease) => Ok(*lease),
             // A value without bytes has no part.
             None => self.ask(cx, value, true).await,
+        }
+    }
+
+    /// Drops something that may remove a large file, away from the calls.
+    fn discard(&self, dropped: impl Send + 'static) {
+        match tokio::runtime::Handle::try_current() {
+            Ok(runtime) if !self.world.is_simulated() => drop(runtime.spawn_blocking(move || drop(dropped))),
+            _ => drop(dropped),
         }
     }
 
@@ -416,13 +430,6 @@ impl Fetcher {
         let (reply, data) =
             retry(cx, &policy, &mut rng, true, send).await.map_err(|error| not_from_holder(value, error))?;
         Ok((Duration::from_millis(reply.lease_ms).min(LEASE_MAX), data))
-    }
-}
-
-/// Drops something that may remove a large file, away from the calls.
-fn discard(dropped: impl Send + 'static) {
-    if let Ok(runtime) = tokio::runtime::Handle::try_current() {
-        runtime.spawn_blocking(move || drop(dropped));
     }
 }
 

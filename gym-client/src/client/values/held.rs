@@ -11,9 +11,8 @@ use std::time::{Duration, SystemTime};
 use bytes::Bytes;
 use futures_util::future::BoxFuture;
 use gym_core::message::{ContentType, Status};
-use gym_core::{CallContext, Code, Error, Execution, Handler, Message, Request, Response, Result, Verb};
+use gym_core::{CallContext, Code, Error, Execution, Handler, Message, Request, Response, Result, Verb, World};
 use tokio::sync::Semaphore;
-use tokio::task::spawn_blocking;
 use tokio::time::Instant;
 
 use crate::client::values::copy::forget;
@@ -75,7 +74,7 @@ pub(super) fn read_part(file: &File, offset: u64, bytes: usize) -> io::Result<Ve
 
 impl Source {
     /// Reads a part. The caller has checked that it is within the value.
-    pub(super) async fn read(&self, offset: u64, bytes: usize) -> Result<Bytes> {
+    pub(super) async fn read(&self, world: &World, offset: u64, bytes: usize) -> Result<Bytes> {
         match self {
             Self::Memory(whole) => {
                 let start = usize::try_from(offset).unwrap_or(usize::MAX);
@@ -87,8 +86,7 @@ impl Source {
             }
             Self::File(file) => {
                 let file = Arc::clone(file);
-                let part = spawn_blocking(move || file.read(offset, bytes)).await;
-                let part = part.map_err(|error| Error::internal("the read was interrupted").caused_by(error))?;
+                let part = world.blocking(move || file.read(offset, bytes)).await?;
                 let broken = |error| {
                     let message = "the file that was put cannot be read; it must not change while it is held";
                     Error::finished(Code::DataLoss, message).caused_by(error)
@@ -116,6 +114,7 @@ pub(super) struct HeldValues {
     memory_max: u64,
     /// The directory with the copies of this node.
     copies: Option<PathBuf>,
+    world: World,
     /// Held by responses that read a whole file.
     whole: Semaphore,
     state: Mutex<HeldState>,
@@ -165,8 +164,8 @@ fn reason(gone: &VecDeque<(String, &'static str)>, id: &str) -> Option<&'static 
 }
 
 impl HeldValues {
-    pub(super) fn new(lease: Duration, memory_max: u64, copies: Option<PathBuf>) -> Self {
-        Self { lease, memory_max, copies, whole: Semaphore::new(WHOLE_READS), state: Mutex::default() }
+    pub(super) fn new(lease: Duration, memory_max: u64, copies: Option<PathBuf>, world: World) -> Self {
+        Self { lease, memory_max, copies, world, whole: Semaphore::new(WHOLE_READS), state: Mutex::default() }
     }
 
     fn state(&self) -> MutexGuard<'_, HeldState> {
@@ -209,6 +208,9 @@ impl HeldValues {
 
     /// Ends all values, because the process or the set of values ends.
     pub(super) fn end(&self) {
+        if self.world.is_killed() {
+            return;
+        }
         let mut state = self.state();
         let all: Vec<String> = state.values.keys().cloned().collect();
         all.iter().for_each(|id| state.remove(id, "the process that put it has ended"));
@@ -251,7 +253,7 @@ impl HeldValues {
             entry.fetches += u64::from(body.offset == 0 && body.bytes > 0);
             (entry.source.clone(), subject)
         };
-        let part = source.read(body.offset, usize::try_from(body.bytes).unwrap_or(usize::MAX)).await;
+        let part = source.read(&self.world, body.offset, usize::try_from(body.bytes).unwrap_or(usize::MAX)).await;
         let part = part.map_err(|error| error.about(subject))?;
         let lease_ms = u64::try_from(self.lease.as_millis()).unwrap_or(u64::MAX);
         let mut message = Message::json(write(&ReadReply { lease_ms })?);
@@ -278,7 +280,7 @@ impl HeldValues {
         };
         let read = async {
             let _turn = self.whole.acquire().await.map_err(|error| Error::internal("no turn").caused_by(error))?;
-            source.read(0, usize::try_from(bytes).unwrap_or(usize::MAX)).await
+            source.read(&self.world, 0, usize::try_from(bytes).unwrap_or(usize::MAX)).await
         };
         let whole = cx.bound(Execution::Finished, read).await.map_err(|error| error.about(subject))?;
         let content_type = ContentType::Other("application/octet-stream".into());

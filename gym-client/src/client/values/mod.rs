@@ -49,9 +49,9 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use gym_core::transport::{ListenOptions, serve};
-use gym_core::{CallContext, CancelToken, Code, Endpoint, Error, Execution, Handler, Result};
+use gym_core::{CallContext, CancelToken, Code, Endpoint, Error, Execution, Handler, Result, World};
 use tokio::sync::OnceCell;
-use tokio::task::{JoinSet, spawn_blocking};
+use tokio::task::JoinSet;
 use tokio::time::sleep;
 
 use crate::transport::{HTTP, Transports};
@@ -119,6 +119,7 @@ pub struct Values(Arc<ValuesState>);
 struct ValuesState {
     options: ValuesOptions,
     transports: Transports,
+    world: World,
     held: Arc<HeldValues>,
     fetcher: Fetcher,
     endpoints: OnceCell<Vec<Endpoint>>,
@@ -133,9 +134,17 @@ impl Values {
     /// Creates a set of values. It listens when the first value is put, and opens its directory when the first one is fetched.
     #[must_use]
     pub fn new(transports: Transports, options: ValuesOptions) -> Self {
+        Self::in_world(transports, options, &World::real())
+    }
+
+    /// As [`new`](Self::new), in a world: its wall clock has the times of the leases, and a simulated one runs everything on one thread.
+    #[must_use]
+    pub fn in_world(transports: Transports, options: ValuesOptions, world: &World) -> Self {
+        let (copies, of_fetcher) = (options.copies.clone(), world.clone());
         Self(Arc::new(ValuesState {
-            held: Arc::new(HeldValues::new(options.lease, options.memory_max, options.copies.clone())),
-            fetcher: Fetcher::new(transports.clone(), options.copies.clone(), options.copies_max),
+            held: Arc::new(HeldValues::new(options.lease, options.memory_max, copies.clone(), world.clone())),
+            fetcher: Fetcher::new(transports.clone(), of_fetcher, copies, options.copies_max),
+            world: world.clone(),
             endpoints: OnceCell::new(),
             expires: AtomicBool::new(false),
             deaf: Arc::default(),
@@ -163,8 +172,7 @@ impl Values {
     pub async fn put_file(&self, name: &str, path: impl AsRef<Path>) -> Result<HeldValue> {
         let path = path.as_ref().to_owned();
         let shown = path.display().to_string();
-        let opened = spawn_blocking(move || HeldFile::new(File::open(path)?));
-        let opened = opened.await.map_err(|error| Error::internal("the work was interrupted").caused_by(error))?;
+        let opened = self.0.world.blocking(move || HeldFile::new(File::open(path)?)).await?;
         let file = opened.map_err(|error| {
             let code = match error.kind() {
                 std::io::ErrorKind::NotFound => Code::NotFound,
@@ -188,7 +196,7 @@ impl Values {
             return Err(Error::not_started(Code::Unavailable, message).about(format!("value `{name}`")));
         }
         self.expire_in_time();
-        let id = unguessable().await?;
+        let id = unguessable(&self.0.world).await?;
         self.0.held.hold(ValueRef { name: name.to_owned(), id, bytes, endpoints }, source)
     }
 
@@ -205,7 +213,7 @@ impl Values {
     pub async fn fetch(&self, cx: &CallContext, value: &ValueRef) -> Result<Value> {
         let own = self.0.held.own(value).map_err(|error| error.with_execution(Execution::Finished));
         if let Some(source) = own? {
-            return Ok(Value::held(value.clone(), source));
+            return Ok(Value::held(value.clone(), source, self.0.world.clone()));
         }
         self.expire_in_time();
         self.0.fetcher.fetch(cx, value).await
@@ -223,21 +231,23 @@ impl Values {
                 sleep(every).await;
                 let Some(state) = state.upgrade() else { return };
                 let held = Arc::clone(&state.held);
-                let _ = spawn_blocking(move || held.expire()).await;
+                let _ = state.world.blocking(move || held.expire()).await;
                 state.fetcher.keep_up(every).await;
             }
         });
     }
 }
 
-/// Returns 32 hexadecimal digits from the kernel's source of random numbers.
-async fn unguessable() -> Result<String> {
-    let read = spawn_blocking(|| {
+/// Returns 32 hexadecimal digits from the kernel's source of random numbers; in a simulated world, from its seed.
+async fn unguessable(world: &World) -> Result<String> {
+    if world.is_simulated() {
+        return Ok(world.unique_id());
+    }
+    let read = world.blocking(|| {
         let mut bytes = [0; 16];
         File::open("/dev/urandom")?.read_exact(&mut bytes).map(|()| bytes)
     });
-    let read = read.await.map_err(|error| Error::internal("the work was interrupted").caused_by(error))?;
-    let bytes = read.map_err(|error| Error::internal("the kernel gives no random numbers").caused_by(error))?;
+    let bytes = read.await?.map_err(|error| Error::internal("the kernel gives no random numbers").caused_by(error))?;
     Ok(format!("{:032x}", u128::from_be_bytes(bytes)))
 }
 

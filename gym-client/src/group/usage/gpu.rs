@@ -197,10 +197,13 @@ mod tests {
 
     use super::*;
 
+    /// Another process writes it: a file that this process has open for writing is open in each child that another test starts at that
+    /// moment, and then it cannot be executed.
     fn script(folder: &Path, text: &str) -> PathBuf {
         let file = folder.join("nvidia-smi");
-        fs::write(&file, format!("#!/bin/sh\n{text}\n")).expect("writes");
-        fs::set_permissions(&file, fs::Permissions::from_mode(0o755)).expect("is ours");
+        let mut shell = std::process::Command::new("sh");
+        shell.args(["-c", "printf '#!/bin/sh\\n%s\\n' \"$1\" > \"$0\" && chmod 755 \"$0\""]).arg(&file).arg(text);
+        assert!(shell.status().expect("a shell").success());
         file
     }
 

@@ -5,15 +5,16 @@ mod real;
 use std::fmt;
 use std::hash::{BuildHasher as _, RandomState};
 use std::path::Path;
-use std::sync::atomic::{AtomicI64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use async_trait::async_trait;
 use bytes::Bytes;
+use tokio::task::spawn_blocking;
 use tokio::time::Instant;
 
-use crate::base::error::Result;
+use crate::base::error::{Error, Result};
 use crate::base::hex;
 
 pub use real::RealFiles;
@@ -25,6 +26,13 @@ pub struct World {
     pub files: Arc<dyn Files>,
     seed: Arc<Mutex<fastrand::Rng>>,
     wall: Wall,
+    simulated: Option<Arc<SimulatedProcess>>,
+}
+
+/// A process that is a part of this one.
+#[derive(Debug, Default)]
+struct SimulatedProcess {
+    killed: AtomicBool,
 }
 
 #[derive(Clone, Debug)]
@@ -37,14 +45,15 @@ struct Wall {
 }
 
 impl World {
-    /// Creates a world with these files, this seed and this time of day (since the Unix epoch). Time advances with
+    /// Creates a simulated world with these files, this seed and this time of day (since the Unix epoch). Time advances with
     /// tokio's clock.
     ///
     /// Must be called within a tokio runtime.
     #[must_use]
     pub fn new(files: Arc<dyn Files>, seed: u64, start: Duration) -> Self {
         let seed = Arc::new(Mutex::new(fastrand::Rng::with_seed(seed)));
-        Self { files, seed, wall: Wall { start, began: Instant::now(), stepped_ms: Arc::default() } }
+        let wall = Wall { start, began: Instant::now(), stepped_ms: Arc::default() };
+        Self { files, seed, wall, simulated: Some(Arc::default()) }
     }
 
     /// Creates a world with the files and the time of day of this machine, and an unpredictable seed.
@@ -54,7 +63,7 @@ impl World {
     pub fn real() -> Self {
         // std takes the keys of its hasher from the operating system's random numbers.
         let seed = RandomState::new().hash_one(std::process::id());
-        Self::new(Arc::new(RealFiles::new()), seed, time_of_day())
+        Self { simulated: None, ..Self::new(Arc::new(RealFiles::new()), seed, time_of_day()) }
     }
 
     /// Creates a random number generator from the world's seed. Equal seeds give equal generators to calls in the same
@@ -80,6 +89,38 @@ impl World {
         let stepped_ms = self.wall.stepped_ms.load(Ordering::Relaxed);
         let stepped = Duration::from_millis(stepped_ms.unsigned_abs());
         if stepped_ms < 0 { now.saturating_sub(stepped) } else { now + stepped }
+    }
+
+    /// Runs work that blocks, such as reads of local files, on a thread for such work. In a simulated world it runs at once, so that
+    /// the order of events does not depend on threads, and not at all after [`kill`](Self::kill).
+    ///
+    /// # Errors
+    /// `Internal` if the work panicked, if the runtime ends, or after `kill`.
+    pub async fn blocking<T: Send + 'static>(&self, work: impl FnOnce() -> T + Send + 'static) -> Result<T> {
+        match &self.simulated {
+            None => spawn_blocking(work).await.map_err(|error| Error::internal("the work was interrupted").caused_by(error)),
+            Some(_) if self.is_killed() => Err(Error::internal("the process was killed")),
+            Some(_) => Ok(work()),
+        }
+    }
+
+    /// Returns `true` for a world that was created with [`new`](Self::new).
+    #[must_use]
+    pub fn is_simulated(&self) -> bool {
+        self.simulated.is_some()
+    }
+
+    /// Ends a simulated process as `kill -9` does: what is dropped from now on leaves its files. Does nothing in a real world.
+    pub fn kill(&self) {
+        if let Some(process) = &self.simulated {
+            process.killed.store(true, Ordering::Relaxed);
+        }
+    }
+
+    /// Returns `true` after [`kill`](Self::kill).
+    #[must_use]
+    pub fn is_killed(&self) -> bool {
+        self.simulated.as_ref().is_some_and(|process| process.killed.load(Ordering::Relaxed))
     }
 
     /// Sets the time of day forward or back, as an administrator or a time server does. Deadlines and pauses do not follow it.

@@ -21,7 +21,7 @@ use gym_core::{CancelToken, World};
 use tokio::time::Instant;
 
 use crate::scenario::{Clocks, Report};
-use crate::script::{CLOCK, SLOW, Step};
+use crate::script::{CLOCK, MEMORY, SLOW, Step};
 use crate::whole::{ServingGroup, serve_policy};
 pub(crate) use audit::GroupAudit;
 use controller::Controller;
@@ -188,10 +188,11 @@ impl Playing {
                 if !delay.is_zero() {
                     self.net.injected(host, SLOW);
                 }
-                self.net.slow(host, delay);
-                if host != CONTROLLER {
-                    self.net.slow(plan::ranks_of(host), delay);
-                }
+                self.slow(host, delay);
+            }
+            Step::Swap(host, delay) => {
+                self.net.injected(host, MEMORY);
+                self.slow(host, delay);
             }
             Step::Clock(host, ms) => {
                 self.net.injected(host, CLOCK);
@@ -203,12 +204,20 @@ impl Playing {
             }
             // Of the other settings.
             Step::Kill
+            | Step::Reboot(_)
             | Step::EndInWrite(..)
             | Step::SecondHead
             | Step::OneHead
             | Step::Disk(_)
             | Step::DiskFault(_)
             | Step::Stop => {}
+        }
+    }
+
+    fn slow(&self, host: &'static str, delay: Duration) {
+        self.net.slow(host, delay);
+        if host != CONTROLLER {
+            self.net.slow(plan::ranks_of(host), delay);
         }
     }
 

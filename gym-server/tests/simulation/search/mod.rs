@@ -274,7 +274,11 @@ impl State {
     }
 
     fn print(&self, setting: Setting, cpu: Duration, past: u64) {
-        let what = if setting == Setting::Groups { "calls" } else { "rollouts" };
+        let what = match setting {
+            Setting::Groups => "calls",
+            Setting::Values => "fetches",
+            Setting::Servers | Setting::Cluster | Setting::Whole => "rollouts",
+        };
         let branches = self.branches.saturating_sub(past);
         #[expect(clippy::cast_precision_loss, reason = "a rate")]
         let rate = self.cases as f64 / cpu.as_secs_f64().max(0.001) * 60.0;
