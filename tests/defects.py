@@ -35,13 +35,14 @@ def simulation(*settings: str) -> str:
 
 
 SERVERS, CLUSTER, GROUPS = simulation("servers"), simulation("cluster"), simulation("groups")
-DEPLOYMENTS, WHOLE = simulation("servers", "cluster"), simulation("whole")
+DEPLOYMENTS, WHOLE, REFERENCES = simulation("servers", "cluster"), simulation("whole"), simulation("values")
 
 COLLECT = "gym-client/src/collect"
 LEDGER = f"{COLLECT}/ledger"
 MEMBERS = "gym-core/src/registry/table.rs"
 QUEUE = "gym-core/src/rollout/work/queue.rs"
 NODES = "gym-client/src/group/provision/nodes"
+VALUES = "gym-client/src/client/values"
 # Name, file, old text, new text, arguments of `cargo test`.
 DEFECTS = [
     # Rows that were acknowledged, and their inputs, survive a power failure.
@@ -165,6 +166,20 @@ DEFECTS = [
      ".filter(|record| record.incarnation.0 == exit.incarnation)?", "?", GROUPS),
     ("a-sent-call-did-not-start", "gym-core/src/group/call/gather.rs",
      "if self.sent[index].load(Ordering::Acquire) { Execution::Unknown } else { Execution::NotStarted }", "Execution::NotStarted", GROUPS),
+    # References: a value that is held can be fetched, and one that is gone leaves nothing.
+    ("a-value-ends-with-its-handle", f"{VALUES}/held.rs",
+     "entry.until = Some(Instant::now() + self.values.lease);", "entry.until = Some(Instant::now());", REFERENCES),
+    ("a-copy-in-use-is-removed", f"{VALUES}/copy.rs",
+     "match open_locked(path, FlockOperation::NonBlockingLockExclusive)? {", "match open_locked(path, FlockOperation::NonBlockingLockShared)? {", REFERENCES),
+    ("two-processes-of-a-node-fetch-one-value", f"{VALUES}/copy.rs",
+     "if !locked(&file, FlockOperation::NonBlockingLockExclusive)? || !is_at(&file, &part)? {", "if !is_at(&file, &part)? {", REFERENCES),
+    ("copies-exceed-their-limit", f"{VALUES}/copy.rs",
+     "let mut used: u64 = files.iter().map(|(_, bytes, _)| bytes).sum();", "let mut used: u64 = files.iter().map(|(_, bytes, _)| bytes / 2).sum();", REFERENCES),
+    ("a-copy-outlives-its-lease-on-a-clock-that-was-set-back", f"{VALUES}/copy.rs",
+     "Ok(if now < begin { Duration::ZERO } else { left.min(whole) })", "Ok(if now < begin { left } else { left.min(whole) })", REFERENCES),
+    ("what-a-dead-process-fetched-stays", f"{VALUES}/copy.rs",
+     "let left = if complete { lease_left(&found, &self.world)? } else { Duration::ZERO };", "let left = if complete { lease_left(&found, &self.world)? } else { Duration::MAX };", REFERENCES),
+    ("a-value-that-is-gone-takes-memory", f"{VALUES}/held.rs", "            self.memory -= entry.bytes;\n", "            let _ = entry.bytes;\n", REFERENCES),
 ]
 
 

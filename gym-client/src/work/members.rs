@@ -84,6 +84,9 @@ impl ListedMembers {
     }
 
     /// Returns the processes of these members that are gone because a newer process has their name. The list may never have had them.
+    ///
+    /// A list that is older than a process has its predecessor, so only a higher incarnation is newer. If the clock of a machine was set back
+    /// between two processes, the first one is gone when it has been silent for long enough.
     pub(super) fn replaced<'a>(&self, members: impl Iterator<Item = (&'a str, Incarnation)>) -> Vec<LostMember> {
         let newer = |name: &str, incarnation| self.members.get(name).is_some_and(|now| now.incarnation > incarnation);
         members
@@ -170,7 +173,7 @@ mod tests {
     fn a_process_that_was_never_listed_is_gone_if_a_newer_one_has_its_name() {
         let mut listed = ListedMembers::default();
         listed.apply(&update(true, false, &[server("a", 2, true), server("b", 1, false)]));
-        let held = [("a", Incarnation(1)), ("a", Incarnation(2)), ("b", Incarnation(1)), ("c", Incarnation(1))];
+        let held = [("a", 1), ("a", 2), ("a", 3), ("b", 1), ("c", 1)].map(|(name, life)| (name, Incarnation(life)));
         assert_eq!(names(listed.replaced(held.into_iter())), [("a".to_owned(), 1)]);
     }
 

@@ -21,7 +21,7 @@
 //! cargo test -p gym-server --test simulation -- replay cluster/17
 //! ```
 //!
-//! `.ci/test simulation` plays 15,500 cases, of which 4,000 are of everything at once. A seed that failed once remains a case in `PAST_FAILURES`.
+//! `.ci/test simulation` plays 17,500 cases, of which 4,000 are of everything at once. A seed that failed once remains a case in `PAST_FAILURES`.
 //!
 //! A case determines everything: the faults and their strength, the crashes of hosts, and the fate of each message. This requires
 //! that the clock is tokio's paused clock, and that all randomness comes from the seed. One task delivers all messages in the order of

@@ -113,7 +113,9 @@ impl fmt::Display for Step {
             Self::Unmute(host) => write!(f, "lose nothing more that {host} sends"),
             Self::Slow(host, delay) if delay.is_zero() => write!(f, "{host} is as fast as before"),
             Self::Slow(host, delay) => write!(f, "{host} needs {delay:?} more for each message"),
-            Self::Swap(host, delay) => write!(f, "the memory of {host} is full; it needs {delay:?} more for each message"),
+            Self::Swap(host, delay) => {
+                write!(f, "the memory of {host} is full; it needs {delay:?} more for each message")
+            }
             Self::Clock(host, ms) => write!(f, "set the clock of {host} by {ms} ms"),
             Self::SecondHead => f.write_str("start a second head server beside the first"),
             Self::OneHead => f.write_str("end the older head server"),

@@ -98,7 +98,9 @@ impl World {
     /// `Internal` if the work panicked, if the runtime ends, or after `kill`.
     pub async fn blocking<T: Send + 'static>(&self, work: impl FnOnce() -> T + Send + 'static) -> Result<T> {
         match &self.simulated {
-            None => spawn_blocking(work).await.map_err(|error| Error::internal("the work was interrupted").caused_by(error)),
+            None => {
+                spawn_blocking(work).await.map_err(|error| Error::internal("the work was interrupted").caused_by(error))
+            }
             Some(_) if self.is_killed() => Err(Error::internal("the process was killed")),
             Some(_) => Ok(work()),
         }

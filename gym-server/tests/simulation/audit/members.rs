@@ -278,9 +278,14 @@ impl PoolAudit {
                     if let Some(name) = &server.member {
                         let id = (name.clone(), server.incarnation);
                         told.lost.remove(&id);
-                        // Another process is gone.
+                        // Another process is gone. If its clock was set back before it started, the pool can tell only if the list had the
+                        // older one.
                         let number = |life| self.audit.life(name, life);
-                        let older = told.polled.get(name).filter(|life| number(**life) < number(server.incarnation));
+                        let listed = members.get(name).map(|(life, _)| *life);
+                        let older = told.polled.get(name).filter(|life| {
+                            number(**life) < number(server.incarnation)
+                                && (**life < server.incarnation || listed == Some(**life))
+                        });
                         told.lost.extend(older.map(|life| (name.clone(), *life)));
                         members.insert(name.clone(), (server.incarnation, !server.paused));
                     }

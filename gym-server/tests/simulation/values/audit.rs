@@ -15,16 +15,8 @@ use tokio::time::Instant;
 use super::plan::ValuesPlan;
 
 /// What some seed must have besides the faults.
-pub(crate) const COUNTED_IN_VALUES: [&str; 8] = [
-    FETCHED,
-    IN_SEVERAL_PARTS,
-    GONE,
-    NO_ROOM,
-    UNREACHABLE,
-    KILLED_WHILE_IT_FETCHED,
-    CUT_SHORT,
-    USED_AFTER_IT_WAS_GONE,
-];
+pub(crate) const COUNTED_IN_VALUES: [&str; 8] =
+    [FETCHED, IN_SEVERAL_PARTS, GONE, NO_ROOM, UNREACHABLE, KILLED_WHILE_IT_FETCHED, CUT_SHORT, USED_AFTER_IT_WAS_GONE];
 const FETCHED: &str = "value fetched";
 const IN_SEVERAL_PARTS: &str = "value in several parts";
 const GONE: &str = "value that is gone";

@@ -292,7 +292,8 @@ impl Process {
             let (deadline, used) = (millis(&mut rng, self.plan.deadline_max), millis(&mut rng, self.plan.held_max));
             // Nothing prevents a calm fetch.
             let deadline = if self.plan.is_calm() { FETCH_WITHIN } else { deadline };
-            let cut = (rng.u8(..8) == 0 && !self.plan.is_calm()).then(|| millis(&mut rng, deadline / 4 + Duration::from_millis(1)));
+            let cut = (rng.u8(..8) == 0 && !self.plan.is_calm())
+                .then(|| millis(&mut rng, deadline / 4 + Duration::from_millis(1)));
             let this = self.clone();
             self.fetches.fetch_add(1, Ordering::Relaxed);
             self.host.spawn(async move {
@@ -328,12 +329,12 @@ impl Process {
         // Those that are put after the faults are held to the end.
         let held_max = u64::try_from(self.plan.held_max.as_millis()).unwrap_or(u64::MAX);
         let time = Duration::from_millis(1 + number.wrapping_mul(2_654_435_761) % held_max);
-        if self.healed.is_cancelled() || number % 5 == 0 {
+        if self.healed.is_cancelled() || number.is_multiple_of(5) {
             self.ends.cancelled().await;
         } else {
             sleep(time).await;
         }
-        let at_once = number % 3 == 0;
+        let at_once = number.is_multiple_of(3);
         self.audit.ends(&held, at_once);
         if at_once {
             held.release();
