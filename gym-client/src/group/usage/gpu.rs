@@ -192,8 +192,6 @@ fn read_gpu(line: &str) -> Option<GpuUsage> {
 
 #[cfg(test)]
 mod tests {
-    use std::fs;
-    use std::os::unix::fs::PermissionsExt;
 
     use super::*;
 
