@@ -1,15 +1,18 @@
 """A cluster over real networks: a head, a collector and workers in network namespaces, each with its own address.
 
-    .ci/cluster [PROGRAM] [--faults N] [--rollouts N] [--strict]
+    .ci/cluster [PROGRAM] [--faults N] [--rollouts N] [--strict] [--on-nodes PROGRAM]
 
-Five campaigns. Each prints its figures; wrong rows end the program with 1, and with --strict a figure above its limit too.
+Six campaigns. Each prints its figures; wrong rows end the program with 1, and with --strict a figure above its limit too.
 
 - faults: N times each, at random moments of a collection whose rollouts the workers pull: a worker is killed and started again, a worker is
   stopped and goes on, the cable of a worker is cut and plugged in, the head is killed and started again;
 - beheaded: the head is killed and started again while a collector calls replicas by name;
 - frozen: one of two replicas is stopped while a collector calls them by name;
 - lossy: all workers are behind links with delay and loss;
-- nat: the only worker is behind a router that translates addresses, and takes its rollouts over connections that it opens.
+- nat: the only worker is behind a router that translates addresses, and takes its rollouts over connections that it opens;
+- everything, with --on-nodes PROGRAM, the example `on_nodes`: a worker group on two node agents runs beside the collection. 20 times N processes
+  are killed (collector, head, workers, node agents, ranks) and 5 times N cables cut, at random moments and without waiting for recovery. A killed
+  collector is resumed. No rank is ever alive on two nodes, and all ranks serve at the end.
 
 The rows must be those of an undisturbed collection in one process: none lost, none twice, the same rewards, no reward on a failed attempt.
 """
@@ -43,7 +46,7 @@ HEAD_URL = f"http://{HEAD}:11000"
 PRIVATE = "192.168.77.2"
 HEARTBEAT, TIMEOUT = 1, 3
 TASKS = 100
-CAMPAIGNS = ["faults", "beheaded", "frozen", "lossy", "nat"]
+CAMPAIGNS = ["faults", "beheaded", "frozen", "lossy", "nat", "everything"]
 CLONE_NEWNET = 0x40000000
 # The names of this run: an earlier one may have been killed.
 ID = f"gym{os.getpid()}"
@@ -247,11 +250,12 @@ class Cluster:
         # The head sends packets for the private network to the router, as to a gateway; the collector has no route to it.
         ip("-n", f"{ID}-h", "route", "add", "192.168.77.0/24", "via", f"10.77.0.{number}")
 
-    def start(self, name, host, arguments):
+    def start(self, name, host, arguments, program=None, variables=None):
         environment = {key: value for key, value in os.environ.items() if not key.startswith(("HEAD_SERVER", "NUM_EXPECTED", "WORKER_"))}
+        environment.update(variables or {})
         log = open(self.folder / f"{name}.log", "ab")
         # `ip` becomes the program, so signals reach it.
-        command = ["ip", "netns", "exec", f"{ID}-{host}", self.program, *map(str, arguments)]
+        command = ["ip", "netns", "exec", f"{ID}-{host}", program or self.program, *map(str, arguments)]
         self.processes[name] = subprocess.Popen(command, cwd=self.folder, env=environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
         log.close()
         return self.processes[name]
@@ -565,6 +569,169 @@ class FaultCampaign:
         return figures
 
 
+class Everything:
+    """Kills and cuts whatever there is, at random moments, and repairs it some time later."""
+
+    WORKERS, NODES = ["w1", "w2", "w3", "w4"], ["n1", "n2"]
+    # How often each strikes for one fault of the command line.
+    KILLS = {"worker": 6, "rank": 6, "agent": 4, "head": 2, "collector": 2}
+    CUTS = {"cable of a worker": 4, "cable of a node": 1}
+    NAME = "everything"
+
+    def __init__(self, cluster, program, rng):
+        self.cluster, self.program, self.rng = cluster, os.path.realpath(program), rng
+        self.variables = {"GYM_JOIN_SECRET": ID, "HEAD_SERVER_URL": HEAD_URL}
+        # What to do when, and what is struck until then.
+        self.repairs, self.struck, self.number = [], set(), 0
+        self.done, self.twice, self.ended = collections.Counter(), set(), False
+
+    def start_node(self, node):
+        self.cluster.start(node, node, ["node", node, "--host", f"10.77.0.{30 + int(node[1:])}"], self.program, self.variables)
+
+    def collect(self, *options):
+        self.cluster.collect(self.NAME, self.rollouts, "--dispatch", "pull", "--concurrency", 100, "--lost-attempts", 100, *options)
+
+    def ranks(self):
+        """Returns the living ranks: process, rank and node of each."""
+        namespaces = {os.stat(f"/run/netns/{ID}-{node}").st_ino: node for node in self.NODES}
+        found = []
+        for process in filter(str.isdigit, os.listdir("/proc")):
+            try:
+                node = namespaces.get(os.stat(f"/proc/{process}/ns/net").st_ino)
+                variables = node and pathlib.Path(f"/proc/{process}/environ").read_bytes()
+                rank = variables and re.search(rb"(?:^|\0)RANK=(\d+)\0", variables)
+                if rank and not re.search(r"^State:\s[ZX]", pathlib.Path(f"/proc/{process}/status").read_text(), re.MULTILINE):
+                    found.append((int(process), int(rank[1]), node))
+            except OSError:
+                pass
+        return found
+
+    def watch(self):
+        while not self.ended:
+            nodes = collections.defaultdict(set)
+            for _, rank, node in self.ranks():
+                nodes[rank].add(node)
+            self.twice |= {rank for rank, on in nodes.items() if len(on) > 1}
+            time.sleep(0.2)
+
+    def repair(self, after, what, action):
+        self.number += 1
+        self.struck.add(what)
+        heapq.heappush(self.repairs, (time.time() + after, self.number, what, action))
+
+    def strike(self, kind):
+        """Returns `False` if all that this kind could strike is struck already."""
+        cluster, rng = self.cluster, self.rng
+        names = {"worker": self.WORKERS, "cable of a worker": self.WORKERS, "agent": self.NODES, "cable of a node": self.NODES,
+                 "head": ["h"], "collector": ["collector"], "rank": ["rank"]}[kind]
+        names = [name for name in names if name not in self.struck]
+        if not names:
+            return False
+        name, away = rng.choice(names), rng.uniform(0, 2)
+        if kind == "rank":
+            ranks = self.ranks()
+            if not ranks:
+                return False
+            try:
+                os.kill(rng.choice(ranks)[0], signal.SIGKILL)
+            except ProcessLookupError:
+                return False
+        elif kind.startswith("cable"):
+            cluster.cable(name, "down")
+            away = rng.uniform(0.2, 2.5) if rng.random() < 0.5 else TIMEOUT + rng.uniform(1, 2)
+            self.repair(away, name, lambda: cluster.cable(name, "up"))
+        elif kind == "collector":
+            cluster.kill(f"collect-{self.NAME}")
+            self.repair(away, name, lambda: self.collect("--resume"))
+        else:
+            cluster.kill(name)
+            start = {"worker": lambda: cluster.start_worker(name, "--pull-capacity", 24), "agent": lambda: self.start_node(name),
+                     "head": cluster.start_head}[kind]
+            self.repair(away, name, start)
+        self.done[kind] += 1
+        return True
+
+    def mend(self, all_of_them=False):
+        while self.repairs and (all_of_them or self.repairs[0][0] <= time.time()):
+            at, _, name, action = heapq.heappop(self.repairs)
+            time.sleep(max(0, at - time.time()))
+            action()
+            self.struck.discard(name)
+
+    def collects(self):
+        """Resumes a collection that found no head, as a supervisor does. Returns `False` when it is complete."""
+        if "collector" in self.struck:
+            return True
+        status = self.cluster.processes[f"collect-{self.NAME}"].poll()
+        if status:
+            self.repair(1, "collector", lambda: self.collect("--resume"))
+        return status != 0
+
+    def serve(self):
+        """Returns `True` if all ranks serve, as the controller says."""
+        lines = [line for line in (self.cluster.folder / "controller.log").read_text().splitlines() if " ranks " in line]
+        return bool(lines) and lines[-1].count("/healthy") == 4
+
+    def wait_for(self, what, ready, limit=60):
+        began = time.time()
+        while not ready():
+            if time.time() - began > limit:
+                raise Failed(f"{self.NAME}: never came: {what}")
+            time.sleep(0.1)
+
+    def run(self, rollouts, faults):
+        cluster, self.rollouts = self.cluster, rollouts
+        for number, node in enumerate(self.NODES, 31):
+            cluster.add_host(node, number)
+            self.start_node(node)
+        cluster.add_host("g", 40)
+        self.wait_for("the nodes join", lambda: all(f'"{node}"' in self.members() for node in self.NODES))
+        cluster.start("controller", "g", ["group"], self.program, self.variables)
+        self.wait_for("all ranks serve", self.serve)
+        watching = threading.Thread(target=self.watch)
+        watching.start()
+        try:
+            self.collect()
+            self.wait_for("the first rows", lambda: cluster.rows(self.NAME) >= 20)
+            deck = [kind for kind, times in {**self.KILLS, **self.CUTS}.items() for _ in range(times * faults)]
+            self.rng.shuffle(deck)
+            count, cards = RowCount(cluster.folder / f"{self.NAME}.jsonl"), len(deck)
+            began = time.time()
+            while deck:
+                time.sleep(self.rng.uniform(0, 0.4))
+                self.mend()
+                if not self.collects():
+                    raise Failed(f"{self.NAME} ended before all faults; it needs more rollouts")
+                # Over the whole collection.
+                if count.count() < rollouts * 8 // 10 * (cards - len(deck)) // cards:
+                    continue
+                kind = deck.pop()
+                if not self.strike(kind):
+                    deck.insert(self.rng.randrange(len(deck) + 1), kind)
+            struck_for, rows = time.time() - began, cluster.rows(self.NAME)
+            while self.collects():
+                time.sleep(0.1)
+                self.mend()
+                if time.time() - began > 3_600:
+                    raise Failed(f"{self.NAME} hangs: {cluster.rows(self.NAME)} of {rollouts} rows")
+            self.mend(all_of_them=True)
+            cluster.ended(self.NAME, rollouts, 60)
+            self.wait_for("all ranks serve again", self.serve)
+        finally:
+            self.ended = True
+            watching.join()
+        if self.twice:
+            raise Failed(f"{self.NAME}: ranks {sorted(self.twice)} were alive on two nodes at a time")
+        kills = sum(self.done[kind] for kind in self.KILLS)
+        print(f"cluster: {self.NAME}: {kills} kills and {cards - kills} cut cables in {struck_for:.0f} s, during {rows:,} rollouts: {dict(self.done)}; "
+              "no rank was alive on two nodes, and all serve", flush=True)
+
+    def members(self):
+        connection = http.client.HTTPConnection(HEAD, 11000, timeout=30)
+        connection.request("GET", "/cluster/members")
+        return connection.getresponse().read().decode()
+
+
 def behead(cluster, roster, workers, away):
     """Kills the head, starts it again, and returns the time from its return until all workers serve."""
     cluster.kill("h")
@@ -705,10 +872,13 @@ def main():
     parser.add_argument("--rollouts", type=int, default=2_000, help="rollouts of the campaign of faults")
     parser.add_argument("--seed", type=int, default=int(time.time()))
     parser.add_argument("--only", choices=CAMPAIGNS, action="append")
+    parser.add_argument("--on-nodes", help="the example `on_nodes`, for the campaign of everything")
     parser.add_argument("--strict", action="store_true", help="fail if a figure is above its limit")
     parser.add_argument("--keep", action="store_true", help="keep the folder with the rows and the logs")
     options = parser.parse_args()
-    wanted = options.only or CAMPAIGNS
+    wanted = options.only or [name for name in CAMPAIGNS if name != "everything" or options.on_nodes]
+    if "everything" in wanted and not options.on_nodes:
+        parser.error("the campaign of everything needs --on-nodes PROGRAM, the example `on_nodes`")
     rng, over = random.Random(options.seed), 0
     print(f"cluster: seed {options.seed}", flush=True)
     cluster = Cluster(options.program)
@@ -743,6 +913,9 @@ def main():
             figures, _ = campaign.run(rollouts)
             over += figures.print()
             drain(cluster, "w1")
+        if "everything" in wanted:
+            start(Everything.WORKERS, (400, 1_000), "--pull-capacity", 24)
+            Everything(cluster, options.on_nodes, rng).run(rollouts, options.faults)
         if "beheaded" in wanted:
             start(workers[:4], (100, 300), "--pull-capacity", 24)
             faults = max(2, options.faults // 10)

@@ -490,6 +490,19 @@ mod tests {
     }
 
     #[test]
+    fn the_exit_of_an_earlier_incarnation_changes_nothing() {
+        let (options, now) = (GroupOptions::new(Transports::new()).restarting(9), Instant::now());
+        let mut records = vec![record()];
+        let first = died(&records[0]);
+        ended(&mut records, 0, first.clone(), now, &options).expect("news");
+        records[0].restarting(&options);
+        let told = |record: &RankRecord| (record.state(), record.incarnation, record.restarts_used());
+        let before = told(&records[0]);
+        assert_eq!(ended(&mut records, 0, first, now, &options), None, "it is reported twice");
+        assert_eq!(told(&records[0]), before);
+    }
+
+    #[test]
     fn without_restarts_a_rank_stays_dead_and_a_stopped_one_stopped() {
         let options = GroupOptions::new(Transports::new());
         let (mut dead, mut stopped, now) = (record(), record(), Instant::now());

@@ -232,9 +232,7 @@ mod tests {
         StartBody { session: "session".to_owned(), launch, lives: vec![(0, Incarnation(1))], rendezvous: None }
     }
 
-    /// The agent is stopped, and reads requests of before when it goes on: the controller may have started the ranks on another node by then.
-    #[tokio::test(start_paused = true)]
-    async fn an_agent_that_was_stopped_for_its_lease_starts_no_rank() {
+    fn session() -> NodeSession {
         let workers = Workers::new().with("idle", WorkerKind::of::<Idle>());
         let ranks = InProcessRanks::new(workers, Transports::from_features(InProcess::new()));
         let request = ReserveBody {
@@ -245,7 +243,23 @@ mod tests {
             gpus: Vec::new(),
             lease_ms: 2_000,
         };
-        let session = NodeSession::begin(&request, LEASE, Arc::new(ranks));
+        NodeSession::begin(&request, LEASE, Arc::new(ranks))
+    }
+
+    /// The first answer was lost: the ranks may have started since.
+    #[tokio::test(start_paused = true)]
+    async fn a_launch_that_is_repeated_keeps_the_ranks_of_the_first() {
+        let session = session();
+        session.launch(launch(1)).await.expect("the lease runs");
+        let first = session.ranks(1).expect("they are prepared");
+        session.launch(launch(1)).await.expect("the lease runs");
+        assert!(Arc::ptr_eq(&first, &session.ranks(1).expect("they are prepared")));
+    }
+
+    /// The agent is stopped, and reads requests of before when it goes on: the controller may have started the ranks on another node by then.
+    #[tokio::test(start_paused = true)]
+    async fn an_agent_that_was_stopped_for_its_lease_starts_no_rank() {
+        let session = session();
         session.launch(launch(1)).await.expect("the lease runs");
         tokio::time::advance(LEASE).await;
         for late in [session.launch(launch(2)).await, session.start(start(1)).await] {
