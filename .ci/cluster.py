@@ -707,6 +707,7 @@ class Everything:
                     continue
                 kind = deck.pop()
                 if not self.strike(kind):
+                    # Later, between the others.
                     deck.insert(self.rng.randrange(len(deck) + 1), kind)
             struck_for, rows = time.time() - began, cluster.rows(self.NAME)
             while self.collects():

@@ -137,7 +137,7 @@ async fn start(nodes: Nodes, cx: &CallContext) -> anyhow::Result<(VirtualCluster
     bundles.use_gpus = false;
     let cluster = VirtualCluster::new(bundles, nodes)?;
     let mut options = GroupOptions::new(Transports::standard()).restarting(100);
-    options.backoff_min = Duration::from_millis(50);
+    (options.backoff_min, options.backoff_max) = (Duration::from_millis(50), Duration::from_secs(2));
     let group = cluster.start(cx, GroupRequest::new("where", "where", &(), options)?).await?;
     Ok((cluster, group))
 }
