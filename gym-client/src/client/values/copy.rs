@@ -60,7 +60,7 @@ pub(super) enum Found {
 }
 
 fn now(world: &World) -> SystemTime {
-    SystemTime::UNIX_EPOCH + world.now()
+    SystemTime::UNIX_EPOCH + world.machine_time()
 }
 
 fn locked(file: &File, operation: FlockOperation) -> io::Result<bool> {

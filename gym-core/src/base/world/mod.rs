@@ -91,6 +91,13 @@ impl World {
         if stepped_ms < 0 { now.saturating_sub(stepped) } else { now + stepped }
     }
 
+    /// Returns the time of day as this machine has it at this moment, since the Unix epoch: for times that other processes read. The
+    /// [`now`](Self::now) of a real world does not notice that the clock was set since its creation.
+    #[must_use]
+    pub fn machine_time(&self) -> Duration {
+        if self.is_simulated() { self.now() } else { time_of_day() }
+    }
+
     /// Runs work that blocks, such as reads of local files, on a thread for such work. In a simulated world it runs at once, so that
     /// the order of events does not depend on threads, and not at all after [`kill`](Self::kill).
     ///
@@ -131,8 +138,8 @@ impl World {
     }
 }
 
-/// Reads the wall clock. This is the only place; after it, time advances with tokio's clock.
-#[allow(clippy::disallowed_methods, reason = "a real world begins at the real time")]
+/// Reads the wall clock. This is the only place.
+#[allow(clippy::disallowed_methods, reason = "a real world has the real time")]
 fn time_of_day() -> Duration {
     std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default()
 }
