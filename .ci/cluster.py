@@ -572,7 +572,9 @@ class FaultCampaign:
 class Everything:
     """Kills and cuts whatever there is, at random moments, and repairs it some time later."""
 
-    WORKERS, NODES = ["w1", "w2", "w3", "w4"], ["n1", "n2"]
+    WORKERS = ["w1", "w2", "w3", "w4"]
+    # The last part of the address of each.
+    NODES = {"n1": 31, "n2": 32}
     # How often each strikes for one fault of the command line.
     KILLS = {"worker": 6, "rank": 6, "agent": 4, "head": 2, "collector": 2}
     CUTS = {"cable of a worker": 4, "cable of a node": 1}
@@ -586,7 +588,7 @@ class Everything:
         self.done, self.twice, self.ended = collections.Counter(), set(), False
 
     def start_node(self, node):
-        self.cluster.start(node, node, ["node", node, "--host", f"10.77.0.{30 + int(node[1:])}"], self.program, self.variables)
+        self.cluster.start(node, node, ["node", node, "--host", f"10.77.0.{self.NODES[node]}"], self.program, self.variables)
 
     def collect(self, *options):
         self.cluster.collect(self.NAME, self.rollouts, "--dispatch", "pull", "--concurrency", 100, "--lost-attempts", 100, *options)
@@ -681,11 +683,11 @@ class Everything:
 
     def run(self, rollouts, faults):
         cluster, self.rollouts = self.cluster, rollouts
-        for number, node in enumerate(self.NODES, 31):
+        for node, number in self.NODES.items():
             cluster.add_host(node, number)
             self.start_node(node)
         cluster.add_host("g", 40)
-        self.wait_for("the nodes join", lambda: all(f'"{node}"' in self.members() for node in self.NODES))
+        self.wait_for("the nodes join", lambda: {member["name"] for member in members()} >= self.NODES.keys())
         cluster.start("controller", "g", ["group"], self.program, self.variables)
         self.wait_for("all ranks serve", self.serve)
         watching = threading.Thread(target=self.watch)
@@ -727,10 +729,12 @@ class Everything:
         print(f"cluster: {self.NAME}: {kills} kills and {cards - kills} cut cables in {struck_for:.0f} s, during {rows:,} rollouts: {dict(self.done)}; "
               "no rank was alive on two nodes, and all serve", flush=True)
 
-    def members(self):
-        connection = http.client.HTTPConnection(HEAD, 11000, timeout=30)
-        connection.request("GET", "/cluster/members")
-        return connection.getresponse().read().decode()
+
+def members():
+    """Returns the members that the head lists."""
+    connection = http.client.HTTPConnection(HEAD, 11000, timeout=30)
+    connection.request("GET", "/cluster/members")
+    return json.loads(connection.getresponse().read())
 
 
 def behead(cluster, roster, workers, away):
@@ -833,10 +837,7 @@ def lossy(cluster, roster, workers, rollouts):
 
 def nat(cluster, worker, rollouts):
     """A worker that nobody reaches takes all rollouts."""
-    connection = http.client.HTTPConnection(HEAD, 11000, timeout=30)
-    connection.request("GET", "/cluster/members")
-    members = json.loads(connection.getresponse().read())
-    servers = next(member["servers"] for member in members if member["name"] == worker and member["state"] == "serving")
+    servers = next(member["servers"] for member in members() if member["name"] == worker and member["state"] == "serving")
     addresses = {re.fullmatch(r"http://(.*):(\d+)", endpoint).groups() for server in servers for endpoint in server["endpoints"] if endpoint.startswith("http:")}
     if {host for host, _ in addresses} != {PRIVATE}:
         raise Failed(f"the worker behind the router is at {addresses}")

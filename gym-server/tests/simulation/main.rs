@@ -145,10 +145,12 @@ fn long_test(setting: Setting, seeds: u64) {
 
 fn a_case_replays_exactly() {
     for setting in SETTINGS {
+        // A process of values alone on its node does little.
+        let events_min = if setting == Setting::Values { 20 } else { 100 };
         for seed in 0..12 {
             let case = Case::new(setting, seed).branch(3_000, seed + 100);
             let (one, other) = (run(&case, LateCheck::On), run(&case, LateCheck::On));
-            assert!(one.trace.events() > 20, "{case} did something");
+            assert!(one.trace.events() > events_min, "{case} did something");
             if one.trace.hash() != other.trace.hash() {
                 let differs = one.trace.lines().zip(other.trace.lines()).find(|(one, other)| one != other);
                 panic!("{case} differs from its replay, first here: {differs:#?}");

@@ -32,7 +32,7 @@ use crate::plan::{
     END_IN_WRITE, FROZEN, HEAD, HEAD_KILL, HEAD_RESTART, ISOLATED, LateCheck, OPEN_FAILED, Plan, RELAY, RESOURCES,
     STOP, SYNC_FAILED, WORKER_KILL, WORKERS,
 };
-use crate::script::{CLOCK, MEMORY, SLOW, Step};
+use crate::script::Step;
 use crate::servers::{SmallAgent, SmallResources};
 use crate::values;
 use crate::whole;
@@ -245,6 +245,9 @@ impl Deployment {
 
     pub(crate) fn follow(&mut self, step: Step) {
         self.net.note("script", format_args!("{step}"));
+        if let Some((host, kind)) = step.shared_fault() {
+            self.net.injected(host, kind);
+        }
         match step {
             Step::Crash(host) => {
                 self.net.crash(host);
@@ -293,20 +296,8 @@ impl Deployment {
             Step::FreezeMachine(_) | Step::Reboot(_) => {}
             Step::Mute(host) => self.net.mute(host),
             Step::Unmute(host) => self.net.unmute(host),
-            Step::Slow(host, delay) => {
-                if !delay.is_zero() {
-                    self.net.injected(host, SLOW);
-                }
-                self.net.slow(host, delay);
-            }
-            Step::Swap(host, delay) => {
-                self.net.injected(host, MEMORY);
-                self.net.slow(host, delay);
-            }
-            Step::Clock(host, ms) => {
-                self.net.injected(host, CLOCK);
-                self.clocks.step(host, ms);
-            }
+            Step::Slow(host, delay) | Step::Swap(host, delay) => self.net.slow(host, delay),
+            Step::Clock(host, ms) => self.clocks.step(host, ms),
             Step::SecondHead => {
                 let host = self.net.host_beside(HEAD);
                 self.start_head(&host);

@@ -9,9 +9,9 @@ use gym_core::testing::{FileEnd, FileFault};
 use crate::plan::{COLLECTOR, DISK_WELL, HEAD};
 
 /// Kinds of faults that the settings share, of which some seed must have each.
-pub(crate) const SLOW: &str = "slow host";
-pub(crate) const CLOCK: &str = "clock set";
-pub(crate) const MEMORY: &str = "memory pressure";
+const SLOW: &str = "slow host";
+const CLOCK: &str = "clock set";
+const MEMORY: &str = "memory pressure";
 pub(crate) const SHARED: [&str; 3] = [SLOW, CLOCK, MEMORY];
 
 /// One event of a script.
@@ -81,6 +81,16 @@ impl Step {
             Self::Kill | Self::EndInWrite(..) | Self::Disk(_) | Self::DiskFault(_) | Self::Stop | Self::Reseed(_) => {
                 None
             }
+        }
+    }
+
+    /// Returns the fault of a step that all settings follow alike, and the host that it strikes.
+    pub(crate) fn shared_fault(self) -> Option<(&'static str, &'static str)> {
+        match self {
+            Self::Slow(host, delay) if !delay.is_zero() => Some((host, SLOW)),
+            Self::Swap(host, _) => Some((host, MEMORY)),
+            Self::Clock(host, _) => Some((host, CLOCK)),
+            _ => None,
         }
     }
 

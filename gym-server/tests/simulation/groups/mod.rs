@@ -21,7 +21,7 @@ use gym_core::{CancelToken, World};
 use tokio::time::Instant;
 
 use crate::scenario::{Clocks, Report};
-use crate::script::{CLOCK, MEMORY, SLOW, Step};
+use crate::script::Step;
 use crate::whole::{ServingGroup, serve_policy};
 pub(crate) use audit::GroupAudit;
 use controller::Controller;
@@ -139,7 +139,7 @@ impl Playing {
 
     pub(crate) fn follow(&self, step: Step) {
         self.net.note("script", format_args!("{step}"));
-        if let Some((host, kind)) = plan::injects(step) {
+        if let Some((host, kind)) = plan::injects(step).or(step.shared_fault()) {
             self.net.injected(host, kind);
         }
         match step {
@@ -184,20 +184,13 @@ impl Playing {
                     self.net.unmute(plan::ranks_of(host));
                 }
             }
-            Step::Slow(host, delay) => {
-                if !delay.is_zero() {
-                    self.net.injected(host, SLOW);
+            Step::Slow(host, delay) | Step::Swap(host, delay) => {
+                self.net.slow(host, delay);
+                if host != CONTROLLER {
+                    self.net.slow(plan::ranks_of(host), delay);
                 }
-                self.slow(host, delay);
             }
-            Step::Swap(host, delay) => {
-                self.net.injected(host, MEMORY);
-                self.slow(host, delay);
-            }
-            Step::Clock(host, ms) => {
-                self.net.injected(host, CLOCK);
-                self.clocks.step(host, ms);
-            }
+            Step::Clock(host, ms) => self.clocks.step(host, ms),
             Step::Reseed(seed) => {
                 self.net.reseed(seed);
                 fastrand::seed(seed);
@@ -211,13 +204,6 @@ impl Playing {
             | Step::Disk(_)
             | Step::DiskFault(_)
             | Step::Stop => {}
-        }
-    }
-
-    fn slow(&self, host: &'static str, delay: Duration) {
-        self.net.slow(host, delay);
-        if host != CONTROLLER {
-            self.net.slow(plan::ranks_of(host), delay);
         }
     }
 

@@ -61,7 +61,7 @@ struct Truth {
 #[derive(Clone, Copy, Debug)]
 struct TrueValue {
     number: u64,
-    holder: (&'static str, u64),
+    holder: &'static str,
     /// When its handle was dropped: it stays for the lease.
     dropped: Option<Instant>,
     /// When it was released, or its holder died.
@@ -129,8 +129,8 @@ impl ValuesAudit {
         truth.next
     }
 
-    pub(super) fn put(&self, reference: &ValueRef, number: u64, holder: (&'static str, u64)) {
-        self.net.note(holder.0, format_args!("puts value {number}"));
+    pub(super) fn put(&self, reference: &ValueRef, number: u64, holder: &'static str) {
+        self.net.note(holder, format_args!("puts value {number}"));
         let mut truth = self.truth();
         truth.values.insert(reference.id.clone(), TrueValue { number, holder, dropped: None, gone: None });
         truth.order.push(reference.clone());
@@ -140,7 +140,7 @@ impl ValuesAudit {
     pub(super) fn ends(&self, held: &HeldValue, at_once: bool) {
         let mut truth = self.truth();
         let Some(value) = truth.values.get_mut(&held.reference().id) else { return };
-        let (number, holder, now) = (value.number, value.holder.0, Instant::now());
+        let (number, holder, now) = (value.number, value.holder, Instant::now());
         if at_once {
             value.gone.get_or_insert(now);
         } else {
@@ -157,7 +157,7 @@ impl ValuesAudit {
     /// A process was killed, and its values with it.
     pub(super) fn died(&self, process: &str, directory: &Path) {
         let now = Instant::now();
-        for value in self.truth().values.values_mut().filter(|value| value.holder.0 == process) {
+        for value in self.truth().values.values_mut().filter(|value| value.holder == process) {
             value.gone.get_or_insert(now);
         }
         if copies(directory).iter().any(|(path, _)| path.extension().is_some()) {

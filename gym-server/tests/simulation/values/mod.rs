@@ -23,7 +23,7 @@ use tempfile::TempDir;
 use tokio::time::{Instant, sleep, sleep_until, timeout};
 
 use crate::scenario::{Clocks, Report};
-use crate::script::{CLOCK, MEMORY, SLOW, Step};
+use crate::script::Step;
 pub(crate) use audit::COUNTED_IN_VALUES;
 use audit::{CUT_SHORT, SLACK, ValuesAudit, contents};
 use plan::node_of;
@@ -142,7 +142,7 @@ impl Playing {
 
     fn follow(&self, step: Step) {
         self.net.note("script", format_args!("{step}"));
-        if let Some((process, kind)) = plan::injects(step) {
+        if let Some((process, kind)) = plan::injects(step).or(step.shared_fault()) {
             self.net.injected(process, kind);
         }
         match step {
@@ -159,18 +159,8 @@ impl Playing {
             Step::Reconnect(process) => self.net.reconnect(process),
             Step::Mute(process) => self.net.mute(process),
             Step::Unmute(process) => self.net.unmute(process),
-            Step::Slow(process, delay) => {
-                if !delay.is_zero() {
-                    self.net.injected(process, SLOW);
-                }
-                self.net.slow(process, delay);
-            }
-            Step::Swap(process, delay) => {
-                self.net.injected(process, MEMORY);
-                self.net.slow(process, delay);
-            }
+            Step::Slow(process, delay) | Step::Swap(process, delay) => self.net.slow(process, delay),
             Step::Clock(process, ms) => {
-                self.net.injected(process, CLOCK);
                 self.audit.clock_set(node_of(process));
                 // The processes of a machine have one clock.
                 self.on_node(node_of(process)).into_iter().for_each(|process| self.clocks.step(process, ms));
@@ -246,7 +236,7 @@ impl Playing {
         process.host.clone().spawn(process.work());
     }
 
-    /// Checks that each process gets what is held, of those that held it before and of all that run now.
+    /// Checks that each process gets every value that is held, among them one of each process.
     async fn all_are_reached(&self) {
         let processes: Vec<Process> = self.processes.borrow().values().cloned().collect();
         for process in &processes {
@@ -319,7 +309,7 @@ impl Process {
             Err(error) if error.code() == Code::ResourceExhausted => return,
             Err(error) => return self.audit.violation(format_args!("a value cannot be put: {error}")),
         };
-        self.audit.put(held.reference(), number, (self.name, self.host.life()));
+        self.audit.put(held.reference(), number, self.name);
         self.holds.fetch_add(1, Ordering::Relaxed);
         let this = self.clone();
         self.host.spawn(async move { this.hold(held, number).await });
