@@ -317,12 +317,15 @@ impl NodesState {
                 }
             }
             LinkNews::State(NodeState::Lost(why)) => {
-                tracing::error!(
-                    node,
-                    why,
-                    "a node is lost; its ranks have ended for their groups, and can restart on another node when its lease is over"
-                );
-                self.log.push(NodeEvent::Lost { node, why: why.clone() });
+                // The session of a release ends so, too.
+                if !lock(&self.held).released {
+                    tracing::error!(
+                        node,
+                        why,
+                        "a node is lost; its ranks have ended for their groups, and can restart on another node when its lease is over"
+                    );
+                    self.log.push(NodeEvent::Lost { node, why: why.clone() });
+                }
                 self.all_ranks().iter().for_each(|ranks| ranks.lost(link, &why));
             }
             LinkNews::State(NodeState::Suspect(why)) => {
@@ -515,7 +518,11 @@ impl NodesState {
         let stopped = join_all(self.all_ranks().iter().map(|ranks| ranks.stop(grace))).await;
         let links = distinct(&hosts).into_iter().filter(|link| !link.is_lost());
         let released = join_all(links.map(|link| async move {
-            self.give_back(link, grace).await?;
+            match self.give_back(link, grace).await {
+                // A poll was told first that the session has ended, or the node is lost: nothing is left to be released.
+                Err(_) if link.is_lost() => return Ok(()),
+                answered => answered?,
+            }
             // Nothing of the session is left: whoever stops it again need not ask an agent, which may have ended meanwhile.
             link.lose("its bundles were released".to_owned(), Instant::now());
             Ok(())
@@ -541,5 +548,71 @@ impl Drop for NodesState {
                 let _ = link.call::<Value>(&cx, "/node/release", &request).await;
             });
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use gym_core::group::cluster::ClusterSpec;
+    use gym_core::transport::{InProcess, handler_fn, serve};
+    use gym_core::{CallContext, CancelToken, Code, Endpoint, Error, Incarnation, Request, Response};
+    use tokio::time::sleep;
+
+    use super::{NodesState, build};
+    use crate::group::provision::deployment::ReserveRequest;
+    use crate::group::provision::nodes::message::NodeReport;
+    use crate::group::provision::nodes::{Nodes, lock};
+    use crate::transport::Transports;
+
+    /// Answers as an agent of one node whose replies to `/node/release` arrive late.
+    async fn agent(released: CancelToken, request: Request) -> gym_core::Result<Response> {
+        match request.route.path() {
+            "/node/poll" => {
+                released.cancelled().await;
+                Ok(Response::from_error(&Error::not_started(Code::NotFound, "there is no such session")))
+            }
+            "/node/release" => {
+                released.cancel();
+                sleep(Duration::from_secs(5)).await;
+                Ok(Response::json("null"))
+            }
+            _ => {
+                let report = NodeReport {
+                    name: "node-a".to_owned(),
+                    incarnation: Incarnation(1),
+                    build: build()?,
+                    address: [127, 0, 0, 1].into(),
+                    cpus: 1,
+                    gpus: Vec::new(),
+                    free_cpus: 1,
+                    free_gpus: Vec::new(),
+                    domain: None,
+                    domain_rank: None,
+                    held_by: Vec::new(),
+                };
+                Ok(Response::json(serde_json::json!(report).to_string()))
+            }
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_poll_that_finds_the_session_released_is_no_lost_node() {
+        let (network, released) = (InProcess::new(), CancelToken::new());
+        let listener = Box::new(network.listen("agent").unwrap());
+        let handler = handler_fn(move |request| agent(released.clone(), request));
+        let serving = serve(listener, std::sync::Arc::new(handler), CancelToken::new(), Duration::ZERO);
+        let _serving = tokio_util::task::AbortOnDropHandle::new(tokio::spawn(serving));
+        let at = vec![Endpoint::parse("mem://agent").unwrap()];
+        let nodes = Nodes::at(at, Transports::from_features(network), "secret");
+        let mut cluster = ClusterSpec::new([1]);
+        cluster.use_gpus = false;
+        let cx = CallContext::within(Duration::from_secs(10));
+        let state = NodesState::reserve(nodes, &cx, ReserveRequest::new(cluster)).await.unwrap();
+        // The poll is in flight when the bundles are released.
+        sleep(Duration::from_millis(100)).await;
+        state.release(Duration::ZERO).await.unwrap();
+        assert!(lock(&state.held).hosts.iter().all(|link| link.is_lost()));
     }
 }
