@@ -14,12 +14,15 @@ pub struct Options {
     pub peer: Option<PathBuf>,
     /// Measures only figures whose name contains one of these. Empty by default, which means all figures.
     pub only: Vec<String>,
+    /// Rollouts in flight, for the benchmark `in_flight`. None by default, which means its own number.
+    pub rollouts: Option<u32>,
 }
 
 const HELP: &str = "options:
   --quick         everything within a minute, with small counts
   --peer PYTHON   a Python that has nemo-gym 0.7.0: takes its figures in the same run
-  --only NAME     only figures whose name contains NAME; may be given several times";
+  --only NAME     only figures whose name contains NAME; may be given several times
+  --rollouts N    rollouts in flight, for the benchmark `in_flight`; 100000 by default";
 
 impl Options {
     /// Parses the options of this process.
@@ -35,6 +38,11 @@ impl Options {
                 "--quick" => options.quick = true,
                 "--peer" => options.peer = Some(value()?.into()),
                 "--only" => options.only.push(value()?),
+                "--rollouts" => {
+                    let text = value()?;
+                    options.rollouts =
+                        Some(text.parse().with_context(|| format!("--rollouts {text}: not a number of rollouts"))?);
+                }
                 // Added by Cargo when it runs a benchmark.
                 "--bench" => {}
                 "--help" | "-h" => {

@@ -55,7 +55,13 @@ impl CookieJar {
     pub fn set(&mut self, name: &str, value: &str) {
         match self.0.iter_mut().find(|(known, _)| known == name) {
             Some((_, known)) => value.clone_into(known),
-            None => self.0.push((name.to_owned(), value.to_owned())),
+            None => {
+                // Most servers set one cookie.
+                if self.0.is_empty() {
+                    self.0.reserve_exact(1);
+                }
+                self.0.push((name.to_owned(), value.to_owned()));
+            }
         }
     }
 

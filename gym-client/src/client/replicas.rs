@@ -1,21 +1,20 @@
 //! The replicas of a server name, as the registry last returned them.
 
-use std::future::poll_fn;
-use std::pin::{Pin, pin};
+use std::pin::Pin;
 use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, OnceLock};
-use std::task::Poll;
+use std::task::{Context, Poll, ready};
 
+use gym_core::base::Cancelled;
 use gym_core::base::waits::WaitTarget;
 use gym_core::registry::{AffinityCounts, AffinityKey, Balance, Instance, Load, Picker};
 use gym_core::server::ServerKind;
 use gym_core::transport::ConnectOptions;
-use gym_core::{CancelToken, Code, Error, Execution, Incarnation, Request, Response, Result};
+use gym_core::{CancelToken, Code, Error, Execution, Incarnation, Request, Result};
 use tokio::time::Instant;
 
 use crate::client::pending::PendingCalls;
-use crate::transport::Transports;
 use crate::transport::peer::ReconnectingPeer;
 
 /// The replicas of one name.
@@ -123,14 +122,9 @@ pub(super) struct Replica {
 }
 
 impl Replica {
-    /// Calls the replica. If it is lost, the call ends at once.
-    pub(super) async fn call(&self, transports: &Transports, request: &Request) -> Result<Response> {
-        // Pinned here, because each arm would hold a call of its own otherwise, and every waiting call would be twice as large.
-        let mut call = pin!(self.peer.call(transports, request));
-        match &self.lost {
-            None => call.await,
-            Some(lost) => lost.bound(call.as_mut()).await,
-        }
+    /// Waits for the loss of the replica; `None` if nothing tells of it.
+    pub(super) fn loss(&self) -> Option<ReplicaLoss<'_>> {
+        self.lost.as_ref().map(|signal| ReplicaLoss { signal, fired: signal.token.cancelled() })
     }
 
     pub(super) fn takes_work(&self) -> bool {
@@ -169,20 +163,21 @@ struct LostSignal {
     reason: OnceLock<String>,
 }
 
-impl LostSignal {
-    async fn bound<T>(&self, mut call: Pin<&mut impl Future<Output = Result<T>>>) -> Result<T> {
-        let mut cancelled = self.token.cancelled();
-        poll_fn(|cx| match call.as_mut().poll(cx) {
-            Poll::Ready(result) => Poll::Ready(result),
-            Poll::Pending => Pin::new(&mut cancelled).poll(cx).map(|()| Err(self.error())),
-        })
-        .await
-    }
+/// Resolves to the error of a call in flight when its server is lost.
+#[derive(Debug)]
+pub(super) struct ReplicaLoss<'a> {
+    signal: &'a LostSignal,
+    fired: Cancelled<'a>,
+}
 
-    fn error(&self) -> Error {
-        let reason = self.reason.get().map_or("the server is gone", String::as_str);
+impl Future for ReplicaLoss<'_> {
+    type Output = Error;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Error> {
+        ready!(Pin::new(&mut self.fired).poll(cx));
+        let reason = self.signal.reason.get().map_or("the server is gone", String::as_str);
         // The server may have run the call: whether to repeat it is the caller's decision.
-        Error::new(Code::Unavailable, Execution::Unknown, reason.to_owned())
+        Poll::Ready(Error::new(Code::Unavailable, Execution::Unknown, reason.to_owned()))
     }
 }
 

@@ -9,8 +9,10 @@ use std::pin::{Pin, pin};
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock};
+use std::task::Poll;
 use std::time::Duration;
 
+use futures_util::TryFutureExt as _;
 use gym_core::base::stall::HandlerLabel;
 use gym_core::base::waits::{PendingWait, Wait, WaitKind, WaitTarget};
 use gym_core::message::EXECUTION_METADATA;
@@ -192,8 +194,13 @@ impl ServerClient {
     ///
     /// # Errors
     /// As [`ServerClient::post`].
-    pub async fn send(&self, server: &str, request: &Request, options: CallOptions) -> Result<Response> {
-        self.dispatch(server, request, options, None).await.map(|(_, response)| response)
+    pub fn send(
+        &self,
+        server: &str,
+        request: &Request,
+        options: CallOptions,
+    ) -> impl Future<Output = Result<Response>> + Send {
+        self.dispatch(server, request, options, None).map_ok(|(_, response)| response)
     }
 
     /// Returns the replica that answered, and its response.
@@ -253,23 +260,34 @@ impl ServerClient {
 
     pub(super) async fn call(&self, server: &str, replica: &Arc<Replica>, request: &Request) -> Result<Response> {
         let _pending = replica.pending.begin();
-        let wait = || {
-            let (cx, path) = (&request.context, request.route.path());
-            let wait = Wait::new(WaitKind::Call, cx.trace.trace_id).until(cx.deadline);
-            wait.of(HandlerLabel::new(server, path)).on(Arc::clone(replica) as Arc<dyn WaitTarget>)
-        };
-        let mut call = pin!(replica.call(&self.inner.transports, request));
+        let mut call = pin!(replica.peer.call(&self.inner.transports, request));
+        let mut loss = replica.loss();
         let mut pending = PendingWait::default();
-        rejection(poll_fn(|cx| pending.note(call.as_mut().poll(cx), wait)).await?)
+        let response = poll_fn(|cx| {
+            if let Poll::Ready(answered) = call.as_mut().poll(cx) {
+                return Poll::Ready(answered);
+            }
+            if let Some(Poll::Ready(lost)) = loss.as_mut().map(|loss| Pin::new(loss).poll(cx)) {
+                return Poll::Ready(Err(lost));
+            }
+            pending.note(Poll::Pending, || {
+                let (cx, path) = (&request.context, request.route.path());
+                let wait = Wait::new(WaitKind::Call, cx.trace.trace_id).until(cx.deadline);
+                wait.of(HandlerLabel::new(server, path)).on(Arc::clone(replica) as Arc<dyn WaitTarget>)
+            })
+        });
+        rejection(response.await?)
     }
 
     async fn resolve(&self, cx: &CallContext, server: &str) -> Result<Arc<ReplicaSet>> {
-        let known = self.known(server);
-        if let Some(known) = &known
-            && known.stale_from > Instant::now()
-        {
-            return Ok(Arc::clone(known));
+        match self.known(server) {
+            Some(known) if known.stale_from > Instant::now() => Ok(known),
+            // Boxed, because a query is rare, and every waiting call would be as large otherwise.
+            known => Box::pin(self.query(cx, server, known)).await,
         }
+    }
+
+    async fn query(&self, cx: &CallContext, server: &str, known: Option<Arc<ReplicaSet>>) -> Result<Arc<ReplicaSet>> {
         let asking = Arc::clone(lock(&self.inner.asking).entry(server.to_owned()).or_default());
         let mut asked = match (asking.try_lock(), known) {
             (Ok(asked), _) => asked,

@@ -48,13 +48,17 @@ impl Session {
     /// # Errors
     /// Before the first response, as [`ServerClient::post`]. Later, `FailedPrecondition` if the replica has exited: the session
     /// is lost, and a new episode is needed. A replica of a model that has exited is replaced by another one.
-    pub fn post(
-        &mut self,
+    pub fn post<'s, R, B>(
+        &'s mut self,
         cx: &CallContext,
         server: &str,
-        route: impl Into<Route>,
-        body: impl Into<Rope>,
-    ) -> impl Future<Output = Result<Response>> + Send {
+        route: R,
+        body: B,
+    ) -> impl Future<Output = Result<Response>> + Send + use<'s, R, B>
+    where
+        R: Into<Route>,
+        B: Into<Rope>,
+    {
         let mut request = Request::post(cx.clone(), route, body);
         let client = self.client.clone();
         let number = self.number;
@@ -72,7 +76,9 @@ impl Session {
     fn bound(&mut self, server: &str) -> &mut SessionServer {
         let at = self.servers.iter().position(|bound| bound.server == server).unwrap_or_else(|| {
             // Most agents call a model and a resources server.
-            self.servers.reserve_exact(2);
+            if self.servers.is_empty() {
+                self.servers.reserve_exact(2);
+            }
             self.servers.push(SessionServer { server: server.to_owned(), replica: None, jar: CookieJar::new() });
             self.servers.len() - 1
         });
@@ -94,12 +100,13 @@ impl SessionServer {
             self.replica = Some(replica);
             return Ok(response);
         };
-        let mut result = client.call(&self.server, replica, request).await;
-        if let Err(error) = result {
-            let again = |_| client.call(&self.server, replica, request);
-            result = client.resend(error, &request.context, CallOptions::default().idempotent, again).await;
-        }
-        result.map_err(|error| {
+        let error = match client.call(&self.server, replica, request).await {
+            Ok(response) => return Ok(response),
+            Err(error) => error,
+        };
+        let again = |_| client.call(&self.server, replica, request);
+        let again = client.resend(error, &request.context, CallOptions::default().idempotent, again);
+        again.await.map_err(|error| {
             let lost = error.code() == Code::Unavailable;
             let error = about(error, &self.server, request);
             if !lost {

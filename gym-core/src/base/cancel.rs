@@ -139,6 +139,10 @@ impl Listeners {
                 at
             }
             None => {
+                // Most tokens have one listener; a vector of its own accord has room for four.
+                if self.slots.is_empty() {
+                    self.slots.reserve_exact(1);
+                }
                 self.slots.push(slot);
                 self.slots.len() - 1
             }

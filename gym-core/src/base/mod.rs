@@ -13,7 +13,7 @@ pub(crate) mod world;
 pub use cancel::{CancelOnDrop, CancelToken, Cancelled};
 pub use error::{Code, Error, ErrorLink, Execution, Result};
 pub use failure::FailureClass;
-pub use in_flight::{InFlight, waits};
+pub use in_flight::{InFlight, WorkKey, waits};
 pub use machine::host_name;
 #[doc(hidden)]
 pub use machine::raise_descriptors;

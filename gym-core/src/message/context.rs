@@ -4,16 +4,17 @@
 
 use std::borrow::Cow;
 use std::fmt::{self, Write as _};
-use std::future::{Future, poll_fn};
-use std::pin::pin;
-use std::task::Poll;
+use std::future::Future;
+use std::pin::Pin;
+use std::task::{Context, Poll};
 use std::time::Duration;
 
+use pin_project_lite::pin_project;
 use serde::{Deserialize, Serialize};
-use tokio::time::Instant;
+use tokio::time::{Instant, Sleep, sleep_until};
 
 use super::metadata::Metadata;
-use crate::base::cancel::CancelToken;
+use crate::base::cancel::{CancelToken, Cancelled};
 use crate::base::error::{Code, Error, Execution, Result};
 use crate::base::hex;
 use crate::base::progress::CallProgress;
@@ -130,38 +131,55 @@ impl CallContext {
     ///
     /// # Errors
     /// The error of the future, `DeadlineExceeded` or `Cancelled`.
-    pub async fn bound<T>(&self, execution: Execution, future: impl Future<Output = Result<T>>) -> Result<T> {
-        bounded(&self.cancel, self.deadline, execution, future).await
+    pub fn bound<T, F>(&self, execution: Execution, future: F) -> impl Future<Output = Result<T>>
+    where
+        F: Future<Output = Result<T>>,
+    {
+        bounded(&self.cancel, self.deadline, execution, future)
     }
 }
 
 /// Runs `future` as [`CallContext::bound`] does, with the given token and deadline.
-pub(crate) async fn bounded<T>(
-    cancel: &CancelToken,
-    deadline: Instant,
-    execution: Execution,
-    future: impl Future<Output = Result<T>>,
-) -> Result<T> {
-    let mut future = pin!(future);
-    let mut interrupted = pin!(interrupted(cancel, deadline, execution));
-    // Not `select!`, which compiles to several hundred lines for each type of future.
-    poll_fn(|cx| match future.as_mut().poll(cx) {
-        Poll::Ready(done) => Poll::Ready(done),
-        Poll::Pending => interrupted.as_mut().poll(cx).map(Err),
-    })
-    .await
+pub(crate) fn bounded<T, F>(cancel: &CancelToken, deadline: Instant, execution: Execution, future: F) -> Bounded<'_, F>
+where
+    F: Future<Output = Result<T>>,
+{
+    Bounded { future, cancelled: cancel.cancelled(), timer: None, began: None, deadline, execution }
 }
 
-/// Waits for the cancellation or the deadline. The caller polls it only after its own future is pending, so no timer is created
-/// earlier.
-async fn interrupted(cancel: &CancelToken, deadline: Instant, execution: Execution) -> Error {
-    let began = Instant::now();
-    tokio::select! {
-        biased;
-        () = cancel.cancelled() => cancelled(execution),
-        () = async { tokio::time::sleep_until(deadline).await } => {
-            deadline_exceeded(execution, deadline, Some(began.elapsed()))
+pin_project! {
+    /// A future within the bounds of a call. Not an async block, which would hold the future twice: every call that waits holds one of these.
+    #[must_use = "a future does nothing until it is polled"]
+    pub(crate) struct Bounded<'c, F> {
+        #[pin]
+        future: F,
+        cancelled: Cancelled<'c>,
+        // Created when the future is first pending: most are not.
+        #[pin]
+        timer: Option<Sleep>,
+        began: Option<Instant>,
+        deadline: Instant,
+        execution: Execution,
+    }
+}
+
+impl<T, F: Future<Output = Result<T>>> Future for Bounded<'_, F> {
+    type Output = Result<T>;
+
+    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Result<T>> {
+        let mut this = self.project();
+        if let Poll::Ready(done) = this.future.poll(cx) {
+            return Poll::Ready(done);
         }
+        let began = *this.began.get_or_insert_with(Instant::now);
+        if Pin::new(this.cancelled).poll(cx).is_ready() {
+            return Poll::Ready(Err(cancelled(*this.execution)));
+        }
+        if this.timer.is_none() {
+            this.timer.set(Some(sleep_until(*this.deadline)));
+        }
+        let Some(timer) = this.timer.as_pin_mut() else { return Poll::Pending };
+        timer.poll(cx).map(|()| Err(deadline_exceeded(*this.execution, *this.deadline, Some(began.elapsed()))))
     }
 }
 

@@ -10,7 +10,7 @@ mod request;
 mod response;
 
 pub use content::{ContentType, Message};
-pub(crate) use context::bounded;
+pub(crate) use context::{Bounded, bounded};
 pub use context::{CallContext, DEFAULT_DEADLINE, DEFAULT_REPLY_BYTES_MAX, Incarnation, TraceContext};
 #[doc(hidden)]
 pub use failure::{FAILURE_METADATA, readable, shorten};

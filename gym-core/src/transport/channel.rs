@@ -16,7 +16,7 @@ use futures_util::future::BoxFuture;
 
 use crate::base::cancel::CancelToken;
 use crate::base::error::{Code, Error, Execution, Result};
-use crate::message::{Incarnation, bounded};
+use crate::message::{Bounded, Incarnation, bounded};
 use crate::message::{Request, Response};
 use crate::transport::Transport;
 
@@ -221,8 +221,8 @@ impl CallBounds {
     }
 
     /// Waits for `future` within the bounds. If they end the wait, the error has the state `execution`.
-    async fn hold<T>(&self, execution: Execution, future: impl Future<Output = Result<T>>) -> Result<T> {
-        bounded(&self.cancel, self.deadline, execution, future).await
+    fn hold<T, F: Future<Output = Result<T>>>(&self, execution: Execution, future: F) -> Bounded<'_, F> {
+        bounded(&self.cancel, self.deadline, execution, future)
     }
 }
 

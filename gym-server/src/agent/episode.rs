@@ -4,8 +4,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use futures_util::FutureExt;
 use futures_util::future::BoxFuture;
+use futures_util::{FutureExt, TryFutureExt};
 use gym_client::{CallOptions, CookieJar, ServerClient, Session};
 use gym_core::message::TraceContext;
 use gym_core::rollout::metrics::STATISTICS_METADATA;
@@ -264,11 +264,17 @@ impl ResourcesSession {
     }
 
     /// Verifies the episode: returns the row with its reward.
-    pub(super) async fn verify(&mut self, cx: &CallContext, row: Rope) -> Result<Response> {
+    pub(super) fn verify(
+        &mut self,
+        cx: &CallContext,
+        row: Rope,
+    ) -> impl Future<Output = Result<Response>> + Send + use<'_> {
         let server = Arc::clone(&self.server);
-        let verdict = post(self.calls(), cx, &server, "/verify", row).await?;
-        let scored = scored(verdict.head).map(Response::json);
-        scored.map_err(|error| classified("/verify", error).about(format!("POST {server}/verify")))
+        self.calls().post(cx, &server, Route::from_static("/verify"), row).map(move |answer| {
+            let verdict = of_call(answer, &server, "/verify")?.message;
+            let scored = scored(verdict.head).map(Response::json);
+            scored.map_err(|error| classified("/verify", error).about(format!("POST {server}/verify")))
+        })
     }
 
     /// Returns a context that is not a child of the episode's: the session is closed even if the episode was cancelled or timed
@@ -348,10 +354,16 @@ impl Drop for ResourcesSession {
 }
 
 /// Calls the model for one turn.
-pub(super) async fn ask(session: &mut Session, cx: &CallContext, model: &str, body: impl Into<Rope>) -> Result<Turn> {
-    let answer = post(session, cx, model, "/v1/responses", body).await?;
-    let turn = Turn::parse(&answer.head);
-    turn.map_err(|error| error.or_class(FailureClass::ModelError).about(format!("POST {model}/v1/responses")))
+pub(super) fn ask(
+    session: &mut Session,
+    cx: &CallContext,
+    model: &str,
+    body: Rope,
+) -> impl Future<Output = Result<Turn>> + Send {
+    post(session, cx, model, "/v1/responses", body).map(move |answer| {
+        let turn = Turn::parse(&answer?.head);
+        turn.map_err(|error| error.or_class(FailureClass::ModelError).about(format!("POST {model}/v1/responses")))
+    })
 }
 
 /// Adds the course of an episode to its response. In metadata, because the verifier's row can be a megabyte, and callers in other
@@ -386,28 +398,32 @@ pub(super) async fn aggregate(
     Ok(response)
 }
 
-pub(super) async fn post(
+/// Sends a request of an episode. Like the other calls here, not an async fn: its future would hold each argument twice, and every rollout in
+/// flight holds one of these.
+pub(super) fn post(
     session: &mut Session,
     cx: &CallContext,
     server: &str,
     route: &'static str,
     body: impl Into<Rope>,
-) -> Result<Message> {
-    post_whole(session, cx, server, route, body).await.map(|response| response.message)
+) -> impl Future<Output = Result<Message>> + Send {
+    post_whole(session, cx, server, route, body).map_ok(|response| response.message)
 }
 
 /// Sends a request as [`post`] does, and also returns the metadata of the response.
-async fn post_whole(
+fn post_whole(
     session: &mut Session,
     cx: &CallContext,
     server: &str,
     route: &'static str,
     body: impl Into<Rope>,
-) -> Result<Response> {
-    match session.post(cx, server, Route::from_static(route), body).await.and_then(Response::into_result) {
-        Ok(response) => Ok(response),
-        Err(error) => Err(of_inner(error, server, route)),
-    }
+) -> impl Future<Output = Result<Response>> + Send {
+    session.post(cx, server, Route::from_static(route), body).map(move |answer| of_call(answer, server, route))
+}
+
+/// Returns the response of an inner call, or its failure as that of the outer call.
+fn of_call(answer: Result<Response>, server: &str, route: &str) -> Result<Response> {
+    answer.and_then(Response::into_result).map_err(|error| of_inner(error, server, route))
 }
 
 /// Converts the failure of an inner call to the failure of the outer call. The outer call has run, so its caller must not resend

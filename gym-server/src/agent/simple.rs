@@ -113,7 +113,8 @@ impl SimpleAgent {
             };
             for call in calls {
                 let called = Instant::now();
-                let output = self.call_tool(cx, session, call, &mut course.record).await?;
+                // Boxed, because an episode that waits for its model would be as large otherwise.
+                let output = Box::pin(self.call_tool(cx, session, call, &mut course.record)).await?;
                 course.add(Phase::Tool, called);
                 conversation.tool_answered(&call.call_id, &output);
             }

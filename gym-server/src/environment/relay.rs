@@ -112,7 +112,8 @@ impl EnvironmentServer for Relay {
     async fn run(&self, cx: &CallContext, row: &RawObject) -> Result<Response> {
         let Some(key) = RunKey::of(row) else {
             let request = outgoing(cx.child(), &cx.metadata, "/run", row);
-            return self.agent.ask(&request, CallOptions::default()).await;
+            // Boxed, because a row without a key is rare, and every run would be as large otherwise.
+            return Box::pin(self.agent.ask(&request, CallOptions::default())).await;
         };
         let start = || {
             // Not a child context: the episode must not be cancelled with this caller.

@@ -145,9 +145,10 @@ impl Role {
         match self {
             Self::Agent(role) => role.respond(request).await,
             Self::Environment(role) => role.respond(request).await,
-            Self::Gymnasium(role) => role.respond(request).await,
             Self::Model(role) => role.respond(request).await,
-            Self::Resources(role) => role.respond(request).await,
+            // Boxed, because the requests of the other roles, which wait longer, would be as large otherwise.
+            Self::Gymnasium(role) => Box::pin(role.respond(request)).await,
+            Self::Resources(role) => Box::pin(role.respond(request)).await,
         }
     }
 }
@@ -268,9 +269,13 @@ impl RoleState {
             _ => {}
         }
         let route = self.spec.routes.iter().position(|route| *route == path);
+        let other;
         let (metrics, label) = match route {
-            Some(index) => (&self.routes[index].0, self.routes[index].1),
-            None => (&self.other_routes, HandlerLabel::new(&self.server.name, path)),
+            Some(index) => (&self.routes[index].0, &self.routes[index].1),
+            None => {
+                other = Box::new(HandlerLabel::new(&self.server.name, path));
+                (&self.other_routes, &*other)
+            }
         };
         let counted = metrics.begin();
         // Few requests are rollouts, and each of them runs for a long time: a lock for each costs nothing that matters.
@@ -280,10 +285,10 @@ impl RoleState {
         let (mut pending, is_run, began) = (PendingWait::default(), running.is_some(), counted.began());
         let mut responding = pin!(AssertUnwindSafe(self.role.respond(request)).catch_unwind());
         let responded = poll_fn(|cx| {
-            let _polling = stall::poll_begins(&label, trace_id);
+            let _polling = stall::poll_begins(label, trace_id);
             let polled = responding.as_mut().poll(cx);
             // A rollout is listed among the runs. The time of the arrival, because inner calls are recorded before their handler.
-            let wait = || Wait::new(WaitKind::Handler, trace_id).of(label).since(began);
+            let wait = || Wait::new(WaitKind::Handler, trace_id).of(*label).since(began);
             if is_run { polled } else { pending.note(polled, wait) }
         });
         let responded = responded.await;

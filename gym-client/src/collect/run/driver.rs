@@ -8,12 +8,13 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::FutureExt as _;
+use futures_util::future::BoxFuture;
 use futures_util::stream::{Stream, StreamExt};
 use gym_core::base::waits::{Wait, WaitGuard, WaitKind, recorded};
 use gym_core::message::TraceContext;
 use gym_core::rollout::{Attempt, FailureClass, KeyState, Ledger, TaskKey};
 use gym_core::transport::RetryPolicy;
-use gym_core::{CallContext, CancelToken, Code, Error, Request, Result, Route, World};
+use gym_core::{CallContext, CancelToken, Code, Error, Request, Response, Result, Route, World};
 use tokio::task::JoinSet;
 use tokio::time::Instant;
 use tracing::Instrument as _;
@@ -263,7 +264,7 @@ impl Driver {
                         if !self.skips(row.key) {
                             // Shared with the attempts, one of which may outlive the rollout.
                             let (driver, row) = (Arc::clone(self), Arc::new(row));
-                            running.spawn(async move { driver.rollout(row).await }.boxed());
+                            running.spawn(driver.rollout(row).boxed());
                         }
                     }
                     Some(Err(error)) => {
@@ -315,7 +316,7 @@ impl Driver {
     }
 
     /// Attempts one rollout until it is recorded or its attempts are used up. Returns only errors of the ledger.
-    async fn rollout(&self, row: Arc<RolloutRow>) -> Result<()> {
+    async fn rollout(self: Arc<Self>, row: Arc<RolloutRow>) -> Result<()> {
         let started = Instant::now();
         let in_flight = self.progress.begin(row.key, &row.agent, started);
         // Attempts that were superseded. They end by themselves, soon: their calls' deadline has passed.
@@ -333,29 +334,21 @@ impl Driver {
                 in_flight.attempt(attempt.number);
             }
             let deadline = Instant::now() + self.options.attempt_timeout + self.options.record_timeout;
-            let mut cx = CallContext::within(self.options.attempt_timeout);
-            let trace_id = self.world.rng().u128(1..);
-            cx.trace = TraceContext { trace_id, span_id: u64::from(attempt.number) + 1, sampled: self.options.sampled };
-            let cancel = cx.cancel.clone();
             let observed = self.observed.as_ref().filter(|observed| observed.observer.wants(attempt));
             if let Some(observed) = observed {
                 observed.tell(&row, attempt, RolloutEventKind::Started);
             }
             let began = Instant::now();
-            let trace = cx.trace.trace();
-            let span = tracing::info_span!("rollout", %attempt, agent = %row.agent, trace_id = %trace, span_id = Empty, outcome = Empty);
-            if cx.trace.sampled {
-                span.record("span_id", tracing::field::display(cx.trace.span()));
-            }
-            let attempted = self.attempt(attempt, Arc::clone(&row), cx, deadline, observed.is_some());
-            let mut attempted = Box::pin(attempted.instrument(span));
+            let RunningAttempt { trace, cancel, ended: mut attempted } =
+                self.start(attempt, &row, deadline, observed.is_some());
+            let trace_id = trace.trace_id;
             let limited = pin!(tokio::time::timeout_at(deadline, &mut attempted));
             let wait = |kind| Wait::new(kind, trace_id).on(Arc::new(move || attempt.to_string()));
             let (next, event) = match recorded(limited, || wait(WaitKind::Attempt).until(deadline)).await {
                 Ok(Ok(ended)) => ended,
                 Ok(Err(error)) => break Err(error),
                 Err(_) => {
-                    tracing::warn!(%attempt, trace_id = %trace, "attempt superseded: no outcome was recorded by its deadline");
+                    tracing::warn!(%attempt, trace_id = %trace.trace(), "attempt superseded: no outcome was recorded by its deadline");
                     let failure = superseded(&row);
                     self.progress.fail(attempt, &failure);
                     cancel.cancel();
@@ -388,8 +381,8 @@ impl Driver {
                 break Ok(());
             }
             let backoff = self.options.backoff.backoff(begun, &mut self.world.rng());
-            let pause = pin!(tokio::time::sleep(backoff));
-            recorded(pause, || wait(WaitKind::AttemptBackoff).until(Instant::now() + backoff)).await;
+            let mut pause = Box::pin(tokio::time::sleep(backoff));
+            recorded(pause.as_mut(), || wait(WaitKind::AttemptBackoff).until(Instant::now() + backoff)).await;
             // A superseded attempt may have been recorded in the meantime.
             if !self.is_open(row.key) {
                 break Ok(());
@@ -407,25 +400,45 @@ impl Driver {
         }
         drop(in_flight);
         if let (Ok(()), Some(sender)) = (&ended, &self.ended) {
-            sender.send(&row, begun, started.elapsed()).await;
+            // Boxed, like the wait above, because every rollout in flight would be as large otherwise.
+            Box::pin(sender.send(&row, begun, started.elapsed())).await;
         }
         ended
+    }
+
+    /// Starts an attempt.
+    fn start(
+        self: &Arc<Self>,
+        attempt: Attempt,
+        row: &Arc<RolloutRow>,
+        deadline: Instant,
+        observed: bool,
+    ) -> RunningAttempt {
+        let mut cx = CallContext::within(self.options.attempt_timeout);
+        let trace_id = self.world.rng().u128(1..);
+        let trace = TraceContext { trace_id, span_id: u64::from(attempt.number) + 1, sampled: self.options.sampled };
+        cx.trace = trace;
+        let cancel = cx.cancel.clone();
+        let shown = trace.trace();
+        let span = tracing::info_span!("rollout", %attempt, agent = %row.agent, trace_id = %shown, span_id = Empty, outcome = Empty);
+        if trace.sampled {
+            span.record("span_id", tracing::field::display(trace.span()));
+        }
+        let ended = self.attempt(attempt, Arc::clone(row), cx, deadline, observed);
+        RunningAttempt { trace, cancel, ended: ended.instrument(span).boxed() }
     }
 
     /// Makes and records one attempt; returns its event if it is observed. The future owns its data, so that it can continue after
     /// it was superseded.
     fn attempt(
-        &self,
+        self: &Arc<Self>,
         attempt: Attempt,
         row: Arc<RolloutRow>,
         cx: CallContext,
         deadline: Instant,
         observed: bool,
     ) -> impl Future<Output = Result<AttemptEnd>> + Send + 'static {
-        let (dispatch, ledger, progress) =
-            (Arc::clone(&self.dispatch), Arc::clone(&self.ledger), Arc::clone(&self.progress));
-        let (record_timeout, run_id) = (self.options.record_timeout, Arc::clone(&self.run_id));
-        let truncated = self.options.truncated;
+        let driver = Arc::clone(self);
         let body = match attempt.number {
             0 => row.row.clone().into(),
             number => row.row.edit().set("_ng_attempt_index", number.to_string()).to_rope(),
@@ -435,65 +448,95 @@ impl Driver {
             // Not idempotent: only our relay joins a replayed request to the first one, and only on the same replica.
             // An attempt with an unknown outcome is followed by a new attempt with its own number.
             let began = Instant::now();
-            let answer = dispatch.run(&row.server, &request).await;
-            let mut result = classify(&row, attempt, answer, &run_id, began.elapsed())?;
-            if truncated == TruncatedRollouts::Fail {
-                result = without_truncated(&row, attempt, result, &run_id)?;
-            }
-            let event_of =
-                |result: &AttemptResult| observed.then(|| Box::new(RolloutEventKind::of(result, began.elapsed())));
-            let outcome = match &result {
-                AttemptResult::Completed { .. } => "completed",
-                AttemptResult::Failed { failure, .. } => failure.class.as_str(),
-                AttemptResult::Lost => "not recorded",
-            };
-            tracing::Span::current().record("outcome", outcome);
-            tracing::debug!(%attempt, outcome, seconds = began.elapsed().as_secs_f64(), "an attempt ended");
-            let mut event = event_of(&result);
-            let (mut next, mut figures) = match &result {
-                AttemptResult::Completed { figures, .. } => (NextStep::Done, Some(*figures)),
-                AttemptResult::Failed { terminal, failure, .. } => {
-                    progress.fail(attempt, failure);
-                    (if *terminal { NextStep::GiveUp } else { next_after(failure.class) }, None)
-                }
-                AttemptResult::Lost => (NextStep::GiveUp, None),
-            };
-            let Some(outcome) = result.into_outcome() else { return Ok((next, event)) };
-            // Recording may take as long as the attempt itself, because a disk may stall and recover. Ending the run would
-            // lose computed results. Superseding the attempt ends the wait. A superseded attempt has its own time limit.
-            let mut cx = CallContext::until(deadline.max(Instant::now()) + record_timeout);
-            cx.trace = request.context.trace;
-            let disk = || Wait::new(WaitKind::Record, cx.trace.trace_id).until(cx.deadline);
-            let mut written = recorded(pin!(ledger.record(&cx, attempt, outcome)), disk).await;
-            if let Err(error) = &written
-                && error.code() == Code::InvalidArgument
-            {
-                // The environment's response contradicts its own row, so the attempt counts as a failure of the
-                // environment.
-                let refused = contradiction(&row, attempt, error, &run_id)?;
-                if let AttemptResult::Failed { failure, .. } = &refused {
-                    progress.fail(attempt, failure);
-                }
-                (next, figures, event) = (NextStep::GiveUp, None, event_of(&refused));
-                let outcome = refused.into_outcome().ok_or_else(|| Error::internal("a failure is an outcome"))?;
-                written = recorded(pin!(ledger.record(&cx, attempt, outcome)), disk).await;
-            }
-            match written {
-                Ok(()) => {
-                    if let Some(figures) = figures {
-                        progress.complete(&row.agent, row.key, &figures);
-                    }
-                    Ok((next, event))
-                }
-                // Late: the key has an outcome or a newer attempt.
-                Err(error) if error.code() == Code::FailedPrecondition => {
-                    tracing::debug!(%attempt, %error, "the ledger rejected a late attempt");
-                    Ok((NextStep::Done, None))
-                }
-                Err(error) => Err(error),
-            }
+            let answer = driver.dispatch.run(&row.server, &request).await;
+            let trace = request.context.trace;
+            // Boxed, because every attempt in flight would be as large otherwise.
+            Box::pin(driver.record(attempt, &row, answer, EndedCall { trace, began, deadline, observed })).await
         }
     }
+
+    /// Records the outcome of an attempt.
+    async fn record(
+        &self,
+        attempt: Attempt,
+        row: &RolloutRow,
+        answer: Result<Response>,
+        call: EndedCall,
+    ) -> Result<AttemptEnd> {
+        let EndedCall { trace, began, deadline, observed } = call;
+        let (progress, run_id) = (&self.progress, &self.run_id);
+        let mut result = classify(row, attempt, answer, run_id, began.elapsed())?;
+        if self.options.truncated == TruncatedRollouts::Fail {
+            result = without_truncated(row, attempt, result, run_id)?;
+        }
+        let event_of =
+            |result: &AttemptResult| observed.then(|| Box::new(RolloutEventKind::of(result, began.elapsed())));
+        let outcome = match &result {
+            AttemptResult::Completed { .. } => "completed",
+            AttemptResult::Failed { failure, .. } => failure.class.as_str(),
+            AttemptResult::Lost => "not recorded",
+        };
+        tracing::Span::current().record("outcome", outcome);
+        tracing::debug!(%attempt, outcome, seconds = began.elapsed().as_secs_f64(), "an attempt ended");
+        let mut event = event_of(&result);
+        let (mut next, mut figures) = match &result {
+            AttemptResult::Completed { figures, .. } => (NextStep::Done, Some(*figures)),
+            AttemptResult::Failed { terminal, failure, .. } => {
+                progress.fail(attempt, failure);
+                (if *terminal { NextStep::GiveUp } else { next_after(failure.class) }, None)
+            }
+            AttemptResult::Lost => (NextStep::GiveUp, None),
+        };
+        let Some(outcome) = result.into_outcome() else { return Ok((next, event)) };
+        // Recording may take as long as the attempt itself, because a disk may stall and recover. Ending the run would
+        // lose computed results. Superseding the attempt ends the wait. A superseded attempt has its own time limit.
+        let mut cx = CallContext::until(deadline.max(Instant::now()) + self.options.record_timeout);
+        cx.trace = trace;
+        let disk = || Wait::new(WaitKind::Record, cx.trace.trace_id).until(cx.deadline);
+        let mut written = recorded(pin!(self.ledger.record(&cx, attempt, outcome)), disk).await;
+        if let Err(error) = &written
+            && error.code() == Code::InvalidArgument
+        {
+            // The environment's response contradicts its own row, so the attempt counts as a failure of the
+            // environment.
+            let refused = contradiction(row, attempt, error, run_id)?;
+            if let AttemptResult::Failed { failure, .. } = &refused {
+                progress.fail(attempt, failure);
+            }
+            (next, figures, event) = (NextStep::GiveUp, None, event_of(&refused));
+            let outcome = refused.into_outcome().ok_or_else(|| Error::internal("a failure is an outcome"))?;
+            written = recorded(pin!(self.ledger.record(&cx, attempt, outcome)), disk).await;
+        }
+        match written {
+            Ok(()) => {
+                if let Some(figures) = figures {
+                    progress.complete(&row.agent, row.key, &figures);
+                }
+                Ok((next, event))
+            }
+            // Late: the key has an outcome or a newer attempt.
+            Err(error) if error.code() == Code::FailedPrecondition => {
+                tracing::debug!(%attempt, %error, "the ledger rejected a late attempt");
+                Ok((NextStep::Done, None))
+            }
+            Err(error) => Err(error),
+        }
+    }
+}
+
+/// An attempt in flight.
+struct RunningAttempt {
+    trace: TraceContext,
+    cancel: CancelToken,
+    ended: BoxFuture<'static, Result<AttemptEnd>>,
+}
+
+/// The call of an attempt, once it has ended.
+struct EndedCall {
+    trace: TraceContext,
+    began: Instant,
+    deadline: Instant,
+    observed: bool,
 }
 
 /// The wait of a run in which all fails alike.

@@ -1,8 +1,8 @@
 //! The rollouts that an agent or an environment server is running, for `/health` and `rgym status`.
 
 use gym_core::Rope;
-use gym_core::base::InFlight;
 use gym_core::base::waits::{WaitKind, WaitQuery, WaitReport};
+use gym_core::base::{InFlight, WorkKey};
 use gym_core::rollout::metrics::{ROLLOUT_INDEX, TASK_INDEX};
 use gym_core::rollout::{Attempt, TaskKey};
 use serde::{Deserialize, Serialize};
@@ -32,12 +32,12 @@ pub(crate) struct OldestRun {
 #[derive(Debug)]
 pub(crate) struct RunGuard<'a> {
     runs: &'a RunsInFlight,
-    slot: usize,
+    key: WorkKey,
 }
 
 impl RunsInFlight {
     pub(crate) fn begin(&self, began: Instant, trace_id: u128, row: &Rope) -> RunGuard<'_> {
-        RunGuard { runs: self, slot: self.0.begin(began, (trace_id, row.clone())) }
+        RunGuard { runs: self, key: self.0.begin(began, (trace_id, row.clone())) }
     }
 
     /// Returns the requests as waits of this server, with their rollouts.
@@ -66,7 +66,7 @@ impl RunsInFlight {
 
 impl Drop for RunGuard<'_> {
     fn drop(&mut self) {
-        self.runs.0.end(self.slot);
+        self.runs.0.end(self.key);
     }
 }
 

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
-use gym_core::base::InFlight;
+use gym_core::base::{InFlight, WorkKey};
 use gym_core::rollout::{Attempt, FailureClass, TaskKey};
 use tokio::time::Instant;
 
@@ -254,26 +254,26 @@ impl CollectProgress {
     /// Counts a rollout as in flight until the guard is dropped.
     pub(super) fn begin(self: &Arc<Self>, key: TaskKey, agent: &Arc<str>, began: Instant) -> InFlightGuard {
         let attempt = Attempt { key, number: 0 };
-        let slot = self.in_flight.begin(began, InFlightRollout { attempt, agent: Arc::clone(agent) });
-        InFlightGuard { progress: Arc::clone(self), slot }
+        let key = self.in_flight.begin(began, InFlightRollout { attempt, agent: Arc::clone(agent) });
+        InFlightGuard { progress: Arc::clone(self), key }
     }
 }
 
 #[derive(Debug)]
 pub(super) struct InFlightGuard {
     progress: Arc<CollectProgress>,
-    slot: usize,
+    key: WorkKey,
 }
 
 impl InFlightGuard {
     /// Sets the number of the newest attempt.
     pub(super) fn attempt(&self, number: u32) {
-        self.progress.in_flight.update(self.slot, |rollout| rollout.attempt.number = number);
+        self.progress.in_flight.update(self.key, |rollout| rollout.attempt.number = number);
     }
 }
 
 impl Drop for InFlightGuard {
     fn drop(&mut self) {
-        self.progress.in_flight.end(self.slot);
+        self.progress.in_flight.end(self.key);
     }
 }
