@@ -20,8 +20,7 @@ use crate::launch::error::LaunchError;
 use crate::launch::lines::{OutputTail, Stream, forward};
 use crate::launch::process::tree::{KILL_WAIT, MARK_VARIABLE, ProcessTree, SessionLeader, TreeProcess, start_ticks};
 use crate::launch::process::{shim, spawner};
-use crate::launch::spec::ChildSpec;
-use crate::launch::spec::RestartBudget;
+use crate::launch::spec::{ChildSpec, RestartBudget, RestartPolicy};
 
 /// Limit for reading the rest of the output pipes after all processes have ended.
 const DRAIN_WAIT: Duration = Duration::from_secs(1);
@@ -273,7 +272,11 @@ impl ChildSupervisor {
             tracing::warn!(server = %self.spec.name, incarnation = number, reason = %last.reason, "child exited");
             self.state.send_replace(ChildState::Exited(last.clone()));
             let Some(delay) = self.budget.next(Instant::now()) else {
-                tracing::error!(server = %self.spec.name, "restart limit reached");
+                // Without restarts of its own, the child is restarted by its owner, or not at all.
+                let RestartPolicy { max_restarts, window, .. } = self.budget.policy();
+                if max_restarts > 0 {
+                    tracing::error!(server = %self.spec.name, max_restarts, ?window, "restart limit reached: the child stays down");
+                }
                 self.state.send_replace(ChildState::GaveUp(last));
                 return;
             };

@@ -268,6 +268,10 @@ impl RestartBudget {
         Self { policy, used: VecDeque::new(), random: fastrand::Rng::with_seed(seed) }
     }
 
+    pub(super) fn policy(&self) -> RestartPolicy {
+        self.policy
+    }
+
     /// Returns the delay before the next restart and counts the restart; `None` if the limit is reached.
     pub(super) fn next(&mut self, now: Instant) -> Option<Duration> {
         while self.used.front().is_some_and(|first| now.duration_since(*first) > self.policy.window) {

@@ -175,10 +175,14 @@ impl PulledWork {
                 "workers take rollouts from {endpoint}; start one with `{} run --config FILE --pull-from HEAD_URL`",
                 console::program()
             )),
-            Some(_) if started.first_poll().await => console.line(&format!(
-                "{} workers of the cluster take the rollouts from {endpoint}; --dispatch push sends them by name instead",
-                plan.workers
-            )),
+            Some(_) if started.first_poll().await => {
+                let take =
+                    if plan.workers == 1 { "worker of the cluster takes" } else { "workers of the cluster take" };
+                console.line(&format!(
+                    "{} {take} the rollouts from {endpoint}; --dispatch push sends them by name instead",
+                    plan.workers
+                ));
+            }
             Some(_) => {
                 console.warn(format!(
                     "no worker reached this collector at {endpoint} within {FIRST_POLL_MAX:?}, so rollouts are sent to the servers by \
