@@ -1,6 +1,5 @@
 //! Measures many concurrent rollouts in one process: the memory of each, and its CPU time beside that with a thousand in flight.
 
-use std::path::Path;
 use std::time::Duration;
 
 use anyhow::{Result, ensure};
@@ -61,7 +60,7 @@ async fn collected(scratch: &Scratch, latency: Duration, plan: &Plan) -> Result<
     let done: Collection =
         part.told(latency * 2 + Duration::from_secs(60) + Duration::from_millis(1) * rollouts).await?;
     part.end(Duration::from_secs(60)).await?;
-    let output = Path::new(&plan.output).display();
+    let output = plan.output.display();
     ensure!(done.rows == u64::from(rollouts), "{output}: {} rows of {rollouts} were written", done.rows);
     ensure!(done.failures == 0, "{output}: {} attempts failed", done.failures);
     Ok(done)
