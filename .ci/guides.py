@@ -149,7 +149,7 @@ def uneven(machine: Machine) -> str:
     machine.serve(HEAD)
     machine.serve(f"{WORKER} --name worker-1", "joined the cluster")
     machine.serve(f"{COLLECT} --head-url http://coordinator:11000 --metrics-port 9100 --num-repeats 400 --output results/uneven.jsonl",
-                  "take the rollouts")
+                  "of the cluster take")
     return wait_for(lambda: machine.run("curl --silent http://127.0.0.1:9100/metrics", None), "gym_pool_worker_held", "the collector")
 
 
