@@ -48,6 +48,9 @@ pub struct CallContext {
     pub incarnation: Option<Incarnation>,
     /// Progress of the call, reported by its handler; distinguishes a slow call from a stuck one.
     pub progress: CallProgress,
+    /// `true` if the response holds no capacity of the connection once it has arrived, because its caller may start any number of calls before
+    /// it reads the first response.
+    pub(crate) reads_later: bool,
 }
 
 impl CallContext {
@@ -68,6 +71,7 @@ impl CallContext {
             reply_bytes_max: DEFAULT_REPLY_BYTES_MAX,
             incarnation: None,
             progress: CallProgress::default(),
+            reads_later: false,
         }
     }
 
@@ -83,6 +87,7 @@ impl CallContext {
             reply_bytes_max: DEFAULT_REPLY_BYTES_MAX,
             incarnation: None,
             progress: self.progress.clone(),
+            reads_later: false,
         }
     }
 

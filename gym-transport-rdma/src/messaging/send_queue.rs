@@ -201,7 +201,7 @@ impl<C: Carrier> mux::MessageSender for UcxSendQueue<C> {
         header: BytesMut,
         message: &Message,
         permit: CapacityPermit,
-        _crowded: bool,
+        _flush: mux::Flush,
         register: impl FnOnce(u64) -> Result<()>,
     ) -> Result<u64> {
         // Split before taking the lock, because splitting copies.
@@ -220,7 +220,14 @@ impl<C: Carrier> mux::MessageSender for UcxSendQueue<C> {
         Ok(call)
     }
 
-    fn post_response(&self, call: u64, header: BytesMut, message: &Message, permit: CapacityPermit, _crowded: bool) {
+    fn post_response(
+        &self,
+        call: u64,
+        header: BytesMut,
+        message: &Message,
+        permit: CapacityPermit,
+        _flush: mux::Flush,
+    ) {
         let cut = SplitMessage::new(AmKind::Response, header, message, self.0.cut);
         {
             let mut state = self.0.state();

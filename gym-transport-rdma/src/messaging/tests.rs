@@ -9,7 +9,7 @@ use gym_core::message::frame::MessageLimits;
 use gym_core::message::{ContentType, PeerInfo};
 use gym_core::transport::mux::header::{put_request, put_response};
 use gym_core::transport::mux::{
-    self, AnsweringEnd, CapacityPermit, Handshake, MessageSender as _, MuxLink, RequestHeader,
+    self, AnsweringEnd, CapacityPermit, Flush, Handshake, MessageSender as _, MuxLink, RequestHeader,
 };
 use gym_core::transport::{Link as _, PathInfo, Reply, handler_fn};
 use gym_core::{CallContext, Code, Error, Message, Request, Response, Result, Rope, Route, Status, Verb};
@@ -95,7 +95,7 @@ fn post(send_queue: &UcxSendQueue<Recorder>, message: &Message, metadata_bytes: 
     let mut context = CallContext::default();
     context.metadata.push("long", "m".repeat(metadata_bytes));
     let header = put_request(0, Verb::Post, &Route::from_static("/x"), &context, 9, message);
-    send_queue.post_request(header, message, CapacityPermit::default(), false, |_| Ok(())).unwrap()
+    send_queue.post_request(header, message, CapacityPermit::default(), Flush::Now, |_| Ok(())).unwrap()
 }
 
 /// Delivers active messages to a request queue. Short ones are eager and borrowed; longer ones are announced and land
@@ -473,7 +473,7 @@ impl Calling {
             put_response(0, &response),
             &response.message,
             CapacityPermit::default(),
-            false,
+            Flush::Now,
         );
         let (am, payload) = recorder.take().remove(0);
         self.hear(am, &Payload::Eager(EagerBytes::Owned(payload))).unwrap();

@@ -109,33 +109,27 @@ impl<'g, M: Method> GroupCall<'g, M> {
     /// Sends the requests of all ranks, and returns when every transport has accepted its request. The replies are gathered
     /// later. Calls that are started one after another reach every rank in that order.
     ///
-    /// The queues of the ranks bound the calls in flight; a full queue rejects a call at once.
+    /// The queues of the ranks bound the calls in flight; a full queue rejects a call at once. A call to one rank may wait up to a
+    /// millisecond to be sent with others, unless a reply is awaited.
+    ///
+    /// The rank ends the call at its deadline. If the call is cancelled by its context, the rank learns of it when the result is
+    /// awaited or dropped.
     ///
     /// # Errors
     /// The error of the call, if it fails before every transport has accepted its request.
     pub async fn start(mut self) -> Result<Pending<M>, GroupError> {
         let (mut parts, gate) = (SmallVec::new(), self.gate.take());
-        let terms = self.plan(&mut parts)?;
-        // A separate task reads the replies even if the caller does not: an unread reply keeps its capacity.
-        let (sent, all_sent, task);
+        let mut terms = self.plan(&mut parts)?;
         if let Some(part) = take_single(&mut parts, gate.is_none()) {
-            let shares_memory = part.channel.path().shares_memory;
+            // The caller reads the reply: a task for each of a thousand calls costs as much as the call.
+            terms.context.reads_later = true;
             let mut one = SingleRankCall::<M>::send(terms, part);
-            if shares_memory {
-                // Within one process, an unread reply holds no capacity of others.
-                poll_fn(|cx| one.poll_sent(cx)).await?;
-                return Ok(Pending(Answers::Here(one)));
-            }
-            if one.is_sent() {
-                return Ok(Pending(Answers::Read(AbortOnDrop(tokio::spawn(one)))));
-            }
-            (sent, all_sent) = oneshot::channel();
-            task = tokio::spawn(one.notifying(sent));
-        } else {
-            (sent, all_sent) = oneshot::channel();
-            task = tokio::spawn(gather::<M>(terms, gate, parts, Some(sent)));
+            poll_fn(|cx| one.poll_sent(cx)).await?;
+            return Ok(Pending(Answers::Here(one)));
         }
-        let mut task = AbortOnDrop(task);
+        // A separate task reads the replies even if the caller does not: an unread reply keeps its capacity.
+        let (sent, all_sent) = oneshot::channel();
+        let mut task = AbortOnDrop(tokio::spawn(gather::<M>(terms, gate, parts, Some(sent))));
         match all_sent.await {
             Ok(()) => Ok(Pending(Answers::Read(task))),
             Err(_) => match (&mut task.0).await {

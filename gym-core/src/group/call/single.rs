@@ -1,6 +1,6 @@
 //! A group call to one rank, the most frequent case: one reply needs neither a token of its own nor a list.
 
-use std::future::{Future, poll_fn};
+use std::future::Future;
 use std::marker::PhantomData;
 use std::pin::Pin;
 use std::sync::Arc;
@@ -8,7 +8,6 @@ use std::task::{Context, Poll, ready};
 
 use crate::group::watch;
 use futures_util::future::BoxFuture;
-use tokio::sync::oneshot;
 use tokio::time::{Instant, sleep_until};
 
 use crate::base::cancel::CancelToken;
@@ -87,19 +86,6 @@ impl<M: Method> SingleRankCall<M> {
             waits: None,
             method: PhantomData,
         }
-    }
-
-    /// Returns `true` if the transport has accepted the request.
-    pub(crate) fn is_sent(&self) -> bool {
-        matches!(self.stage, Stage::Responding(_))
-    }
-
-    /// Runs the call, and notifies `sent` when the transport has accepted the request.
-    pub(crate) async fn notifying(mut self, sent: oneshot::Sender<()>) -> CallResult<M> {
-        poll_fn(|cx| self.poll_sent(cx)).await?;
-        // The receiver may have been dropped.
-        let _ = sent.send(());
-        self.await
     }
 
     /// Polls until the transport has accepted the request.

@@ -17,7 +17,7 @@ use super::calling::check_size;
 use super::capacity::UnreadReplies;
 use super::header::{HEADER_BYTES_MAX, RequestHeader, malformed, put_failed, put_response};
 use super::limits::{ConnectionLimits, Handshake};
-use super::sender::MessageSender;
+use super::sender::{Flush, MessageSender};
 use super::waiting::{Abandon, Respond, WaitingCall};
 use crate::base::cancel::CancelToken;
 use crate::base::error::{Code, Error, Result};
@@ -267,14 +267,14 @@ impl<O: MessageSender> AnsweringEnd<O> {
 
     fn answer(&self, call: u64, reply_bytes_max: usize, response: &Response) {
         let too_large = |said: String| self.fail(call, &Error::finished(Code::ResourceExhausted, said));
-        let crowded = {
+        let flush = {
             let mut running = self.lock();
-            let crowded = running.calls.len() > CROWD;
+            let flush = if running.calls.len() > CROWD { Flush::Soon } else { Flush::Now };
             // Before the reply is sent, because the peer may send the next request after it.
             if running.remove(call).is_none() {
                 return;
             }
-            crowded
+            flush
         };
         let length = response.message.len();
         if length > reply_bytes_max {
@@ -290,7 +290,7 @@ impl<O: MessageSender> AnsweringEnd<O> {
             return too_large(format!("the metadata of the reply take more than {HEADER_BYTES_MAX} bytes"));
         }
         let permit = self.unread.add(header.len() + length);
-        self.sender.post_response(call, header, &response.message, permit, crowded);
+        self.sender.post_response(call, header, &response.message, permit, flush);
     }
 
     fn lock(&self) -> MutexGuard<'_, Running> {

@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::fmt;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
@@ -13,7 +14,7 @@ use super::CROWD;
 use super::capacity::{CapacityPermit, ConnectionCapacity, units};
 use super::header::{HEADER_BYTES_MAX, malformed, put_request, read_failed};
 use super::limits::{ConnectionLimits, Handshake};
-use super::sender::MessageSender;
+use super::sender::{Flush, MessageSender};
 use crate::base::error::{Code, Error, Result};
 use crate::message::{Message, Request, Response};
 
@@ -25,6 +26,8 @@ pub struct CallingEnd<O> {
     theirs: Handshake,
     capacity: ConnectionCapacity,
     calls: Mutex<Calls>,
+    /// Number of calls whose response nobody awaits yet.
+    unawaited: AtomicUsize,
     /// Notified when no call remains.
     idle: Notify,
     over: CancelToken,
@@ -45,6 +48,7 @@ struct Waiting {
     answer: oneshot::Sender<Result<Answer>>,
     reply_bytes_max: usize,
     reply_permit: OwnedSemaphorePermit,
+    reads_later: bool,
     _permit: CapacityPermit,
 }
 
@@ -63,6 +67,7 @@ impl<O: MessageSender> CallingEnd<O> {
             capacity: ConnectionCapacity::new(ours, &theirs),
             theirs,
             calls: Mutex::default(),
+            unawaited: AtomicUsize::new(0),
             idle: Notify::new(),
             over: CancelToken::new(),
             why: OnceLock::new(),
@@ -101,8 +106,9 @@ impl<O: MessageSender> CallingEnd<O> {
     pub fn on_answer(&self, call: u64, response: Response) {
         if let Some(waiting) = self.remove(call) {
             // A response that has arrived holds only its own bytes.
-            let mut reply_permit = waiting.reply_permit;
-            let permit = reply_permit.split(units(response.message.len()).min(reply_permit.num_permits()));
+            let (mut reply_permit, held) =
+                (waiting.reply_permit, if waiting.reads_later { 0 } else { response.message.len() });
+            let permit = reply_permit.split(units(held).min(reply_permit.num_permits()));
             let _ = waiting.answer.send(Ok(Answer { response, _permit: permit }));
         }
     }
@@ -180,16 +186,23 @@ impl<O: MessageSender> CallingEnd<O> {
             return Err(Error::invalid(format!("route and metadata take more than {HEADER_BYTES_MAX} bytes")));
         }
         let (sender, answer) = oneshot::channel();
-        let crowded = self.capacity.is_crowded(CROWD);
-        let call = self.sender.post_request(header, message, permit.clone(), crowded, |call| {
+        let flush = match self.capacity.is_crowded(CROWD) {
+            _ if self.unawaited.load(Ordering::Relaxed) >= CROWD => Flush::Later,
+            true => Flush::Soon,
+            false => Flush::Now,
+        };
+        let call = self.sender.post_request(header, message, permit.clone(), flush, |call| {
             let mut calls = self.lock();
             if let Some(why) = calls.refusing {
                 return Err(Error::not_started(Code::Unavailable, why));
             }
-            calls.waiting.insert(call, Waiting { answer: sender, reply_bytes_max, reply_permit, _permit: permit });
+            let reads_later = context.reads_later;
+            let waiting = Waiting { answer: sender, reply_bytes_max, reply_permit, reads_later, _permit: permit };
+            calls.waiting.insert(call, waiting);
             Ok(())
         })?;
-        Ok(Pending { answer, call: CancelOnDrop { call: Some(call), end: Arc::clone(self) } })
+        self.unawaited.fetch_add(1, Ordering::Relaxed);
+        Ok(Pending { answer, call: CancelOnDrop { call: Some(call), awaited: false, end: Arc::clone(self) } })
     }
 
     /// Rejects new calls. If `leaving`, the last call closes the connection.
@@ -271,6 +284,7 @@ pub(super) struct Pending<O: MessageSender> {
 
 impl<O: MessageSender> Pending<O> {
     pub(super) async fn answered(mut self) -> Result<Response> {
+        self.call.awaited();
         let answered = (&mut self.answer).await;
         self.call.call = None;
         match answered {
@@ -283,11 +297,26 @@ impl<O: MessageSender> Pending<O> {
 /// Cancels the call at the peer when the caller drops it.
 struct CancelOnDrop<O: MessageSender> {
     call: Option<u64>,
+    /// `true` once the caller awaits the response.
+    awaited: bool,
     end: Arc<CallingEnd<O>>,
+}
+
+impl<O: MessageSender> CancelOnDrop<O> {
+    /// The caller waits from now on, so nothing that was posted before waits any longer.
+    fn awaited(&mut self) {
+        if !std::mem::replace(&mut self.awaited, true) {
+            self.end.unawaited.fetch_sub(1, Ordering::Relaxed);
+            self.end.sender.flush();
+        }
+    }
 }
 
 impl<O: MessageSender> Drop for CancelOnDrop<O> {
     fn drop(&mut self) {
+        if !self.awaited {
+            self.end.unawaited.fetch_sub(1, Ordering::Relaxed);
+        }
         if let Some(call) = self.call.take()
             && let Some(waiting) = self.end.remove(call)
         {

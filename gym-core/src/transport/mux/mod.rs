@@ -43,7 +43,7 @@ pub use header::{RequestHeader, ResponseHeader, malformed};
 pub use heartbeat::{PeerActivity, heartbeat};
 pub use limits::{ConnectionLimits, Handshake};
 pub use link::MuxLink;
-pub use sender::MessageSender;
+pub use sender::{Flush, MessageSender};
 
 /// Number of concurrent calls from which messages are sent in groups, because no single caller waits for one message alone.
 const CROWD: usize = 8;

@@ -8,6 +8,19 @@ use super::capacity::CapacityPermit;
 use crate::base::error::Result;
 use crate::message::Message;
 
+/// When a posted message is passed to the wire. Each message that is sent at once wakes the peer; messages that are sent together wake it
+/// once.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Flush {
+    /// At once.
+    Now,
+    /// After the tasks that are ready, which are about to post other messages.
+    Soon,
+    /// With the next message that does not wait, at the next [`MessageSender::flush`], when some dozens wait, or after a millisecond: the caller
+    /// has started many calls and waits for none of them yet.
+    Later,
+}
+
 /// The sending half of one connection, implemented by a transport and called by [`CallingEnd`](super::CallingEnd) and
 /// [`AnsweringEnd`](super::AnsweringEnd).
 ///
@@ -30,7 +43,6 @@ pub trait MessageSender: fmt::Debug + Send + Sync + 'static {
     /// The request gets the next number, from 1 on, in the order of posting.
     /// - `register` receives the number before the peer can, and may reject the request, which then uses no number.
     /// - `permit` is dropped when the last byte has been passed to the wire, or never will be.
-    /// - `crowded` announces that other requests follow at once, so the message may wait to be sent together with them.
     ///
     /// # Errors
     /// The error that `register` returned.
@@ -39,12 +51,15 @@ pub trait MessageSender: fmt::Debug + Send + Sync + 'static {
         header: BytesMut,
         message: &Message,
         permit: CapacityPermit,
-        crowded: bool,
+        flush: Flush,
         register: impl FnOnce(u64) -> Result<()>,
     ) -> Result<u64>;
 
     /// Sends the response of a call, in the same form.
-    fn post_response(&self, call: u64, header: BytesMut, message: &Message, permit: CapacityPermit, crowded: bool);
+    fn post_response(&self, call: u64, header: BytesMut, message: &Message, permit: CapacityPermit, flush: Flush);
+
+    /// Sends the requests that were posted with [`Flush::Later`]. The default does nothing, for transports that hold no message.
+    fn flush(&self) {}
 
     /// Sends the reason why a call has no response, urgently. `reason` begins with headroom, as a header does. `permit` is
     /// dropped when the reason has been passed to the wire, or never will be.

@@ -3,6 +3,9 @@
 //! A sender takes the batch and writes at once if no other task holds the batch, without a hop through another task. Otherwise its
 //! message stays in the queue, and the holder writes it. When the socket is full, the batch moves to the writer task, which waits.
 //!
+//! Messages of a caller that starts many calls and waits for none yet are held for a moment ([`Flush::Later`]), so that the peer wakes once
+//! for many of them.
+//!
 //! Messages are sent whole, one after another, in the order in which they were posted. This keeps calls in order and requires
 //! only one partly received message per connection. Only frames without a message (cancel, failed, heartbeat, drain) are sent
 //! between the chunks of a message.
@@ -11,11 +14,13 @@ use std::collections::VecDeque;
 use std::fmt;
 use std::io::{self, IoSlice};
 use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use bytes::{Buf, Bytes, BytesMut};
-use gym_core::transport::mux::{self, CapacityPermit};
+use gym_core::transport::mux::{self, CapacityPermit, Flush};
 use gym_core::{Message, Result};
 use tokio::sync::Notify;
+use tokio::time::{Instant, timeout_at};
 
 use crate::frames::codec::frame::{CHUNK_BYTES, FRAME_BYTES, FrameKind, bare, body_head, framed, number_frame};
 use crate::frames::connection::socket::WriteHalf;
@@ -26,6 +31,10 @@ const PIECES_MAX: usize = 64;
 const INLINE_BYTES_MAX: usize = 256 << 10;
 /// A message up to this size is copied behind its header, which is cheaper than a slice of its own.
 const JOINED_BYTES_MAX: usize = 2 << 10;
+/// Number of messages that wait for others at most. The peer wakes once for all of them; twice as many save little more.
+const HELD_MAX: usize = 32;
+/// How long a message waits for others at most; the shortest time of tokio's timers.
+const HELD_FOR_MAX: Duration = Duration::from_millis(1);
 
 /// A message to send.
 pub(crate) struct OutgoingMessage {
@@ -70,7 +79,7 @@ impl OutgoingMessage {
 pub(crate) struct FrameSendQueue {
     socket: Box<dyn WriteHalf>,
     state: Mutex<QueueState>,
-    /// Notified when the batch is in `waiting`, or when there is something for the writer task to take.
+    /// Notified when the batch is in `waiting`, when there is something for the writer task to take, or when messages begin to be held.
     writer: Notify,
 }
 
@@ -81,6 +90,8 @@ struct QueueState {
     batch: Option<WriteBatch>,
     /// The batch while it waits for the writer task.
     waiting: Option<WriteBatch>,
+    /// When the writer task takes messages that wait for others; `None` if there are none, or if something else writes them before.
+    held_until: Option<Instant>,
     /// `true` if something was sent since the last heartbeat was due.
     sent_since_heartbeat: bool,
     closed: bool,
@@ -111,6 +122,7 @@ impl FrameSendQueue {
             queue: VecDeque::new(),
             batch: Some(WriteBatch::default()),
             waiting: None,
+            held_until: None,
             sent_since_heartbeat: false,
             closed: false,
             next_call: 1,
@@ -119,15 +131,14 @@ impl FrameSendQueue {
         Self { socket, state: Mutex::new(state), writer: Notify::new() }
     }
 
-    /// Sends a message after all messages that were posted before. If `crowded`, other messages follow at once, so the writer
-    /// task sends them, many with one system call.
-    pub(crate) fn post(&self, outgoing: OutgoingMessage, crowded: bool) {
+    /// Sends a message after all messages that were posted before.
+    pub(crate) fn post(&self, outgoing: OutgoingMessage, flush: Flush) {
         let mut state = self.lock();
         if state.closed {
             return;
         }
         state.queue.push_back(outgoing);
-        self.start_writing(state, crowded);
+        self.start_writing(state, flush);
     }
 
     /// Sends a frame without a message, before queued messages and between the chunks of a message that has begun.
@@ -139,7 +150,7 @@ impl FrameSendQueue {
         let mut state = self.lock();
         if !state.closed {
             state.urgent.push_back((frame, room));
-            self.start_writing(state, false);
+            self.start_writing(state, Flush::Now);
         }
     }
 
@@ -154,6 +165,11 @@ impl FrameSendQueue {
     pub(crate) async fn run(&self) -> io::Error {
         loop {
             self.writer.notified().await;
+            while let Some(until) = self.held_until() {
+                if timeout_at(until, self.writer.notified()).await.is_err() {
+                    break;
+                }
+            }
             // Runs after the tasks that are about to post something too, so that one system call writes everything.
             tokio::task::yield_now().await;
             let taken = {
@@ -184,14 +200,26 @@ impl FrameSendQueue {
     }
 
     /// Ensures that the queue is written: by this caller, by the holder of the batch, or by the writer task.
-    fn start_writing(&self, mut state: MutexGuard<'_, QueueState>, crowded: bool) {
+    fn start_writing(&self, mut state: MutexGuard<'_, QueueState>, flush: Flush) {
         if state.batch.is_none() {
             return;
         }
-        if crowded {
-            drop(state);
-            self.writer.notify_one();
-            return;
+        match flush {
+            Flush::Later if state.may_hold() => {
+                if state.held_until.is_none() {
+                    state.held_until = Some(Instant::now() + HELD_FOR_MAX);
+                    drop(state);
+                    self.writer.notify_one();
+                }
+                return;
+            }
+            Flush::Soon => {
+                state.held_until = None;
+                drop(state);
+                self.writer.notify_one();
+                return;
+            }
+            Flush::Later | Flush::Now => {}
         }
         let Some(batch) = state.batch.take() else { return };
         drop(state);
@@ -226,6 +254,7 @@ impl FrameSendQueue {
                 state.refill(&mut batch);
                 if batch.pieces.is_empty() {
                     state.batch = Some(batch);
+                    state.held_until = None;
                     return Ok(WriteOutcome::Idle);
                 }
             }
@@ -246,6 +275,12 @@ impl FrameSendQueue {
         }
     }
 
+    /// Returns until when the writer task waits for further messages.
+    fn held_until(&self) -> Option<Instant> {
+        let state = self.lock();
+        state.held_until.filter(|_| state.waiting.is_none() && state.broken.is_none())
+    }
+
     fn lock(&self) -> MutexGuard<'_, QueueState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -259,7 +294,7 @@ impl mux::MessageSender for FrameSendQueue {
         header: BytesMut,
         message: &Message,
         room: CapacityPermit,
-        crowded: bool,
+        flush: Flush,
         register: impl FnOnce(u64) -> Result<()>,
     ) -> Result<u64> {
         let mut outgoing = OutgoingMessage::new(0, framed(FrameKind::Request, 0, header), message, room);
@@ -269,12 +304,19 @@ impl mux::MessageSender for FrameSendQueue {
         state.next_call += 1;
         outgoing.number(call);
         state.queue.push_back(outgoing);
-        self.start_writing(state, crowded);
+        self.start_writing(state, flush);
         Ok(call)
     }
 
-    fn post_response(&self, call: u64, header: BytesMut, message: &Message, room: CapacityPermit, crowded: bool) {
-        self.post(OutgoingMessage::new(call, framed(FrameKind::Response, call, header), message, room), crowded);
+    fn post_response(&self, call: u64, header: BytesMut, message: &Message, room: CapacityPermit, flush: Flush) {
+        self.post(OutgoingMessage::new(call, framed(FrameKind::Response, call, header), message, room), flush);
+    }
+
+    fn flush(&self) {
+        let state = self.lock();
+        if state.held_until.is_some() {
+            self.start_writing(state, Flush::Now);
+        }
     }
 
     fn post_failed(&self, call: u64, reason: BytesMut, room: CapacityPermit) {
@@ -297,7 +339,7 @@ impl mux::MessageSender for FrameSendQueue {
             }
             Err(_) => {
                 state.urgent.push_back((bare(FrameKind::Cancel, call), CapacityPermit::default()));
-                self.start_writing(state, false);
+                self.start_writing(state, Flush::Now);
             }
         }
     }
@@ -310,7 +352,7 @@ impl mux::MessageSender for FrameSendQueue {
         let mut state = self.lock();
         if !state.closed && !std::mem::take(&mut state.sent_since_heartbeat) && state.urgent.is_empty() {
             state.urgent.push_back((bare(FrameKind::Heartbeat, 0), CapacityPermit::default()));
-            self.start_writing(state, false);
+            self.start_writing(state, Flush::Now);
         }
     }
 
@@ -332,6 +374,11 @@ impl fmt::Debug for FrameSendQueue {
 }
 
 impl QueueState {
+    /// Returns `true` if the newest message is small and few wait with it.
+    fn may_hold(&self) -> bool {
+        self.queue.len() < HELD_MAX && self.queue.back().is_some_and(|newest| newest.left == 0)
+    }
+
     /// Moves the next slices into the batch: everything urgent, then up to a chunk of messages.
     fn refill(&mut self, batch: &mut WriteBatch) {
         batch.pieces.extend(self.urgent.drain(..).map(|(frame, _room)| frame));

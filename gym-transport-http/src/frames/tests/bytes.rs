@@ -8,7 +8,7 @@ use bytes::{Bytes, BytesMut};
 use gym_core::message::ContentType;
 use gym_core::message::frame::MessageLimits;
 use gym_core::transport::mux::header::read_failed;
-use gym_core::transport::mux::{CapacityPermit, MessageSender, RequestHeader, ResponseHeader};
+use gym_core::transport::mux::{CapacityPermit, Flush, MessageSender, RequestHeader, ResponseHeader};
 use gym_core::{Code, Message, Response, Status};
 use proptest::prelude::*;
 
@@ -135,12 +135,12 @@ proptest! {
         shapes in prop::collection::vec(sizes(), 1..8),
         (write, read, skipped) in (1_usize..100_000, 1_usize..100_000, 0..8_u64),
     ) {
-        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
         let sent: Vec<_> = shapes.iter().map(|sizes| sized(sizes)).collect();
         let sink = Sink::new(write.max(read / 50), 10_000);
         let send_queue = FrameSendQueue::new(Box::new(sink.clone()));
         for (call, message) in sent.iter().enumerate() {
-            send_queue.post(outgoing_request(call as u64, message), call % 2 == 0);
+            send_queue.post(outgoing_request(call as u64, message), [Flush::Now, Flush::Soon, Flush::Later][call % 3]);
         }
         runtime.block_on(async {
             tokio::select! { error = send_queue.run() => panic!("{error}"), () = until_idle(&send_queue) => {} }
@@ -200,8 +200,8 @@ async fn what_is_urgent_goes_between_the_chunks_and_no_message_overtakes_another
     let sink = Sink::new(50_000, 60_000);
     let send_queue = FrameSendQueue::new(Box::new(sink.clone()));
     let large = sized(&[10, 5 * CHUNK_BYTES]);
-    send_queue.post(outgoing_request(1, &large), false);
-    send_queue.post(outgoing_request(2, &sized(&[5])), false);
+    send_queue.post(outgoing_request(1, &large), Flush::Now);
+    send_queue.post(outgoing_request(2, &sized(&[5])), Flush::Now);
     // The socket is full within the first chunk.
     send_queue.post_urgent(bare(FrameKind::Cancel, 77));
     tokio::select! { error = send_queue.run() => panic!("{error}"), () = until_idle(&send_queue) => {} }
@@ -224,12 +224,56 @@ async fn what_is_urgent_goes_between_the_chunks_and_no_message_overtakes_another
     assert!(cancel < CHUNK_BYTES + 1_000, "after the chunk that was under way, at {cancel}");
 }
 
+#[tokio::test(start_paused = true)]
+async fn held_messages_are_written_together_when_one_may_not_wait_or_their_time_is_over() {
+    let sink = Sink::new(usize::MAX, usize::MAX);
+    let send_queue = FrameSendQueue::new(Box::new(sink.clone()));
+    let post = |call, flush| send_queue.post(outgoing_request(call, &sized(&[5])), flush);
+    let calls = || {
+        let mut seen = Vec::new();
+        let wire = std::mem::take(&mut sink.wire.lock().unwrap().bytes);
+        decode(&wire, usize::MAX, |decoder, event| match event {
+            Event::Start(_) => decoder.keep().unwrap(),
+            Event::Complete(message) => seen.push(message.call),
+            other => panic!("{other:?}"),
+        })
+        .unwrap();
+        seen
+    };
+    let mut running = Box::pin(send_queue.run());
+    let mut run_for =
+        async |time| assert!(tokio::time::timeout(time, &mut running).await.is_err(), "the socket takes all");
+    let instant = std::time::Duration::from_micros(500);
+    for call in 1..=3 {
+        post(call, Flush::Later);
+    }
+    run_for(instant).await;
+    assert_eq!(calls(), [0; 0]);
+    send_queue.flush();
+    assert_eq!(calls(), [1, 2, 3], "flushed");
+    post(4, Flush::Later);
+    post(5, Flush::Now);
+    assert_eq!(calls(), [4, 5], "the next does not wait");
+    post(6, Flush::Later);
+    post(7, Flush::Soon);
+    run_for(instant).await;
+    assert_eq!(calls(), [6, 7], "nor does one that is sent soon");
+    for call in 8..=40 {
+        post(call, Flush::Later);
+    }
+    assert_eq!(calls(), (8..40).collect::<Vec<_>>(), "as many as may wait");
+    run_for(std::time::Duration::from_millis(3)).await;
+    assert_eq!(calls(), [40], "after its time");
+    send_queue.post(outgoing_request(41, &sized(&[5_000])), Flush::Later);
+    assert_eq!(calls(), [41], "a large message does not wait");
+}
+
 #[tokio::test]
 async fn large_parts_are_written_from_where_they_lie() {
     let sink = Sink::new(usize::MAX, usize::MAX);
     let send_queue = FrameSendQueue::new(Box::new(sink.clone()));
     let message = sized(&[4_000, 100_000, 200_000]);
-    send_queue.post(outgoing_request(1, &message), false);
+    send_queue.post(outgoing_request(1, &message), Flush::Now);
     let places = sink.wire.lock().unwrap().places.clone();
     let parts = message.head.pieces().iter().chain(&message.segments);
     for part in parts {
@@ -244,7 +288,7 @@ async fn a_request_that_has_not_begun_is_taken_back_and_one_that_has_is_cancelle
     let large = sized(&[0, 3 * CHUNK_BYTES]);
     for message in [&large, &sized(&[3]), &large] {
         send_queue
-            .post_request(request_header(message), message, CapacityPermit::default(), false, |_| Ok(()))
+            .post_request(request_header(message), message, CapacityPermit::default(), Flush::Now, |_| Ok(()))
             .unwrap();
     }
     send_queue.cancel(2, CapacityPermit::default());

@@ -74,6 +74,29 @@ async fn requests_are_taken_in_the_order_in_which_they_were_sent() {
 }
 
 #[tokio::test]
+async fn calls_that_nobody_awaits_may_be_sent_together_until_somebody_does() {
+    let pair = Pair::new(&ConnectionLimits::default(), ConnectionLimits::default(), echo());
+    let requests = || pair.calling.sender().requests_since_flush();
+    let mut replies = Vec::new();
+    for _ in 0..CROWD + 3 {
+        replies.push(pair.channel.start(post("/next")).await.unwrap());
+        // Its response has arrived: what counts is that nobody has looked.
+        pair.deliver().unwrap();
+    }
+    assert_eq!(requests(), [vec![Flush::Now; CROWD], vec![Flush::Later; 3]].concat());
+    pair.during(replies.pop().unwrap()).await.unwrap();
+    assert_eq!(requests(), [], "sent when the first is awaited");
+    replies.truncate(CROWD - 1);
+    let awaited = pair.channel.call(post("/next"));
+    pair.during(awaited).await.unwrap();
+    replies.push(pair.channel.start(post("/next")).await.unwrap());
+    assert_eq!(requests(), [Flush::Now], "dropped replies are not awaited later");
+    for reply in replies {
+        pair.during(reply).await.unwrap();
+    }
+}
+
+#[tokio::test]
 async fn a_call_waits_for_room_for_its_reply_before_it_leaves() {
     let held = HeldCalls::default();
     let limits = ConnectionLimits { reply_bytes_in_flight_max: 10 << 10, ..ConnectionLimits::default() };

@@ -42,6 +42,8 @@ struct FakeSender(Arc<Mutex<PostedMessages>>);
 struct PostedMessages {
     posted: VecDeque<Posted>,
     last_call: u64,
+    /// How each request was to be sent; emptied by a flush.
+    requests: Vec<Flush>,
     closed: bool,
 }
 
@@ -55,6 +57,10 @@ impl FakeSender {
 
     fn next(&self) -> Option<Posted> {
         self.0.lock().unwrap().posted.pop_front()
+    }
+
+    fn requests_since_flush(&self) -> Vec<Flush> {
+        self.0.lock().unwrap().requests.clone()
     }
 
     fn is_closed(&self) -> bool {
@@ -76,18 +82,25 @@ impl MessageSender for FakeSender {
         header: BytesMut,
         message: &Message,
         permit: CapacityPermit,
-        _crowded: bool,
+        flush: Flush,
         register: impl FnOnce(u64) -> Result<()>,
     ) -> Result<u64> {
         let call = self.0.lock().unwrap().last_call + 1;
         register(call)?;
-        self.0.lock().unwrap().last_call = call;
+        let mut messages = self.0.lock().unwrap();
+        messages.last_call = call;
+        messages.requests.push(flush);
+        drop(messages);
         self.put(Posted::Request(call, behind(header), message.clone(), permit));
         Ok(call)
     }
 
-    fn post_response(&self, call: u64, header: BytesMut, message: &Message, permit: CapacityPermit, _crowded: bool) {
+    fn post_response(&self, call: u64, header: BytesMut, message: &Message, permit: CapacityPermit, _flush: Flush) {
         self.put(Posted::Response(call, behind(header), message.clone(), permit));
+    }
+
+    fn flush(&self) {
+        self.0.lock().unwrap().requests.clear();
     }
 
     fn post_failed(&self, call: u64, reason: BytesMut, permit: CapacityPermit) {
