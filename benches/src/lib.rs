@@ -17,6 +17,7 @@ pub mod measure;
 pub mod mock;
 pub mod options;
 pub mod peer;
+pub mod raw;
 pub mod ray;
 pub mod report;
 pub mod role;

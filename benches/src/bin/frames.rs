@@ -1,7 +1,6 @@
 //! Measures calls between two processes of one machine over framed connections, compared with raw sockets that move the same bytes.
 //!
-//! The raw peer is a thread that blocks in `read` and `write` on buffers that it keeps. This is the least work with which bytes can
-//! pass through a socket.
+//! The raw peer ([`gym_benches::raw`]) is the least work with which bytes can pass through a socket.
 
 use std::io::{BufRead as _, BufReader, Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -15,6 +14,7 @@ use anyhow::{Context as _, Result, bail};
 use bytes::Bytes;
 use gym_benches::measure;
 use gym_benches::options::Options;
+use gym_benches::raw;
 use gym_benches::report::{Aim, figure};
 use gym_client::Transports;
 use gym_client::transport::http::frames::{FRAMES_SCHEME, UNIX_SCHEME, UnixListener};
@@ -96,13 +96,13 @@ fn serve(folder: &std::path::Path) -> Result<()> {
     let raw_address = raw.local_addr()?;
     std::thread::spawn(move || {
         for stream in raw.incoming().map_while(Result::ok) {
-            std::thread::spawn(move || stream.set_nodelay(true).and_then(|()| answer_raw(stream)));
+            std::thread::spawn(move || stream.set_nodelay(true).and_then(|()| raw::answer(stream)));
         }
     });
     let raw = RawUnixListener::bind(folder.join("raw"))?;
     std::thread::spawn(move || {
         for stream in raw.incoming().map_while(Result::ok) {
-            std::thread::spawn(move || answer_raw(stream));
+            std::thread::spawn(move || raw::answer(stream));
         }
     });
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
@@ -129,34 +129,6 @@ fn serve(folder: &std::path::Path) -> Result<()> {
 
 trait Stream: Read + Write + Send {}
 impl<S: Read + Write + Send> Stream for S {}
-
-/// Reads the announced number of bytes, and writes the requested number.
-fn answer_raw(mut stream: impl Read + Write) -> std::io::Result<()> {
-    let mut buffer = Vec::new();
-    let mut sizes = [0; 16];
-    loop {
-        stream.read_exact(&mut sizes)?;
-        let size = |at: usize| u64::from_le_bytes(sizes[at..at + 8].try_into().expect("eight bytes")) as usize;
-        let (comes, goes) = (size(0), size(8));
-        buffer.resize(buffer.len().max(comes).max(goes), 0);
-        stream.read_exact(&mut buffer[..comes])?;
-        stream.write_all(&buffer[..goes])?;
-    }
-}
-
-fn call_raw(stream: &mut dyn Stream, buffer: &mut [u8], goes: usize, comes: usize) -> Result<()> {
-    let mut sizes = [0; 16];
-    sizes[..8].copy_from_slice(&(goes as u64).to_le_bytes());
-    sizes[8..].copy_from_slice(&(comes as u64).to_le_bytes());
-    if goes < MIB {
-        stream.write_all(&[&sizes[..], &buffer[..goes]].concat())?;
-    } else {
-        stream.write_all(&sizes)?;
-        stream.write_all(&buffer[..goes])?;
-    }
-    stream.read_exact(&mut buffer[..comes])?;
-    Ok(())
-}
 
 async fn bench(options: &Options, peer: &Peer) -> Result<()> {
     let transports = Transports::from_features(InProcess::new());
@@ -224,7 +196,7 @@ async fn latency(
         let began = Instant::now();
         while began.elapsed() < options.seconds() / 2 || theirs.len() < 5 {
             let at = Instant::now();
-            call_raw(raw.as_mut(), &mut buffer, size.max(small), size.max(small))?;
+            raw::call(raw.as_mut(), &mut buffer, size.max(small), size.max(small))?;
             theirs.record(u64::try_from(at.elapsed().as_nanos())?)?;
         }
         for (at, quantile) in [0.5, 0.99].into_iter().enumerate() {
@@ -271,7 +243,7 @@ async fn bandwidth(name: &str, options: &Options, channel: &Channel, mut raw: Bo
         channel.call(request("/take", Some(&segment))).await?;
         let mine = at.elapsed();
         let at = Instant::now();
-        call_raw(raw.as_mut(), &mut buffer, size, 1)?;
+        raw::call(raw.as_mut(), &mut buffer, size, 1)?;
         if round > 0 {
             ours.push(mine.as_secs_f64() * 1e3);
             peers.push(at.elapsed().as_secs_f64() * 1e3);

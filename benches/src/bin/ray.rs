@@ -10,6 +10,7 @@ use std::time::Duration;
 use anyhow::{Context as _, Result, ensure};
 use gym_benches::measure;
 use gym_benches::options::Options;
+use gym_benches::raw;
 use gym_benches::report::{Aim, figure};
 use gym_benches::worker::{Bencher, Ends, Ping};
 use gym_client::Transports;
@@ -90,7 +91,8 @@ fn main() -> ExitCode {
     let run = || -> Result<()> {
         let options = Options::of_arguments()?;
         let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
-        runtime.block_on(bench(options))
+        // In a task: outside the threads of the runtime, each call wakes another thread twice.
+        runtime.block_on(async { tokio::spawn(bench(options)).await? })
     };
     match run() {
         Ok(()) => ExitCode::SUCCESS,
@@ -207,6 +209,8 @@ impl Ours {
         let one = || group.call(Ping, 7).dispatch(Dispatch::rank(0)).context(&cx());
         let call = median_of(2_000 / scale, async || Ok(one().await.map(drop)?)).await?;
         figure("ray_call_p50", "us", &[call * 1e6], &[peer.call_us], Some(Aim::AtMost(peer.call_us / 20.0)));
+        let floor = tokio::task::spawn_blocking(raw::round_trip).await??;
+        figure("ray_call_beside_a_raw_socket", "us", &[call * 1e6], &[floor.as_secs_f64() * 1e6], None);
         let mut rates = Vec::new();
         for _ in 0..rounds(&self.options) {
             let (windows, context, begin) = (10 / scale as u64, cx(), Instant::now());
