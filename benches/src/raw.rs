@@ -3,7 +3,9 @@
 
 use std::io::{Read, Result, Write};
 use std::net::{TcpListener, TcpStream};
-use std::time::{Duration, Instant};
+use std::time::Duration;
+
+use tokio::time::Instant;
 
 use crate::measure;
 
