@@ -91,8 +91,7 @@ fn main() -> ExitCode {
     let run = || -> Result<()> {
         let options = Options::of_arguments()?;
         let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
-        // In a task: outside the threads of the runtime, each call wakes another thread twice.
-        runtime.block_on(async { tokio::spawn(bench(options)).await? })
+        runtime.block_on(bench(options))
     };
     match run() {
         Ok(()) => ExitCode::SUCCESS,
