@@ -206,7 +206,8 @@ impl FrameSendQueue {
         }
         match flush {
             Flush::Later if state.may_hold() => {
-                if state.held_until.is_none() {
+                // Those before it are held too, or the writer task is about to take all.
+                if state.queue.len() == 1 {
                     state.held_until = Some(Instant::now() + HELD_FOR_MAX);
                     drop(state);
                     self.writer.notify_one();

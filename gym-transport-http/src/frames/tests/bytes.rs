@@ -258,6 +258,10 @@ async fn held_messages_are_written_together_when_one_may_not_wait_or_their_time_
     post(7, Flush::Soon);
     run_for(instant).await;
     assert_eq!(calls(), [6, 7], "nor does one that is sent soon");
+    post(42, Flush::Soon);
+    post(43, Flush::Later);
+    run_for(instant).await;
+    assert_eq!(calls(), [42, 43], "and it is not made to wait by those behind it");
     for call in 8..=40 {
         post(call, Flush::Later);
     }
