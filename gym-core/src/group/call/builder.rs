@@ -122,7 +122,8 @@ impl<'g, M: Method> GroupCall<'g, M> {
         let mut terms = self.plan(&mut parts)?;
         if let Some(part) = take_single(&mut parts, gate.is_none()) {
             // The caller reads the reply: a task for each of a thousand calls costs as much as the call.
-            terms.context.reads_later = true;
+            // Not in one process: the handler gets this context, and its own calls must not inherit the flag.
+            terms.context.reads_later = !part.channel.path().shares_memory;
             let mut one = SingleRankCall::<M>::send(terms, part);
             poll_fn(|cx| one.poll_sent(cx)).await?;
             return Ok(Pending(Answers::Here(one)));

@@ -106,8 +106,8 @@ impl<O: MessageSender> CallingEnd<O> {
     pub fn on_answer(&self, call: u64, response: Response) {
         if let Some(waiting) = self.remove(call) {
             // A response that has arrived holds only its own bytes.
-            let (mut reply_permit, held) =
-                (waiting.reply_permit, if waiting.reads_later { 0 } else { response.message.len() });
+            let mut reply_permit = waiting.reply_permit;
+            let held = if waiting.reads_later { 0 } else { response.message.len() };
             let permit = reply_permit.split(units(held).min(reply_permit.num_permits()));
             let _ = waiting.answer.send(Ok(Answer { response, _permit: permit }));
         }
@@ -186,10 +186,12 @@ impl<O: MessageSender> CallingEnd<O> {
             return Err(Error::invalid(format!("route and metadata take more than {HEADER_BYTES_MAX} bytes")));
         }
         let (sender, answer) = oneshot::channel();
-        let flush = match self.capacity.is_crowded(CROWD) {
-            _ if self.unawaited.load(Ordering::Relaxed) >= CROWD => Flush::Later,
-            true => Flush::Soon,
-            false => Flush::Now,
+        let flush = if self.unawaited.load(Ordering::Relaxed) >= CROWD {
+            Flush::Later
+        } else if self.capacity.is_crowded(CROWD) {
+            Flush::Soon
+        } else {
+            Flush::Now
         };
         let call = self.sender.post_request(header, message, permit.clone(), flush, |call| {
             let mut calls = self.lock();
