@@ -1,6 +1,6 @@
 """Ray's own actors and tasks on a running cluster, for the benchmark `ray`: measures, and prints one JSON object.
 
-    python ray_cluster.py ADDRESS [--quick]
+    python ray_cluster.py ADDRESS DASHBOARD [--quick]
 
 It must run on a node of the cluster. Actors take one CPU and one GPU each, four on each of two nodes, as the ranks of the benchmark.
 """
@@ -14,10 +14,30 @@ import time
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 import ray
+from ray.job_submission import JobStatus, JobSubmissionClient
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 RANKS, WINDOW, BATCH, ITEM_S = 8, 1000, 25, 200e-6
+# A job that does nothing: an actor on each of two nodes, which answers once.
+JOB = """
+import time, ray
+from ray.util.placement_group import placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+class Nothing:
+    def answer(self):
+        return None
+
+ray.init(log_to_driver=False, logging_level="error")
+group = placement_group([{"CPU": 4, "GPU": 4}] * 2, strategy="STRICT_SPREAD")
+actors = [
+    ray.remote(Nothing).options(num_cpus=4, num_gpus=4, scheduling_strategy=PlacementGroupSchedulingStrategy(group, node)).remote()
+    for node in range(2)
+]
+ray.get([actor.answer.remote() for actor in actors])
+print("answered at", time.time())
+"""
 
 
 class Rank:
@@ -60,6 +80,18 @@ def start():
     return group, actors
 
 
+def run_job(client):
+    """Submits the job that does nothing. Returns the seconds until its actors have answered."""
+    begin = time.time()
+    job = client.submit_job(entrypoint='exec python -c "$JOB"', runtime_env={"env_vars": {"JOB": JOB}})
+    while not (status := client.get_job_status(job)).is_terminal():
+        time.sleep(0.1)
+    log = client.get_job_logs(job)
+    if status != JobStatus.SUCCEEDED:
+        sys.exit(f"the job is {status}: {log}")
+    return float(log.split("answered at")[1]) - begin
+
+
 def median_of(count, action):
     times = []
     for number in range(count + max(2, count // 20)):
@@ -89,6 +121,7 @@ def restart(actors):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("address")
+    parser.add_argument("dashboard")
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args()
     ray.init(options.address, log_to_driver=False, logging_level="error")
@@ -128,6 +161,8 @@ def main():
         begin = time.perf_counter()
         ray.get([verify.remote(BATCH) for _ in range(items // BATCH)])
         batches.append(items // BATCH * BATCH / (time.perf_counter() - begin))
+    client = JobSubmissionClient(options.dashboard)
+    figures["job_s"] = [run_job(client) for _ in range(rounds)]
     figures |= {
         "call_us": call * 1e6, "pipelined_8_per_s": rates, "payload_64mib_ms": payload * 1e3, "restart_s": restarts,
         "verify_per_s": ones, "verify_batch_per_s": batches,

@@ -102,6 +102,7 @@ fn main() -> ExitCode {
     #[cfg(feature = "ray")]
     let of_ray: &[(&str, fn())] = cases![
         ray::local_starts_one_ray_head_and_stops_only_that,
+        ray::a_collection_with_its_own_servers_has_a_ray_head_until_it_ends,
         ray::a_killed_command_leaves_no_ray_head,
         ray::a_ray_head_that_cannot_start_is_explained,
         ray::a_taken_port_of_the_dashboard_is_named_and_another_one_used,

@@ -30,6 +30,9 @@ MOMENT_S = 0.3
 # Cases mostly wait.
 CASES_AT_ONCE = 8
 
+# What Ray gives the driver of a job for its actors.
+JOB_CONFIG = {"runtime_env": {"working_dir": "gcs://_ray_pkg_1.zip", "env_vars": {"A": "b"}}, "metadata": {"gym": "gym-test-a1"}}
+
 # An agent. Each life does what the plan of its share says; the last entry is for all further lives.
 AGENT = """
 import ctypes, json, os, signal, subprocess, sys, time
@@ -113,11 +116,12 @@ class Shim:
             "run": "gym-test-a1", "strategy": "PACK", "bundles": [{"CPU": 2.0, "GPU": 2.0}] * bundles, "cpus": [2] * bundles,
             "command": [str(self.program), "--gym-node-agent"], "variables": {"TEST_PLAN": json.dumps(plan or {}), "TEST_FOLDER": str(self.folder)},
             "agent": {"secret": "s", "first_s": 60.0, "later_s": 10.0, "grace_s": 2.0},
-            "selectors": [], "placement_attempts": 2, "placement_timeout_s": 20.0, "start_timeout_s": 20.0, "silence_s": 0.2, "grace_s": 5.0, "max_restarts": 1, **spec,
+            "selectors": [], "placement_attempts": 2, "placement_timeout_s": 20.0, "start_timeout_s": 20.0, "silence_s": 0.2, "grace_s": 5.0, "max_restarts": 1, "packaged": False, **spec,
         }
         environment = {
             "PATH": os.environ["PATH"], "LANG": "C.UTF-8", "PYTHONPATH": str(HERE / "stub"), "PYTHONDONTWRITEBYTECODE": "1", "PYTHONUNBUFFERED": "1",
             "GYM_RAY_SPEC": json.dumps(self.spec), "GYM_RAY_STUB": str(self.folder), "RAY_AUTH_TOKEN": "hidden",
+            "RAY_JOB_CONFIG_JSON_ENV_VAR": json.dumps(JOB_CONFIG),
         }
         # The lines of the log, those with an event, and the numbers of the events that were expected.
         self.lines, self.marked, self.taken = [], [], []
@@ -302,6 +306,16 @@ class ShimTest(unittest.TestCase):
             exited = shim.event("exited", share)
             self.assertEqual((exited["code"], exited["stderr"]), (0, []))
         shim.expect_end(0, "released")
+
+    def test_actors_have_the_environment_of_the_job_only_if_the_program_is_in_its_package(self):
+        for packaged, environment in ((True, JOB_CONFIG["runtime_env"]), (False, {})):
+            shim = Shim(self, packaged=packaged)
+            shim.expect_agents()
+            (driver,) = shim.journal("init")
+            self.assertEqual(driver["config"], {**JOB_CONFIG, "runtime_env": environment})
+            shim.signal_agent(signal.SIGUSR1)
+            shim.event("exited", 0)
+            shim.expect_end(0, "released")
 
     def test_job_ends_when_no_agent_has_a_controller(self):
         shim = Shim(self, 2, silence_s=60)

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
 
-use crate::fixture::{Started, TestFolder, free_port, get, said_until};
+use crate::fixture::{Started, TestFolder, ended_with, free_port, get, row, said_until};
 
 const FAKE: &str = r#"#!/usr/bin/env python3
 import http.server, os, pathlib, signal, socket, subprocess, sys
@@ -36,6 +36,7 @@ class Dashboard(http.server.BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 signal.signal(signal.SIGINT, lambda *_: sys.exit(0))
+signal.signal(signal.SIGTERM, lambda *_: (child.kill(), sys.exit(0)))
 http.server.ThreadingHTTPServer(("127.0.0.1", int(options["dashboard-port"])), Dashboard).serve_forever()
 "#;
 
@@ -66,10 +67,12 @@ impl FakeRay {
 
     /// Returns the command `rgym run` with this program in `PATH`.
     fn command(&self, folder: &TestFolder, arguments: &[&str]) -> Command {
-        let dashboard = format!("+ray_dashboard_address=http://127.0.0.1:{}", self.dashboard);
-        let port = folder.port();
-        let mut command =
-            folder.command(&[&["run", "--config", "gym.yaml", &port, &dashboard][..], arguments].concat());
+        self.prepared(folder.command(&[&["run", "--config", "gym.yaml", &folder.port()][..], arguments].concat()))
+    }
+
+    /// Lets a command find this program, and its dashboard.
+    fn prepared(&self, mut command: Command) -> Command {
+        command.arg(format!("+ray_dashboard_address=http://127.0.0.1:{}", self.dashboard));
         let path = format!("{}:{}", self.folder.path().display(), std::env::var("PATH").unwrap());
         command
             .env("PATH", path)
@@ -160,6 +163,44 @@ pub(crate) fn local_starts_one_ray_head_and_stops_only_that() {
     assert!(!PathBuf::from(&folder).exists(), "{folder} is removed");
     assert!(other.child.try_wait().unwrap().is_none(), "the other head lives");
     other.signal(Signal::TERM);
+}
+
+pub(crate) fn a_collection_with_its_own_servers_has_a_ray_head_until_it_ends() {
+    let (ray, folder) = (FakeRay::new(), TestFolder::new());
+    folder.tasks([row("0123", 1)]);
+    let address = "+ray_head_node_address=local";
+    let mut collect = ray.prepared(folder.collect(&["--config", "gym.yaml", &folder.port(), address]));
+    let (_, said) = ended_with(&collect.output().unwrap(), 0);
+    let place = |text: &str| said.find(text).unwrap_or_else(|| panic!("{text}: {said}"));
+    let (started, stopped) = (place("Started Ray cluster at ray://127.0.0.1:"), place("stopped the Ray cluster"));
+    assert!(place("Starting Ray cluster...") < started && started < place("started 4 servers") && started < stopped);
+    assert_eq!(folder.rollouts().len(), 1);
+    let pids = ray.pids();
+    assert!(pids.len() == 2 && pids.iter().all(|pid| !lives(*pid)), "nothing of the head is left: {pids:?}");
+
+    // Running servers have their own cluster, or none.
+    let running = folder.start(&[]);
+    let head = folder.head();
+    let mut collect = ray.prepared(folder.collect(&["--head-url", &head, "--overwrite", address]));
+    let (_, said) = ended_with(&collect.output().unwrap(), 0);
+    assert!(!said.contains("Ray"), "{said}");
+    assert_eq!(ray.pids(), pids, "no second head was started");
+    assert_eq!(running.interrupt(), Some(0));
+
+    // The measurement of a configuration starts its servers too.
+    let mut plan = ray.prepared(folder.command(&[
+        "plan",
+        "--config",
+        "gym.yaml",
+        "-a",
+        "digit_agent",
+        "-i",
+        "tasks.jsonl",
+        "--seconds",
+        "1",
+    ]));
+    let (_, said) = ended_with(&plan.args([&folder.port(), address]).output().unwrap(), 0);
+    assert!(said.contains("Started Ray cluster") && said.contains("stopped the Ray cluster"), "{said}");
 }
 
 pub(crate) fn a_killed_command_leaves_no_ray_head() {

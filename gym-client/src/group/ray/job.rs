@@ -33,6 +33,8 @@ struct ShimSpec<'a> {
     /// The labels that the node of each bundle must have; empty without labels.
     selectors: &'a [BTreeMap<String, String>],
     command: [&'a str; 2],
+    /// `true` if the program is in the package of the job. Otherwise the actors need nothing of the job's environment.
+    packaged: bool,
     variables: &'a BTreeMap<String, String>,
     agent: AgentLines,
     placement_attempts: u32,
@@ -73,6 +75,7 @@ impl JobTemplate {
             cpus: &plan.cpus,
             selectors: if plan.selectors.iter().all(BTreeMap::is_empty) { &[] } else { &plan.selectors },
             command: [&program, AGENT_ROLE],
+            packaged: options.program.is_none(),
             variables: &options.variables,
             agent: AgentLines {
                 secret: secret.clone(),

@@ -69,8 +69,8 @@ pub struct Ray {
 pub struct RayOptions {
     /// The name of our jobs in Ray's dashboard. Default: the name of this program's file.
     pub name: String,
-    /// The path of this program on the nodes. It must be the same build. Default: none; the file of this program is sent, if Ray's limit of 100 MiB
-    /// for a compressed package allows it.
+    /// The path of this program on the nodes. It must be the same build. Agents start sooner, in the working directory of `ray start` on their node.
+    /// Default: none; the file of this program is sent, if Ray's limit of 100 MiB for a compressed package allows it.
     pub program: Option<PathBuf>,
     /// Environment variables of the agents and their ranks, in addition to those of the node. Default: none.
     pub variables: BTreeMap<String, String>,

@@ -67,150 +67,215 @@ pub(super) async fn collect(
             first.display()
         ));
     }
-    let stop = StopSignals::listen()?;
-    let mut stack = None;
-    let prepared = tokio::select! {
-        biased;
-        () = stop.graceful.cancelled() => Err(Failure::Failed("stopped before the first rollout".to_owned())),
-        prepared = Box::pin(prepare(
-            &args, &options, &loaded, overrides, head_url_given, servers, console, serves, &world, &mut stack
-        ))
-            => prepared,
+    #[cfg(feature = "ray")]
+    let (loaded, ray) = match serves {
+        true => crate::cli::setup::ray::connect_servers(loaded, args.sources.python.as_deref(), console).await?,
+        false => (loaded, None),
     };
-    let (client, names, plan) = prepared?;
-    let monitor = match &stack {
-        Some(stack) => stack.monitor(),
-        None => {
-            let head = head_server::endpoint(args.head_url.as_deref(), head_url_given, overrides, &loaded.config)?;
-            Some(Arc::new(RemoteRegistry::new(head, servers.transports(), world.clone())) as Arc<dyn CollectionMonitor>)
+    let collection = Collection { args, options, loaded, overrides, head_url_given, servers, console, serves, world };
+    let ended = Box::pin(collection.run()).await;
+    #[cfg(feature = "ray")]
+    crate::cli::setup::ray::stop(ray, console).await;
+    ended
+}
+
+/// A collection, after its configuration and its options were read.
+struct Collection<'a> {
+    args: CollectArgs,
+    options: CollectOptions,
+    loaded: LoadedConfig,
+    overrides: &'a [String],
+    head_url_given: bool,
+    servers: &'a Servers,
+    console: &'a Console,
+    /// Starts the servers of the configuration.
+    serves: bool,
+    world: World,
+}
+
+impl Collection<'_> {
+    async fn run(self) -> Outcome {
+        let stop = StopSignals::listen()?;
+        let mut stack = None;
+        let prepared = tokio::select! {
+            biased;
+            () = stop.graceful.cancelled() => Err(Failure::Failed("stopped before the first rollout".to_owned())),
+            prepared = Box::pin(self.prepare(&mut stack)) => prepared,
+        };
+        let Self { args, options, loaded, overrides, head_url_given, servers, console, world, .. } = self;
+        let (client, names, plan) = prepared?;
+        let monitor = match &stack {
+            Some(stack) => stack.monitor(),
+            None => {
+                let head = head_server::endpoint(args.head_url.as_deref(), head_url_given, overrides, &loaded.config)?;
+                Some(Arc::new(RemoteRegistry::new(head, servers.transports(), world.clone()))
+                    as Arc<dyn CollectionMonitor>)
+            }
+        };
+        if let Some(head) =
+            stack.as_ref().and_then(|stack| stack.servers().iter().find(|server| server.kind == HEAD_NAME))
+        {
+            let servers = stack.as_ref().map_or(0, |stack| stack.servers().len() - 1);
+            console.line(&format!(
+                "started {servers} servers for this collection, head {0}; its page is {0}/ui",
+                head.url
+            ));
         }
-    };
-    if let Some(head) = stack.as_ref().and_then(|stack| stack.servers().iter().find(|server| server.kind == HEAD_NAME))
-    {
-        let servers = stack.as_ref().map_or(0, |stack| stack.servers().len() - 1);
-        console.line(&format!("started {servers} servers for this collection, head {0}; its page is {0}/ui", head.url));
-    }
-    let metrics = stack.as_ref().map_or_else(Metrics::new, |stack| stack.metrics().clone());
-    let transports = client.transports().clone();
-    if stack.is_none() {
-        metrics.with(|known| known.register_collector(Box::new(transports.metrics())));
-    }
-    let names = plan.as_ref().map_or_else(|| names.clone(), |plan| plan.names(names.clone()));
-    let pulled = match &plan {
-        None => None,
-        Some(plan) => {
-            let weights = dispatch::weights(&args, &names)?;
-            let starting = dispatch::PulledWork::start(
-                plan,
-                weights,
-                &client,
-                &options.driver,
-                stack.as_ref(),
-                &metrics,
-                &world,
-                console,
+        let metrics = stack.as_ref().map_or_else(Metrics::new, |stack| stack.metrics().clone());
+        let transports = client.transports().clone();
+        if stack.is_none() {
+            metrics.with(|known| known.register_collector(Box::new(transports.metrics())));
+        }
+        let names = plan.as_ref().map_or_else(|| names.clone(), |plan| plan.names(names.clone()));
+        let pulled = match &plan {
+            None => None,
+            Some(plan) => {
+                let weights = dispatch::weights(&args, &names)?;
+                let starting = dispatch::PulledWork::start(
+                    plan,
+                    weights,
+                    &client,
+                    &options.driver,
+                    stack.as_ref(),
+                    &metrics,
+                    &world,
+                    console,
+                );
+                tokio::select! {
+                    biased;
+                    () = stop.graceful.cancelled() => return Err(Failure::Failed("stopped before the first rollout".to_owned())),
+                    started = Box::pin(starting) => started?,
+                }
+            }
+        };
+        if pulled.is_none() && !args.weights.is_empty() {
+            console.warn(
+                "--weight has no effect: the rollouts are sent to the servers by name, and not pulled by workers"
+                    .to_owned(),
             );
-            tokio::select! {
-                biased;
-                () = stop.graceful.cancelled() => return Err(Failure::Failed("stopped before the first rollout".to_owned())),
-                started = Box::pin(starting) => started?,
+        }
+        // Workers have their own models.
+        let models = if pulled.is_some() { Vec::new() } else { names.models() };
+        let (waits_for, watching) = ModelWatch::new(client.clone(), models).watch();
+        let watching = tokio::spawn(watching.boxed());
+        let mut collector = RolloutCollector::new(client, names, world);
+        if let Some(monitor) = monitor {
+            collector = collector.reporting_to(monitor);
+        }
+        if let Some(pulled) = &pulled {
+            collector = collector.pulled_from(pulled.pool.clone());
+            if let Some(servers) = plan.and_then(|plan| plan.servers) {
+                collector = collector.pulling_only(servers);
             }
         }
-    };
-    if pulled.is_none() && !args.weights.is_empty() {
-        console.warn(
-            "--weight has no effect: the rollouts are sent to the servers by name, and not pulled by workers"
-                .to_owned(),
+        // For `rgym stuck`: a collector has no server. Without it, a collection runs as well.
+        let waits = WaitsListener::start(&transports).await;
+        let waits = waits.inspect_err(|error| tracing::debug!(%error, "the collector does not report its waits")).ok();
+        metrics.watch_collection(collector.progress(), pulled.as_ref().map(|pulled| pulled.pool.clone()));
+        let _monitored = MonitorListener::start(&args.monitor, &metrics, console).await?;
+        let began = tokio::time::Instant::now();
+        let ended = CancelToken::new();
+        let showing = progress::show(
+            collector.progress(),
+            waits_for,
+            args.progress,
+            console.clone(),
+            args.stop_grace,
+            stop.graceful.clone(),
+            ended.clone(),
         );
-    }
-    // Workers have their own models.
-    let models = if pulled.is_some() { Vec::new() } else { names.models() };
-    let (waits_for, watching) = ModelWatch::new(client.clone(), models).watch();
-    let watching = tokio::spawn(watching.boxed());
-    let mut collector = RolloutCollector::new(client, names, world);
-    if let Some(monitor) = monitor {
-        collector = collector.reporting_to(monitor);
-    }
-    if let Some(pulled) = &pulled {
-        collector = collector.pulled_from(pulled.pool.clone());
-        if let Some(servers) = plan.and_then(|plan| plan.servers) {
-            collector = collector.pulling_only(servers);
-        }
-    }
-    // For `rgym stuck`: a collector has no server. Without it, a collection runs as well.
-    let waits = WaitsListener::start(&transports).await;
-    let waits = waits.inspect_err(|error| tracing::debug!(%error, "the collector does not report its waits")).ok();
-    metrics.watch_collection(collector.progress(), pulled.as_ref().map(|pulled| pulled.pool.clone()));
-    let _monitored = MonitorListener::start(&args.monitor, &metrics, console).await?;
-    let began = tokio::time::Instant::now();
-    let ended = CancelToken::new();
-    let showing = progress::show(
-        collector.progress(),
-        waits_for,
-        args.progress,
-        console.clone(),
-        args.stop_grace,
-        stop.graceful.clone(),
-        ended.clone(),
-    );
-    let shown = tokio::spawn(showing.boxed());
-    let collected = tokio::select! {
-        biased;
-        () = stop.immediate.cancelled() => None,
-        collected = Box::pin(collector.collect(options, stop.graceful.clone())) => Some(collected),
-    };
-    ended.cancel();
-    // The tasks only draw, so their errors are ignored.
-    watching.abort();
-    drop(waits);
-    let _ = shown.await;
-    let outcome = match collected {
-        None => {
-            console.line("stopped at once; recorded rollouts are kept, and --resume continues from them");
-            return Ok(ExitCode::from(FAILED));
-        }
-        Some(collected) => collected?,
-    };
-    outcome.warnings.iter().for_each(|warning| console.warn(warning));
-    let exit_code = match (outcome.is_complete(), &outcome.aggregate_error) {
-        (_, Some(_)) => FAILED,
-        (true, None) => SUCCESS,
-        (false, None) => INCOMPLETE,
-    };
-    let used = summary::transports(&transports);
-    if args.json {
-        let report = CollectReport::new(&outcome, began.elapsed(), used.into_iter().collect(), exit_code);
-        let text = serde_json::to_string_pretty(&report).map_err(|error| Failure::Failed(error.to_string()))?;
-        console::print(&text);
-    } else {
-        console::print(&summary::text(&outcome, began.elapsed()));
-        if let Some(used) = summary::transports_line(&used) {
-            console::print(&used);
-        }
-    }
-    if let Some(advice) = summary::advice(&outcome) {
-        console.line(&advice);
-    }
-    if let Some(pulled) = pulled {
-        tokio::select! {
+        let shown = tokio::spawn(showing.boxed());
+        let collected = tokio::select! {
             biased;
-            () = stop.immediate.cancelled() => {}
-            () = Box::pin(pulled.end()) => {}
+            () = stop.immediate.cancelled() => None,
+            collected = Box::pin(collector.collect(options, stop.graceful.clone())) => Some(collected),
+        };
+        ended.cancel();
+        // The tasks only draw, so their errors are ignored.
+        watching.abort();
+        drop(waits);
+        let _ = shown.await;
+        let outcome = match collected {
+            None => {
+                console.line("stopped at once; recorded rollouts are kept, and --resume continues from them");
+                return Ok(ExitCode::from(FAILED));
+            }
+            Some(collected) => collected?,
+        };
+        outcome.warnings.iter().for_each(|warning| console.warn(warning));
+        let exit_code = match (outcome.is_complete(), &outcome.aggregate_error) {
+            (_, Some(_)) => FAILED,
+            (true, None) => SUCCESS,
+            (false, None) => INCOMPLETE,
+        };
+        let used = summary::transports(&transports);
+        if args.json {
+            let report = CollectReport::new(&outcome, began.elapsed(), used.into_iter().collect(), exit_code);
+            let text = serde_json::to_string_pretty(&report).map_err(|error| Failure::Failed(error.to_string()))?;
+            console::print(&text);
+        } else {
+            console::print(&summary::text(&outcome, began.elapsed()));
+            if let Some(used) = summary::transports_line(&used) {
+                console::print(&used);
+            }
+        }
+        if let Some(advice) = summary::advice(&outcome) {
+            console.line(&advice);
+        }
+        if let Some(pulled) = pulled {
+            tokio::select! {
+                biased;
+                () = stop.immediate.cancelled() => {}
+                () = Box::pin(pulled.end()) => {}
+            }
+        }
+        if let Some(stack) = stack {
+            tokio::select! {
+                biased;
+                () = stop.immediate.cancelled() => {}
+                () = Box::pin(Stack::stop(stack)) => {}
+            }
+        }
+        match &outcome.aggregate_error {
+            Some(error) => Err(Failure::Failed(format!(
+                "the rollouts are recorded, but their statistics are missing: {error}\n  fix: repeat the command with --resume to \
+                 request them again, or with --disable-aggregation to skip them"
+            ))),
+            None => Ok(ExitCode::from(exit_code)),
         }
     }
-    if let Some(stack) = stack {
-        tokio::select! {
-            biased;
-            () = stop.immediate.cancelled() => {}
-            () = Box::pin(Stack::stop(stack)) => {}
+
+    /// Returns the client, the names, and how workers take the rollouts, if they do.
+    async fn prepare(
+        &self,
+        stack: &mut Option<Stack>,
+    ) -> Result<(ServerClient, ServerNames, Option<PullPlan>), Failure> {
+        let Self { args, options: collection, loaded, overrides, head_url_given, servers, console, serves, world } =
+            self;
+        if *serves {
+            let options = own_stack(loaded, &args.starting, args.concurrency.unwrap_or(0), console);
+            let started = stack.insert(Stack::start(loaded.config.clone(), servers, world, options).await?);
+            let (client, names) = (started.client().clone(), started.names().clone());
+            ModelWatch::new(client.clone(), names.models()).at_start(args.starting.wait_for_model, console).await?;
+            let plan = PullPlan::own(args, &loaded.config.head.host);
+            return Ok((client, names, plan));
         }
-    }
-    match &outcome.aggregate_error {
-        Some(error) => Err(Failure::Failed(format!(
-            "the rollouts are recorded, but their statistics are missing: {error}\n  fix: repeat the command with --resume to \
-             request them again, or with --disable-aggregation to skip them"
-        ))),
-        None => Ok(ExitCode::from(exit_code)),
+        let head = head_server::endpoint(args.head_url.as_deref(), *head_url_given, overrides, &loaded.config)?;
+        let policy = loaded.config.transport_policy.clone().unwrap_or_else(TransportPolicy::unconfigured);
+        let transports = servers.transports().scoped(&policy, None);
+        let (client, names) = connect_head(&head, transports, world).await.map_err(|error| {
+            Failure::Failed(format!(
+                "{error}\n  fix: start servers with `{} run`, set their head server with --head-url or HEAD_SERVER_URL, or \
+                 start the servers of a configuration with --config",
+                console::program()
+            ))
+        })?;
+        let plan = PullPlan::choose(args, collection, &client, &names, &head).await?;
+        if plan.is_some() {
+            return Ok((client, names, plan));
+        }
+        ModelWatch::new(client.clone(), names.models()).at_start(args.starting.wait_for_model, console).await?;
+        Ok((client, names, None))
     }
 }
 
@@ -224,44 +289,4 @@ fn own_stack(loaded: &LoadedConfig, starting: &Starting, concurrency: u32, conso
             .max((concurrency as usize).saturating_mul(2)),
         ..options(loaded, starting, console)
     }
-}
-
-/// Returns the client, the names, and how workers take the rollouts, if they do.
-#[allow(clippy::too_many_arguments)] // The parts of one start, used once.
-async fn prepare(
-    args: &CollectArgs,
-    collection: &CollectOptions,
-    loaded: &LoadedConfig,
-    overrides: &[String],
-    head_url_given: bool,
-    servers: &Servers,
-    console: &Console,
-    serves: bool,
-    world: &World,
-    stack: &mut Option<Stack>,
-) -> Result<(ServerClient, ServerNames, Option<PullPlan>), Failure> {
-    if serves {
-        let options = own_stack(loaded, &args.starting, args.concurrency.unwrap_or(0), console);
-        let started = stack.insert(Stack::start(loaded.config.clone(), servers, world, options).await?);
-        let (client, names) = (started.client().clone(), started.names().clone());
-        ModelWatch::new(client.clone(), names.models()).at_start(args.starting.wait_for_model, console).await?;
-        let plan = PullPlan::own(args, &loaded.config.head.host);
-        return Ok((client, names, plan));
-    }
-    let head = head_server::endpoint(args.head_url.as_deref(), head_url_given, overrides, &loaded.config)?;
-    let policy = loaded.config.transport_policy.clone().unwrap_or_else(TransportPolicy::unconfigured);
-    let transports = servers.transports().scoped(&policy, None);
-    let (client, names) = connect_head(&head, transports, world).await.map_err(|error| {
-        Failure::Failed(format!(
-            "{error}\n  fix: start servers with `{} run`, set their head server with --head-url or HEAD_SERVER_URL, or \
-             start the servers of a configuration with --config",
-            console::program()
-        ))
-    })?;
-    let plan = PullPlan::choose(args, collection, &client, &names, &head).await?;
-    if plan.is_some() {
-        return Ok((client, names, plan));
-    }
-    ModelWatch::new(client.clone(), names.models()).at_start(args.starting.wait_for_model, console).await?;
-    Ok((client, names, None))
 }

@@ -233,6 +233,9 @@ pub(in crate::cli) async fn plan(
     let folder = tempfile::Builder::new().prefix("rgym-plan-").tempdir();
     let folder = folder.map_err(|error| Failure::Failed(format!("cannot create a temporary directory: {error}")))?;
     let world = World::real();
+    #[cfg(feature = "ray")]
+    let (loaded, ray) =
+        crate::cli::setup::ray::connect_servers(loaded, args.sources.python.as_deref(), console).await?;
     let stop = StopSignals::listen()?;
     let stack_options = own_stack(&loaded, &args.starting, args.in_flight, console);
     let stack = tokio::select! {
@@ -263,6 +266,8 @@ pub(in crate::cli) async fn plan(
         measured = Box::pin(measuring) => measured,
     };
     Box::pin(Stack::stop(stack)).await;
+    #[cfg(feature = "ray")]
+    crate::cli::setup::ray::stop(ray, console).await;
     let plan = Plan::new(measured?, f64::from(cores), args.worker_cores.unwrap_or(cores), args.target);
     let text = if args.json {
         serde_json::to_string_pretty(&plan).map_err(|error| Failure::Failed(error.to_string()))?

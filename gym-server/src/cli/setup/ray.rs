@@ -31,17 +31,26 @@ pub(in crate::cli) async fn connect(address: &RayAddress) -> Result<(RayDashboar
     RayDashboard::connect(&CallContext::within(CONNECT_TIME), address).await
 }
 
-/// Checks that the cluster of a configuration responds, and says so, as NeMo Gym does. Servers in Python connect to it themselves. Also returns the head
-/// that the address `local` has started, which ends when it is dropped.
+/// As [`connect_servers`], and says so if Ray is not used.
 pub(in crate::cli) async fn announce(
+    loaded: LoadedConfig,
+    python: Option<&Path>,
+    console: &Console,
+) -> Result<(LoadedConfig, Option<LocalHead>), Failure> {
+    if address(&loaded.config)?.is_none() {
+        console.line("Ray is not used: ray_head_node_address is not set");
+    }
+    connect_servers(loaded, python, console).await
+}
+
+/// Checks that the cluster of a configuration, if it has one, responds, and says so, as NeMo Gym does. Servers in Python connect to it themselves. Also
+/// returns the head that the address `local` has started, which ends when it is dropped.
+pub(in crate::cli) async fn connect_servers(
     mut loaded: LoadedConfig,
     python: Option<&Path>,
     console: &Console,
 ) -> Result<(LoadedConfig, Option<LocalHead>), Failure> {
-    let Some(address) = address(&loaded.config)? else {
-        console.line("Ray is not used: ray_head_node_address is not set");
-        return Ok((loaded, None));
-    };
+    let Some(address) = address(&loaded.config)? else { return Ok((loaded, None)) };
     if address.is_local() {
         let head = local(&mut loaded, &address, python, console).await?;
         return Ok((loaded, head));

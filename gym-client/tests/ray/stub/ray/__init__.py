@@ -60,7 +60,7 @@ def init(*, log_to_driver, logging_level, namespace):
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
     check("init")
-    note(do="init", namespace=namespace)
+    note(do="init", namespace=namespace, config=json.loads(os.environ["RAY_JOB_CONFIG_JSON_ENV_VAR"]))
     if cluster().get("noise"):
         threading.Thread(target=make_noise, daemon=True).start()
 
