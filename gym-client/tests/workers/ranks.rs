@@ -2,6 +2,7 @@
 
 use std::collections::BTreeSet;
 use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
@@ -22,9 +23,13 @@ async fn describe(group: &Group) -> Vec<Description> {
 
 pub(crate) async fn c137_two_ranks_are_two_processes() {
     let group = group(2, options()).await;
-    let pids: BTreeSet<u32> = describe(&group).await.into_iter().map(|rank| rank.pid).collect();
+    let ranks = describe(&group).await;
+    let pids: BTreeSet<u32> = ranks.iter().map(|rank| rank.pid).collect();
     assert_eq!(pids.len(), 2);
     assert!(!pids.contains(&std::process::id()));
+    let own = std::env::current_exe().expect("own path");
+    let named = |program: &str| Path::new(program).file_name() == own.file_name();
+    assert!(ranks.iter().all(|rank| named(&rank.program)), "`ps` shows the program: {}", ranks[0].program);
     stop(&group).await;
 }
 

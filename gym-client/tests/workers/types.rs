@@ -91,6 +91,9 @@ pub(crate) struct Description {
     /// The CPUs that it may run on, as the kernel writes them.
     #[serde(default)]
     pub(crate) cpus: String,
+    /// Its name in a list of processes.
+    #[serde(default)]
+    pub(crate) program: String,
 }
 
 /// For how long, and whether it tells of its progress.
@@ -147,6 +150,7 @@ impl HandlesShared<Describe> for Obedient {
             init: self.init.clone(),
             warmed: self.warmed,
             cpus: allowed_cpus(),
+            program: std::env::args().next().unwrap_or_default(),
         }
         .into())
     }
@@ -258,7 +262,8 @@ impl<const HOW: u8> Worker for Unwilling<HOW> {
 impl<const HOW: u8> HandlesShared<Describe> for Unwilling<HOW> {
     async fn handle(&self, _: &CallContext, _: Payload<()>) -> Result<Payload<Description>> {
         let (pid, variables, init) = (std::process::id(), BTreeMap::new(), Init::default());
-        Ok(Description { pid, incarnation: 0, variables, init, warmed: 0, cpus: String::new() }.into())
+        Ok(Description { pid, incarnation: 0, variables, init, warmed: 0, cpus: String::new(), program: String::new() }
+            .into())
     }
 }
 

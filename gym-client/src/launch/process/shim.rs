@@ -48,7 +48,13 @@ pub(in crate::launch) fn become_program(mut arguments: impl Iterator<Item = OsSt
         // The controller died, or dropped the child, before the child was registered.
         _ => std::process::exit(ABANDONED),
     }
-    let error = Command::new(&program).args(arguments).exec();
+    let mut command = Command::new(&program);
+    command.args(arguments);
+    // The controller's own program. Its name is for people who list processes.
+    if let ("/proc/self/exe", Ok(name)) = (program.to_str().unwrap_or_default(), std::env::current_exe()) {
+        command.arg0(name);
+    }
+    let error = command.exec();
     fail(EXEC_FAILED, &format!("gym launch: execute {}: {error}", program.to_string_lossy()))
 }
 
