@@ -207,11 +207,19 @@ impl Ours {
     }
 
     /// Measures calls to ranks.
-    async fn calls(&self, group: &Group, peer: &Peer) -> Result<()> {
+    async fn calls(&self, group: &Arc<Group>, peer: &Peer) -> Result<()> {
         let scale = if self.options.quick { 10 } else { 1 };
         let one = || group.call(Ping, 7).dispatch(Dispatch::rank(0)).context(&cx());
-        let call = median_of(2_000 / scale, async || Ok(one().await.map(drop)?)).await?;
+        let call = median_of(2_000 / scale, || async { Ok(one().await.map(drop)?) }).await?;
         figure("ray_call_p50", "us", &[call * 1e6], &[peer.call_us], Some(Aim::AtMost(peer.call_us / 20.0)));
+        // One that waits in `main` takes a thread switch more.
+        let (group_of_task, count) = (Arc::clone(group), 2_000 / scale);
+        let in_task = tokio::spawn(async move {
+            let one = || group_of_task.call(Ping, 7).dispatch(Dispatch::rank(0)).context(&cx());
+            median_of(count, || async { Ok(one().await.map(drop)?) }).await
+        });
+        let aim = Aim::AtMost(peer.call_us / 20.0);
+        figure("ray_call_p50_in_a_task", "us", &[in_task.await?? * 1e6], &[peer.call_us], Some(aim));
         let floor = tokio::task::spawn_blocking(raw::round_trip).await??;
         figure("ray_call_beside_a_raw_socket", "us", &[call * 1e6], &[floor.as_secs_f64() * 1e6], None);
         let mut rates = Vec::new();
@@ -233,14 +241,14 @@ impl Ours {
         figure("ray_pipelined_8_rate", "/s", &rates, &peer.pipelined_8_per_s, Some(aim));
         let batch = Batch::empty().with("data", Tensor::from_vec([64 << 20], vec![1_u8; 64 << 20])?)?;
         let send = || group.call(Ends, ()).batch(batch.clone()).dispatch(Dispatch::rank(0)).context(&cx());
-        let payload = median_of((20 / scale).max(2), async || Ok(send().await.map(drop)?)).await?;
+        let payload = median_of((20 / scale).max(2), || async { Ok(send().await.map(drop)?) }).await?;
         figure("ray_payload_64MiB_one_way", "ms", &[payload * 1e3], &[peer.payload_64mib_ms], None);
         Ok(())
     }
 }
 
 /// Returns the median time in seconds, after a twentieth of the actions as a warm-up.
-async fn median_of(count: usize, action: impl AsyncFn() -> Result<()>) -> Result<f64> {
+async fn median_of<F: Future<Output = Result<()>>>(count: usize, action: impl Fn() -> F) -> Result<f64> {
     let mut times = Vec::with_capacity(count);
     for at in 0..count + (count / 20).max(2) {
         let begin = Instant::now();
