@@ -211,14 +211,14 @@ impl Ours {
         let scale = if self.options.quick { 10 } else { 1 };
         let one = || group.call(Ping, 7).dispatch(Dispatch::rank(0)).context(&cx());
         let call = median_of(2_000 / scale, || async { Ok(one().await.map(drop)?) }).await?;
-        figure("ray_call_p50", "us", &[call * 1e6], &[peer.call_us], Some(Aim::AtMost(peer.call_us / 20.0)));
+        let aim = Aim::AtMost(peer.call_us / 20.0);
+        figure("ray_call_p50", "us", &[call * 1e6], &[peer.call_us], Some(aim));
         // One that waits in `main` takes a thread switch more.
         let (group_of_task, count) = (Arc::clone(group), 2_000 / scale);
         let in_task = tokio::spawn(async move {
             let one = || group_of_task.call(Ping, 7).dispatch(Dispatch::rank(0)).context(&cx());
             median_of(count, || async { Ok(one().await.map(drop)?) }).await
         });
-        let aim = Aim::AtMost(peer.call_us / 20.0);
         figure("ray_call_p50_in_a_task", "us", &[in_task.await?? * 1e6], &[peer.call_us], Some(aim));
         let floor = tokio::task::spawn_blocking(raw::round_trip).await??;
         figure("ray_call_beside_a_raw_socket", "us", &[call * 1e6], &[floor.as_secs_f64() * 1e6], None);

@@ -2,7 +2,8 @@
 
 use crate::fixture::{TestFolder, ended_with, row};
 
-const PLAN: [&str; 9] =
+/// Measures the configuration of a [`TestFolder`] for a second.
+pub(crate) const PLAN: [&str; 9] =
     ["plan", "--config", "gym.yaml", "--agent", "digit_agent", "--input", "tasks.jsonl", "--seconds", "1"];
 
 pub(crate) fn a_plan_is_computed_from_a_measurement_that_checks_itself() {

@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use rustix::process::Signal;
 
 use crate::fixture::{Started, TestFolder, ended_with, free_port, get, row, said_until};
+use crate::plan::PLAN;
 
 const FAKE: &str = r#"#!/usr/bin/env python3
 import http.server, os, pathlib, signal, socket, subprocess, sys
@@ -188,17 +189,7 @@ pub(crate) fn a_collection_with_its_own_servers_has_a_ray_head_until_it_ends() {
     assert_eq!(running.interrupt(), Some(0));
 
     // The measurement of a configuration starts its servers too.
-    let mut plan = ray.prepared(folder.command(&[
-        "plan",
-        "--config",
-        "gym.yaml",
-        "-a",
-        "digit_agent",
-        "-i",
-        "tasks.jsonl",
-        "--seconds",
-        "1",
-    ]));
+    let mut plan = ray.prepared(folder.command(&PLAN));
     let (_, said) = ended_with(&plan.args([&folder.port(), address]).output().unwrap(), 0);
     assert!(said.contains("Started Ray cluster") && said.contains("stopped the Ray cluster"), "{said}");
 }

@@ -51,7 +51,9 @@ pub(in crate::launch) fn become_program(mut arguments: impl Iterator<Item = OsSt
     let mut command = Command::new(&program);
     command.args(arguments);
     // The controller's own program. Its name is for people who list processes.
-    if let ("/proc/self/exe", Ok(name)) = (program.to_str().unwrap_or_default(), std::env::current_exe()) {
+    if program == "/proc/self/exe"
+        && let Ok(name) = std::env::current_exe()
+    {
         command.arg0(name);
     }
     let error = command.exec();
