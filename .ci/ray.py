@@ -24,7 +24,7 @@ The program finds these variables:
 | {"do": "partition", "node": "n1"} | takes the link down |
 | {"do": "heal", "node": "n1"} | takes the link up |
 | {"do": "kill_head"}, {"do": "start_head"} | the same for the head, which starts as a new cluster: the nodes must be started again. With --fault-tolerant, it goes on as the same cluster, and the nodes stay |
-| {"do": "list_processes", "node": "n1", "containing": "text"} | returns "processes", pid and command of each whose command line or environment has the text |
+| {"do": "list_processes", "node": "n1", "containing": "text"} | returns "processes", pid, parent and command of each whose command line or environment has the text |
 | {"do": "kill_process", "pid": 4711, "signal": 9} | sends a signal to a process of a node |
 """
 
@@ -55,6 +55,14 @@ FOLDER = pathlib.Path("/tmp") / ID
 START_S, KILL_S = 90, 10
 # What a node may be started with, and the option of `ray start`.
 OPTIONS = {"cpus": "num-cpus", "gpus": "num-gpus", "labels": "labels", "resources": "resources"}
+
+
+def parent_of(pid):
+    """Returns the process that started this one, or 0 if it has ended."""
+    try:
+        return int(re.search(r"^PPid:\s*(\d+)$", pathlib.Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)[1])
+    except OSError:
+        return 0
 
 
 class Failed(Exception):
@@ -312,7 +320,7 @@ class Cluster:
         node = self.node(name, add=action == "start_node")
         if action == "list_processes":
             return {"processes": [
-                {"pid": pid, "command": command} for pid in node.pids() if (command := self.command(pid, request.get("containing", "")))
+                {"pid": pid, "parent": parent_of(pid), "command": command} for pid in node.pids() if (command := self.command(pid, request.get("containing", "")))
             ]}
         with node.lock:
             if action == "start_node":

@@ -8,7 +8,7 @@ use tokio::io::{AsyncRead, AsyncReadExt};
 
 /// Bytes kept of one line, so that a JSON body printed by mistake does not fill memory.
 const LINE_BYTES_MAX: usize = 16 * 1024;
-/// Lines of standard error kept for the exit report: enough for a Python traceback and the lines before it.
+/// Lines kept, for the exit report: enough for a Python traceback and the lines before it.
 const TAIL_LINES: usize = 60;
 /// Bytes read at once.
 const READ_BYTES: usize = 8 * 1024;
@@ -43,12 +43,12 @@ pub fn prefixed(writer: impl Write + Send + 'static) -> LineSink {
     })
 }
 
-/// The last lines of standard error.
+/// The last lines of an output. Clones share them.
 #[derive(Debug, Clone, Default)]
-pub(super) struct OutputTail(Arc<Mutex<VecDeque<String>>>);
+pub(crate) struct OutputTail(Arc<Mutex<VecDeque<String>>>);
 
 impl OutputTail {
-    fn push(&self, line: &str) {
+    pub(crate) fn push(&self, line: &str) {
         let mut lines = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if lines.len() == TAIL_LINES {
             lines.pop_front();
@@ -56,7 +56,8 @@ impl OutputTail {
         lines.push_back(line.to_owned());
     }
 
-    pub(super) fn lines(&self) -> Arc<[String]> {
+    /// Returns them, oldest first.
+    pub(crate) fn lines(&self) -> Arc<[String]> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).iter().cloned().collect()
     }
 }

@@ -63,6 +63,8 @@ pub use child::{ChildHandle, ChildState, ExitReport};
 pub use error::LaunchError;
 pub use launcher::{Launcher, LauncherBuilder};
 pub use limited::{Limit, LimitedProgram, LimitedRun, Limits};
+#[cfg(feature = "ray")]
+pub(crate) use lines::OutputTail;
 pub use lines::{LineSink, Stream, prefixed};
 pub use prepare::prepare;
 pub use process::tree::{FamilyUsage, family_usage};

@@ -67,7 +67,7 @@ if os.getppid() != assignment["parent"]:
 if life.get("child"):
     note(child=subprocess.Popen(["sleep", "60"]).pid)
 for number in range(life.get("stderr", 0)):
-    print(f"line {number}", "x" * 600 if life.get("long") else "", file=sys.stderr)
+    os.write(2, f"line {number} {life.get('long', '') * 600}\\n".encode())
 os.write(1, b"a rank without a newline\\xff" * life.get("early", 0))
 if life.get("listen", True):
     print('\\n@gym {"endpoints": ["http://10.0.0.%d:%d"]}' % (share, before + 1), flush=True)
@@ -116,12 +116,12 @@ class Shim:
             "run": "gym-test-a1", "strategy": "PACK", "bundles": [{"CPU": 2.0, "GPU": 2.0}] * bundles, "cpus": [2] * bundles,
             "command": [str(self.program), "--gym-node-agent"], "variables": {"TEST_PLAN": json.dumps(plan or {}), "TEST_FOLDER": str(self.folder)},
             "agent": {"secret": "s", "first_s": 60.0, "later_s": 10.0, "grace_s": 2.0},
-            "selectors": [], "placement_attempts": 2, "placement_timeout_s": 20.0, "start_timeout_s": 20.0, "silence_s": 0.2, "grace_s": 5.0, "max_restarts": 1, "packaged": False, **spec,
+            "selectors": [], "placement_attempts": 2, "placement_timeout_s": 20.0, "start_timeout_s": 20.0, "silence_s": 0.2, "grace_s": 5.0, "max_restarts": 1, "packaged": False, "child": None, **spec,
         }
         environment = {
             "PATH": os.environ["PATH"], "LANG": "C.UTF-8", "PYTHONPATH": str(HERE / "stub"), "PYTHONDONTWRITEBYTECODE": "1", "PYTHONUNBUFFERED": "1",
             "GYM_RAY_SPEC": json.dumps(self.spec), "GYM_RAY_STUB": str(self.folder), "RAY_AUTH_TOKEN": "hidden",
-            "RAY_JOB_CONFIG_JSON_ENV_VAR": json.dumps(JOB_CONFIG),
+            "RAY_JOB_CONFIG_JSON_ENV_VAR": json.dumps(JOB_CONFIG), "RAY_ADDRESS": "10.0.0.1:6379",
         }
         # The lines of the log, those with an event, and the numbers of the events that were expected.
         self.lines, self.marked, self.taken = [], [], []
@@ -317,6 +317,20 @@ class ShimTest(unittest.TestCase):
             shim.event("exited", 0)
             shim.expect_end(0, "released")
 
+    def test_driver_that_is_a_child_has_a_job_of_its_own(self):
+        for working_dir, environment in ((None, None), ("gcs://_ray_pkg_2.zip", {"working_dir": "gcs://_ray_pkg_2.zip"})):
+            metadata = {"name": "trainer", "gym": "gym-test-a1"}
+            shim = Shim(self, packaged=bool(working_dir), child={"address": "10.0.0.9:6379", "metadata": metadata, "working_dir": working_dir})
+            self.assertEqual(shim.event("shim")["node_id"], "node0")
+            shim.event("placed")
+            shim.event("agent", 0)
+            (driver,) = shim.journal("init")
+            given = {name: driver[name] for name in ("config", "address", "metadata", "environment")}
+            self.assertEqual(given, {"config": None, "address": "10.0.0.9:6379", "metadata": metadata, "environment": environment})
+            # What a launcher sends first.
+            shim.process.send_signal(signal.SIGINT)
+            shim.expect_end(143, "stopped")
+
     def test_job_ends_when_no_agent_has_a_controller(self):
         shim = Shim(self, 2, silence_s=60)
         shim.expect_agents(2)
@@ -381,7 +395,7 @@ class ShimTest(unittest.TestCase):
                 shim.expect_end(1, "share 0 failed")
 
     def test_agent_that_fails_is_reported_with_its_last_lines_and_the_others_are_stopped(self):
-        shim = Shim(self, 2, plan={"0": [{"stderr": 30}, {"stderr": 2, "long": True, "listen": False, "code": 7}]})
+        shim = Shim(self, 2, plan={"0": [{"stderr": 30}, {"stderr": 2, "long": "x", "listen": False, "code": 7}]})
         shim.expect_agents(2)
         shim.signal_agent(signal.SIGHUP)
         exited = shim.event("exited", 0)
@@ -393,6 +407,16 @@ class ShimTest(unittest.TestCase):
         shim.event("failed", 0)
         shim.expect_end(1, "share 0 failed")
         self.assertEqual(shim.signals(1), [signal.SIGTERM])
+
+    def test_event_has_the_last_lines_that_a_pipe_takes(self):
+        shim = Shim(self, plan={"0": [{"stderr": 30, "long": "é"}]}, max_restarts=0)
+        shim.expect_agents()
+        shim.signal_agent(signal.SIGHUP)
+        exited = shim.event("exited", 0)
+        self.assertEqual(exited["stderr"], [f"line {number} {'é' * 600}"[:500] for number in range(28, 30)])
+        self.assertLess(max(map(len, shim.marked)), 16 << 10)
+        shim.event("failed", 0)
+        shim.expect_end(1, "share 0 failed")
 
     def test_agent_that_never_listens_is_killed_and_does_not_disturb_the_next(self):
         # Its child holds its output open.

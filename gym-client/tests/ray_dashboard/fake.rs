@@ -185,7 +185,7 @@ pub(crate) fn no_room(job: &mut Job) {
 
 /// Returns the log of a driver that waits for room.
 pub(crate) fn waiting() -> String {
-    let shim = event(1, "shim", json!({"pid": 4711, "ray": "2.60.0"}));
+    let shim = event(1, "shim", json!({"pid": 4711, "ray": "2.60.0", "node_id": "node-10.0.0.1"}));
     format!(
         "2026-01-01 00:00:00,000\tINFO worker.py:1694 -- Connecting to existing Ray cluster\n{shim}{}",
         event(2, "waiting", json!({"attempt": 1}))

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::num::NonZeroU32;
 use std::time::Duration;
 
-use gym_client::group::ray::{Ray, RayOptions};
+use gym_client::group::ray::{Ray, RayDriver, RayOptions};
 use gym_client::group::{Provisioner as _, ReserveRequest, Workers};
 use gym_core::group::cluster::{ClusterSpec, GpuIds, PlacementStrategy};
 use gym_core::{CallContext, Code, Error, Result};
@@ -487,7 +487,7 @@ async fn a_job_is_submitted_as_it_is_documented() {
 
     // Another run has another secret, and a driver off the head if that is requested.
     fake.with(|cluster| cluster.jobs.clear());
-    options.driver_on_worker = true;
+    options.driver = RayDriver::Worker;
     request.unified = true;
     request.cluster.placement_group_strategy = PlacementStrategy::Pack;
     let again = submitted(&fake, options, &request).await.expect("submitted");

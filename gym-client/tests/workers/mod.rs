@@ -151,6 +151,7 @@ pub(crate) fn main() {
         ray::ray_r12_bundles_are_packed_on_one_node,
         ray::ray_r13_what_cannot_be_placed_is_explained,
         ray::ray_r16_a_program_that_cannot_run_is_reported,
+        ray::ray_r41_a_driver_that_cannot_run_here_is_reported,
         ray::ray_r24_a_killed_rank_restarts_without_ray,
         ray::ray_r25_a_killed_actor_takes_its_agent_along,
         ray::ray_r27_ranks_of_a_lost_machine_restart_elsewhere,

@@ -5,13 +5,14 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
 use std::process::Stdio;
 use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
 use futures_util::StreamExt as _;
-use gym_client::group::ray::{Ray, RayAddress, RayDashboard, RayOptions};
+use gym_client::group::ray::{Ray, RayAddress, RayDashboard, RayDriver, RayOptions};
 use gym_client::group::{
     Group, GroupOptions, GroupRequest, NodeEvent, NodesOptions, Provisioner, Reservation, ReserveRequest,
     VirtualCluster,
@@ -19,13 +20,12 @@ use gym_client::group::{
 use gym_core::group::cluster::{ClusterSpec, PlacementStrategy};
 use gym_core::group::{Batch, Dispatch, RankState, WorkerGroupExt};
 use gym_core::{CallContext, Code, Result};
-use rustix::process::Signal;
 use serde_json::{Value, json};
 use tokio::io::AsyncBufReadExt as _;
 use tokio::time::{Instant, sleep, timeout};
 
 use super::types::{Describe, Init, workers};
-use super::{LONG, options, signal, spec, status, stop, transports, until, verify};
+use super::{LONG, options, spec, status, stop, transports, until, verify};
 
 /// Shorter than Ray's detection of a lost node, even of a cluster with short intervals.
 pub(super) const LEASE: Duration = Duration::from_secs(3);
@@ -52,7 +52,16 @@ pub(super) fn ray_options() -> RayOptions {
     options.nodes = NodesOptions::default();
     options.nodes.lease = LEASE;
     options.nodes.wait_for_room = LONG;
+    // A program on a node of the cluster can run the driver itself.
+    if std::env::var("GYM_RAY_TEST_DRIVER").is_ok_and(|driver| driver == "child") {
+        options.driver = RayDriver::Child { python: python() };
+    }
     options
+}
+
+/// Returns the interpreter of the cluster.
+fn python() -> PathBuf {
+    std::env::var_os("GYM_RAY_TEST_PYTHON").expect("a cluster").into()
 }
 
 pub(super) fn ray(address: RayAddress, options: RayOptions) -> Ray {
@@ -86,13 +95,27 @@ pub(super) fn control(request: &Value) -> Value {
 
 /// Returns the processes of a node with this argument.
 pub(super) fn processes(node: &str, argument: &str) -> Vec<i32> {
+    listed(node, argument, "pid")
+}
+
+/// Returns the parents of the processes of a node with this argument.
+pub(super) fn parents(node: &str, argument: &str) -> Vec<i32> {
+    listed(node, argument, "parent")
+}
+
+fn listed(node: &str, argument: &str, key: &str) -> Vec<i32> {
     let reply = control(&json!({"do": "list_processes", "node": node, "containing": argument}));
     let all = reply["processes"].as_array().expect("a list").clone();
     let named = |process: &&Value| {
         process["command"].as_str().expect("a text").split(' ').any(|given| given.starts_with(argument))
     };
-    let pid = |process: &Value| i32::try_from(process["pid"].as_i64().expect("a pid")).expect("fits");
-    all.iter().filter(named).map(pid).collect()
+    let number = |process: &Value| i32::try_from(process[key].as_i64().expect("a number")).expect("fits");
+    all.iter().filter(named).map(number).collect()
+}
+
+/// Kills a process of a node, which this program may not see.
+pub(super) fn kill(pid: i32) {
+    control(&json!({"do": "kill_process", "pid": pid}));
 }
 
 fn addresses() -> BTreeMap<String, String> {
@@ -257,6 +280,29 @@ pub(crate) async fn ray_r16_a_program_that_cannot_run_is_reported() {
     assert!(text.contains("exited with status 1"), "{text}");
 }
 
+/// Case 41: a driver that cannot run as a child of this program, which is on no node of the cluster, is reported with its cause and the fix.
+pub(crate) async fn ray_r41_a_driver_that_cannot_run_here_is_reported() {
+    let Some(address) = cluster_address() else { return };
+    let refused = async |python: PathBuf| {
+        let mut options = ray_options();
+        options.driver = RayDriver::Child { python };
+        let begin = Instant::now();
+        let error = ray(address.clone(), options).reserve(&cx(), &ReserveRequest::for_ranks(1)).await;
+        let text = error.expect_err("it cannot run").to_string();
+        println!("    after {:.1} s: {text}", begin.elapsed().as_secs_f64());
+        assert!(text.contains("fix: "), "{text}");
+        text
+    };
+    let text = refused("/nowhere/python".into()).await;
+    assert!(text.contains("/nowhere/python") && text.contains("RayDriver::Child"), "{text}");
+    let text = refused("/usr/bin/python3".into()).await;
+    assert!(text.contains("No module named 'ray'"), "{text}");
+    if std::env::var_os("GYM_RAY_TEST_DRIVER").is_none() {
+        let text = refused(python()).await;
+        assert!(text.contains("none of the addresses of the cluster's nodes: 10.88.0.1"), "{text}");
+    }
+}
+
 /// Case 24: a killed rank restarts without Ray.
 pub(crate) async fn ray_r24_a_killed_rank_restarts_without_ray() {
     let Some(address) = cluster_address() else { return };
@@ -307,18 +353,12 @@ async fn broken(what: &str, break_node: impl FnOnce(&str), mend: impl FnOnce(&st
     println!("    {what}: the cluster stopped in {:.2} s", begin.elapsed().as_secs_f64());
 }
 
-pub(super) fn parent(pid: i32) -> i32 {
-    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).expect("a process");
-    let parent = status.lines().find_map(|line| line.strip_prefix("PPid:")).expect("a parent");
-    parent.trim().parse().expect("a pid")
-}
-
 /// Case 25: the actor that holds an agent is killed: the kernel ends the agent and its rank with it.
 pub(crate) async fn ray_r25_a_killed_actor_takes_its_agent_along() {
     let kill = |node: &str| {
-        let agents = processes(node, AGENT);
-        assert_eq!(agents.len(), 1, "{agents:?}");
-        signal(parent(agents[0]), Signal::KILL);
+        let actors = parents(node, AGENT);
+        assert_eq!(actors.len(), 1, "{actors:?}");
+        kill(actors[0]);
     };
     broken("an actor is killed", kill, |_| {}).await;
 }
@@ -453,7 +493,7 @@ pub(crate) async fn ray_ft_r34_nothing_restarts_with_a_head_that_keeps_its_state
         return;
     }
     let mut on_ray = ray_options();
-    on_ray.driver_on_worker = true;
+    on_ray.driver = RayDriver::Worker;
     let cluster = VirtualCluster::new(spread(&[1, 1]), ray(address.clone(), on_ray)).expect("valid");
     let mut options = options();
     options.restart_on_failure = true;
@@ -535,14 +575,20 @@ pub(crate) async fn ray_r32_a_killed_driver_leaves_no_process_and_the_job_is_sub
     let mut options = options();
     options.restart_on_failure = true;
     let group = start(&cluster, options).await;
+    // Ray lists it with its name, also if its driver was not submitted.
+    let (dashboard, _) = RayDashboard::connect(&cx(), &address).await.expect("connects");
+    let jobs = dashboard.jobs(&cx()).await.expect("lists");
+    let ours: Vec<_> = jobs.iter().filter(|job| job.ours().is_some() && !job.has_ended()).collect();
+    assert!(ours.len() == 1 && ours[0].ours().expect("a name").starts_with("workers"), "{jobs:?}");
+    assert!(ours[0].id().expect("an identifier").starts_with("gym-"), "{jobs:?}");
     let drivers: Vec<i32> = processes("head", "gym_ray.py");
     assert!(!drivers.is_empty());
     let agents = || ["n1", "n2"].iter().flat_map(|node| processes(node, AGENT)).collect::<Vec<_>>();
     let before = agents();
     assert_eq!(before.len(), 2);
-    drivers.iter().for_each(|driver| signal(*driver, Signal::KILL));
+    drivers.into_iter().for_each(kill);
     let begin = Instant::now();
-    until("the agents of the job have ended", || !before.iter().any(|agent| super::alive(*agent))).await;
+    until("the agents of the job have ended", || !agents().iter().any(|agent| before.contains(agent))).await;
     println!("    the driver is killed: its agents ended after {:.2} s", begin.elapsed().as_secs_f64());
     // A rank whose restart began before the loss of the other node was known starts once more.
     let back = |rank| status(&group, rank).incarnation.0 >= 2 && status(&group, rank).state == RankState::Healthy;

@@ -13,7 +13,8 @@ use tokio::time::{Instant, sleep};
 
 use super::nodes::{living_ranks, watch_lives};
 use super::ray::{
-    AGENT, cluster_address, control, cx, no_process_of_ours_within, nodes_of, parent, processes, ray, ray_options,
+    AGENT, cluster_address, control, cx, kill, no_process_of_ours_within, nodes_of, parents, processes, ray,
+    ray_options,
 };
 use super::types::{Describe, Init};
 use super::{LONG, options, signal, status, stop, until};
@@ -62,14 +63,14 @@ pub(crate) async fn ray_faults_leave_no_orphan_and_no_second_incarnation() {
                 sleep(Duration::from_millis(random.u64(0..1_000))).await;
                 signal(pid, Signal::KILL);
             }
-            "agent killed" => processes(&node, AGENT).into_iter().for_each(|pid| signal(pid, Signal::KILL)),
-            "actor killed" => processes(&node, AGENT).into_iter().for_each(|pid| signal(parent(pid), Signal::KILL)),
+            "agent killed" => processes(&node, AGENT).into_iter().for_each(kill),
+            "actor killed" => parents(&node, AGENT).into_iter().for_each(kill),
             "machine lost" => drop(control(&json!({"do": "kill_node", "node": node}))),
             "cable cut" => drop(control(&json!({"do": "partition", "node": node}))),
             _ => {
                 let drivers: Vec<i32> =
                     ["head", "n1", "n2"].iter().flat_map(|node| processes(node, "gym_ray.py")).collect();
-                drivers.into_iter().for_each(|pid| signal(pid, Signal::KILL));
+                drivers.into_iter().for_each(kill);
             }
         }
         until("the exit is known", || {

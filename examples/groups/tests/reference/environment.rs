@@ -144,7 +144,7 @@ const POLICY_API_KEY: (&str, &str, &str) = (
 );
 
 /// The variables that the SDK sets for its child processes: name, child, meaning.
-const SET: [(&str, &str, &str); 20] = [
+const SET: [(&str, &str, &str); 21] = [
     ("AVAILABLE_ADDR_LIST", "rank", "The addresses of all ranks, as a Python list."),
     ("AVAILABLE_PORT_LIST", "rank", "A reserved port of each rank, as a Python list."),
     (
@@ -153,6 +153,7 @@ const SET: [(&str, &str, &str); 20] = [
         "Identifies the launcher, so that all processes that a child started can be ended.",
     ),
     ("GYM_NODE_AGENT", "node agent on Ray", "What the agent has of its node, and its join secret, as JSON."),
+    ("GYM_RAY_SHIM", "driver as a child", "The source of the driver."),
     ("GYM_RAY_SPEC", "job on Ray", "What the job reserves and starts, as JSON."),
     ("GYM_UCX_RESTARTED", "`rgym`", "Set when the program has executed itself again with the variables of UCX."),
     ("GYM_WORKER", "rank", "What the rank runs, as JSON."),
@@ -172,7 +173,7 @@ const SET: [(&str, &str, &str); 20] = [
 ];
 
 /// Variables of tests, benchmarks and fuzzing. No program of a user reads them.
-const OF_TESTS: [&str; 49] = [
+const OF_TESTS: [&str; 50] = [
     "CONDA_PREFIX",
     "GYM_ABSENT",
     "GYM_AFFINITY_SEEDS",
@@ -189,6 +190,7 @@ const OF_TESTS: [&str; 49] = [
     "GYM_RAY_FAULTS",
     "GYM_RAY_TEST_ADDRESS",
     "GYM_RAY_TEST_CONTROL",
+    "GYM_RAY_TEST_DRIVER",
     "GYM_RAY_TEST_FAULT_TOLERANT",
     "GYM_RAY_TEST_PYTHON",
     "GYM_REFERENCE",

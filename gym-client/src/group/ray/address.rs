@@ -119,6 +119,13 @@ impl RayAddress {
         Self { written: cluster.to_owned(), source: format!("{LOCAL} from {source}"), dashboard }
     }
 
+    /// Returns the address at which a driver on a node of the cluster connects: as written if that is `HOST:PORT`, and otherwise `auto`, for the cluster
+    /// that the node belongs to.
+    pub(super) fn cluster(&self) -> &str {
+        let is_given = !self.written.contains("://") && host_of(&self.written).is_some_and(|host| host != self.written);
+        if is_given { &self.written } else { "auto" }
+    }
+
     /// Returns the port of the dashboard's URL.
     pub(super) fn dashboard_port(&self) -> u16 {
         let usual = if self.dashboard.starts_with("https:") { 443 } else { 80 };
@@ -227,6 +234,21 @@ impl RayToken {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_driver_on_a_node_connects_at_the_port_that_is_written() {
+        for (written, cluster) in [
+            ("10.0.0.1:6379", "10.0.0.1:6379"),
+            ("[::1]:6379", "[::1]:6379"),
+            ("head", "auto"),
+            ("ray://10.0.0.1:10001", "auto"),
+            ("http://10.0.0.1:8265", "auto"),
+        ] {
+            assert_eq!(RayAddress::parse(written, "a test").unwrap().cluster(), cluster);
+        }
+        assert_eq!(RayAddress::of_local_head("127.0.0.1:6380", "a test", 8265).cluster(), "127.0.0.1:6380");
+        assert_eq!(RayAddress::of_local_head("auto", "a test", 8265).cluster(), "auto");
+    }
 
     fn find(written: &str, environment: &[(&str, &str)]) -> Result<RayAddress> {
         let environment =

@@ -7,7 +7,7 @@ use serde::Deserialize;
 use tokio::time::Instant;
 
 /// Prefix of an event in the log of a job.
-const MARK: &str = "@gym ";
+pub(super) const MARK: &str = "@gym ";
 
 /// An event of the driver, with its number.
 #[derive(Debug, Deserialize)]
@@ -22,6 +22,8 @@ struct ShimEvent {
 enum ShimEventKind {
     Shim {
         ray: String,
+        /// The node of the driver.
+        node_id: String,
     },
     Waiting {
         attempt: u32,
@@ -73,6 +75,8 @@ enum ShimEventKind {
 #[derive(Clone, Debug, Default)]
 pub(super) struct RunState {
     seen: u64,
+    /// The node on which the driver runs, once it is connected.
+    pub(super) driver: Option<String>,
     /// What Ray says about the job while it has not started its driver.
     pub(super) pending: Option<PendingJob>,
     /// The number of the attempt to place the bundles, while they wait for room.
@@ -153,7 +157,10 @@ impl RunState {
 
     fn take(&mut self, event: ShimEventKind) {
         match event {
-            ShimEventKind::Shim { ray } => tracing::debug!(ray, "the driver of the Ray job runs"),
+            ShimEventKind::Shim { ray, node_id } => {
+                tracing::debug!(ray, node_id, "the driver of the Ray job runs");
+                self.driver = Some(node_id);
+            }
             ShimEventKind::Waiting { attempt } => self.waiting = Some(attempt),
             ShimEventKind::Placed { nodes } => {
                 self.waiting = None;
@@ -251,10 +258,10 @@ mod tests {
     #[test]
     fn events_are_taken_once_and_in_their_order_from_a_log_that_grows() {
         let mut state = RunState::new(2);
-        let log = "2026-01-01 INFO something else\n@gym {\"seq\":1,\"t\":1,\"kind\":\"shim\",\"pid\":7,\"ray\":\"2.60.0\"}\n\
+        let log = "2026-01-01 INFO something else\n@gym {\"seq\":1,\"t\":1,\"kind\":\"shim\",\"pid\":7,\"ray\":\"2.60.0\",\"node_id\":\"n\"}\n\
                    @gym {\"seq\":2,\"t\":1,\"kind\":\"waiting\",\"attempt\":1}\n@gym {\"seq\":3,\"t\":2,\"ki";
         assert!(state.read(log));
-        assert_eq!((state.waiting, state.is_ready()), (Some(1), false));
+        assert_eq!((state.driver.as_deref(), state.waiting, state.is_ready()), (Some("n"), Some(1), false));
         assert!(!state.read(log));
         let agent = |seq: u64, share: usize, port: u16| {
             format!(

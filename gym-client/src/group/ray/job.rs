@@ -10,17 +10,19 @@ use serde::Serialize;
 use serde_json::json;
 
 use crate::group::provision::{AGENT_ROLE, AgentLines};
-use crate::group::ray::RayOptions;
 use crate::group::ray::dashboard::{JobRequest, RayDashboard};
 use crate::group::ray::package::{PROGRAM_FILE, Package, SHIM_FILE};
 use crate::group::ray::share::SharePlan;
+use crate::group::ray::{RayDriver, RayOptions};
 
-/// Limit of a driver's own end, beyond the grace of the ranks.
-const DRIVER_GRACE: Duration = Duration::from_secs(2);
 /// Time that an agent waits for the next controller after the last one: it may only have been slow.
 const LATER: Duration = Duration::from_secs(10);
 /// Time between SIGTERM and SIGKILL for the ranks of a job that is stopped from outside.
 const RANK_GRACE: Duration = Duration::from_secs(2);
+/// The same for the agents, with their ranks.
+const AGENT_GRACE: Duration = RANK_GRACE.saturating_add(Duration::from_secs(1));
+/// The same for a driver, with its agents.
+pub(super) const DRIVER_GRACE: Duration = AGENT_GRACE.saturating_add(Duration::from_secs(2));
 
 /// What the driver is given.
 #[derive(Serialize)]
@@ -35,6 +37,8 @@ struct ShimSpec<'a> {
     command: [&'a str; 2],
     /// `true` if the program is in the package of the job. Otherwise the actors need nothing of the job's environment.
     packaged: bool,
+    /// For a driver that is no job of the dashboard.
+    child: Option<ChildFields<'a>>,
     variables: &'a BTreeMap<String, String>,
     agent: AgentLines,
     placement_attempts: u32,
@@ -43,6 +47,15 @@ struct ShimSpec<'a> {
     silence_s: f64,
     grace_s: f64,
     max_restarts: u32,
+}
+
+/// What a driver that is a child of this program is given in addition.
+#[derive(Serialize)]
+struct ChildFields<'a> {
+    address: &'a str,
+    metadata: BTreeMap<&'a str, &'a str>,
+    /// The package, if the program is in it.
+    working_dir: Option<&'a str>,
 }
 
 /// What each attempt of a job has in common.
@@ -57,12 +70,50 @@ pub(super) struct JobTemplate {
 impl JobTemplate {
     /// Uploads the files of a job that runs an agent on each share, and returns the job.
     pub(super) async fn prepare(&self, cx: &CallContext, id: &str) -> Result<JobRequest> {
-        let Self { dashboard, plan, options, secret } = self;
+        let working_dir = self.upload(cx).await?;
+        Ok(JobRequest {
+            // Ray's own environment may have either name.
+            entrypoint: format!("exec \"$(command -v python || command -v python3)\" {SHIM_FILE}"),
+            submission_id: id.to_owned(),
+            metadata: BTreeMap::from([
+                ("name".to_owned(), self.options.name.clone()),
+                ("gym".to_owned(), id.to_owned()),
+            ]),
+            runtime_env: json!({
+                "working_dir": working_dir,
+                "env_vars": {
+                    "GYM_RAY_SPEC": self.spec(id, None)?,
+                    "RAY_JOB_STOP_WAIT_TIME_S": DRIVER_GRACE.as_secs().to_string(),
+                    "PYTHONUNBUFFERED": "1",
+                },
+            }),
+            entrypoint_resources: self.driver_resources(cx).await?,
+        })
+    }
+
+    /// Returns the specification for a driver that is a child of this program, after it has uploaded the program if that is to be sent.
+    pub(super) async fn prepare_child(&self, cx: &CallContext, id: &str) -> Result<String> {
+        let working_dir = if self.options.program.is_none() { Some(self.upload(cx).await?) } else { None };
+        let child = ChildFields {
+            address: self.dashboard.address().cluster(),
+            metadata: BTreeMap::from([("name", self.options.name.as_str()), ("gym", id)]),
+            working_dir: working_dir.as_deref(),
+        };
+        self.spec(id, Some(child))
+    }
+
+    /// Uploads the driver, and the program if it is to be sent. Returns the address of the package.
+    async fn upload(&self, cx: &CallContext) -> Result<String> {
         // The program that runs, which `current_exe` does not find if its file was replaced.
-        let sent = options.program.is_none().then_some(Path::new("/proc/self/exe"));
+        let sent = self.options.program.is_none().then_some(Path::new("/proc/self/exe"));
         let package = tokio::task::spawn_blocking(move || Package::pack(sent)).await;
         let package = package.map_err(|error| Error::internal("pack the program for Ray").caused_by(error))??;
-        let working_dir = dashboard.upload(cx, &package.name, package.zip).await?;
+        self.dashboard.upload(cx, &package.name, package.zip).await
+    }
+
+    /// Returns what the driver is given, as JSON.
+    fn spec(&self, id: &str, child: Option<ChildFields<'_>>) -> Result<String> {
+        let Self { plan, options, secret, .. } = self;
         let program = match &options.program {
             None => format!("./{PROGRAM_FILE}"),
             Some(path) => path.display().to_string(),
@@ -76,6 +127,7 @@ impl JobTemplate {
             selectors: if plan.selectors.iter().all(BTreeMap::is_empty) { &[] } else { &plan.selectors },
             command: [&program, AGENT_ROLE],
             packaged: options.program.is_none(),
+            child,
             variables: &options.variables,
             agent: AgentLines {
                 secret: secret.clone(),
@@ -87,27 +139,10 @@ impl JobTemplate {
             placement_timeout_s: options.placement_timeout.as_secs_f64(),
             start_timeout_s: options.start_timeout.as_secs_f64(),
             silence_s: lease.as_secs_f64(),
-            grace_s: (RANK_GRACE + Duration::from_secs(1)).as_secs_f64(),
+            grace_s: AGENT_GRACE.as_secs_f64(),
             max_restarts: options.max_restarts,
         };
-        let written = |error| Error::internal("the specification of the job").caused_by(error);
-        let spec = serde_json::to_string(&spec).map_err(written)?;
-        let grace = (RANK_GRACE + DRIVER_GRACE + Duration::from_secs(1)).as_secs();
-        Ok(JobRequest {
-            // Ray's own environment may have either name.
-            entrypoint: format!("exec \"$(command -v python || command -v python3)\" {SHIM_FILE}"),
-            submission_id: id.to_owned(),
-            metadata: BTreeMap::from([("name".to_owned(), options.name.clone()), ("gym".to_owned(), id.to_owned())]),
-            runtime_env: json!({
-                "working_dir": working_dir,
-                "env_vars": {
-                    "GYM_RAY_SPEC": spec,
-                    "RAY_JOB_STOP_WAIT_TIME_S": grace.to_string(),
-                    "PYTHONUNBUFFERED": "1",
-                },
-            }),
-            entrypoint_resources: self.driver_resources(cx).await?,
-        })
+        serde_json::to_string(&spec).map_err(|error| Error::internal("the specification of the job").caused_by(error))
     }
 
     /// Submits a job that was prepared.
@@ -119,7 +154,7 @@ impl JobTemplate {
 
     /// Puts the driver on a node other than the head, if that is requested. It takes no CPU, because a bundle may need all of a node's.
     async fn driver_resources(&self, cx: &CallContext) -> Result<BTreeMap<String, f64>> {
-        if !self.options.driver_on_worker {
+        if self.options.driver != RayDriver::Worker {
             return Ok(BTreeMap::new());
         }
         let nodes = self.dashboard.nodes(cx).await?;

@@ -3,7 +3,6 @@
 //! The head is a child of the [`Launcher`], so it ends with this program, however that ends. `ray stop` is not used: it ends every Ray process of the
 //! machine.
 
-use std::collections::VecDeque;
 use std::fmt;
 use std::fs::File;
 use std::net::TcpListener;
@@ -17,7 +16,7 @@ use tokio::task::JoinHandle;
 
 use crate::group::ray::address::RayAddress;
 use crate::group::ray::dashboard::{RayDashboard, RayVersion};
-use crate::launch::{ChildHandle, ChildSpec, ChildState, LaunchError, Launcher, LineSink, RestartPolicy};
+use crate::launch::{ChildHandle, ChildSpec, ChildState, LaunchError, Launcher, LineSink, OutputTail, RestartPolicy};
 
 /// The port of a head, by which nodes and drivers find it.
 const PORT: u16 = 6379;
@@ -37,8 +36,6 @@ const PROBE_TIME: Duration = Duration::from_secs(2);
 const PROBE_EVERY: Duration = Duration::from_millis(100);
 /// Time between the request to stop and the kill. Ray's processes end within 2 s.
 const STOP_GRACE: Duration = Duration::from_secs(8);
-/// Lines of output that are kept for an error.
-const LINES_KEPT: usize = 30;
 /// Prefix of the names of the directories of heads.
 const FOLDER_PREFIX: &str = "gymray-";
 /// Time for which the directory of a head stays whose program was killed, or which did not start: its error names the logs there.
@@ -70,9 +67,6 @@ struct HeadPorts {
     client: u16,
     agent: u16,
 }
-
-/// The last lines of a head's output.
-type HeadOutput = Arc<Mutex<VecDeque<String>>>;
 
 impl fmt::Debug for LocalHead {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -161,7 +155,7 @@ impl LocalHead {
     async fn start_at(cx: &CallContext, address: &RayAddress, program: &Path, ports: &HeadPorts) -> Result<Self> {
         let folder = tokio::task::spawn_blocking(HeadFolder::create).await;
         let folder = folder.map_err(|error| Error::internal("create a directory").caused_by(error))??;
-        let output = HeadOutput::default();
+        let output = OutputTail::default();
         let launcher = Launcher::builder().lines(keeps(&output)).orphan_grace(STOP_GRACE).build().map_err(of_launch)?;
         let child = launcher.spawn(ports.spec(program, &folder.path)).await.map_err(|error| {
             let _ = std::fs::remove_dir(&folder.path);
@@ -382,24 +376,19 @@ fn sweep(parent: &Path, now: SystemTime) {
 }
 
 /// Returns a sink that keeps the last lines, and logs all.
-fn keeps(output: &HeadOutput) -> LineSink {
-    let output = Arc::clone(output);
+fn keeps(output: &OutputTail) -> LineSink {
+    let output = output.clone();
     Arc::new(move |_, _, line| {
-        if line.trim().is_empty() {
-            return;
+        if !line.trim().is_empty() {
+            tracing::debug!(line, "the Ray head printed a line");
+            output.push(line);
         }
-        tracing::debug!(line, "the Ray head printed a line");
-        let mut lines = output.lock().unwrap_or_else(PoisonError::into_inner);
-        if lines.len() == LINES_KEPT {
-            lines.pop_front();
-        }
-        lines.push_back(line.to_owned());
     })
 }
 
 /// Returns the last lines, indented.
-fn tail(output: &HeadOutput) -> String {
-    output.lock().unwrap_or_else(PoisonError::into_inner).iter().map(|line| format!("\n  {line}")).collect()
+fn tail(output: &OutputTail) -> String {
+    output.lines().iter().map(|line| format!("\n  {line}")).collect()
 }
 
 /// Waits until the head lists itself as alive.
@@ -407,7 +396,7 @@ async fn ready(
     cx: &CallContext,
     child: &ChildHandle,
     address: &RayAddress,
-    output: &HeadOutput,
+    output: &OutputTail,
     folder: &Path,
 ) -> Result<RayVersion> {
     let mut events = child.events();
@@ -447,7 +436,7 @@ async fn ready(
 }
 
 /// Reports the end of a head that nobody stopped.
-async fn watch(child: ChildHandle, output: HeadOutput) {
+async fn watch(child: ChildHandle, output: OutputTail) {
     let mut events = child.events();
     let ended = events.wait_for(ChildState::is_final).await.map(|state| state.clone());
     if let Ok(ChildState::GaveUp(report)) = ended {

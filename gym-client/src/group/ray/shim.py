@@ -1,9 +1,9 @@
-"""The entry point of a Ray job of the gym SDK. It reserves a placement group, runs a node agent on each of its bundles, and reports what happens.
+"""The driver of a Ray job of the gym SDK, or one that is a child of a program of the SDK. It reserves a placement group, runs a node agent on each of its bundles, and reports what happens.
 
 The specification is JSON in the variable GYM_RAY_SPEC. An event is a line on standard output: `@gym ` and a JSON object with its number (`seq`), its
 time (`t`) and its `kind`:
 
-  shim     pid, ray                                       the driver is connected
+  shim     pid, ray, node_id                              the driver is connected
   waiting  attempt                                        the placement group waits for room
   placed   nodes                                          the node of each bundle
   agent    share, incarnation, node_id, ip, pid, gpus, endpoints      an agent listens
@@ -31,11 +31,16 @@ import time
 import traceback
 
 import ray
+from ray.job_config import JobConfig
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 DRAINS_EVERY_S = 1.0
+# A program that reads the events of its child by a pipe takes no line above 16 KiB.
+EVENT_BYTES = 12_000
 RELEASED, FAILED, NOT_PLACED, NO_CONTROLLER, STOPPED = 0, 1, 3, 75, 143
+# Ray hands the configuration of a job to its driver in this variable.
+JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 LOG, STDERR_LINES, STDERR_LINE_CHARACTERS, STDERR_BYTES = "/proc/self/fd/2", 20, 500, 1 << 17
 
 
@@ -233,8 +238,12 @@ class Run:
 
     def say(self, kind, **fields):
         self.seq += 1
+        event = {"seq": self.seq, "t": round(time.time(), 3), "kind": kind, **fields}
+        # The last lines of an agent say most.
+        while len(text := json.dumps(event)) > EVENT_BYTES and (long := [name for name, value in event.items() if isinstance(value, list) and value]):
+            event.update({name: event[name][(len(event[name]) + 1) // 2 :] for name in long})
         # One write, because Ray writes to the same log.
-        sys.stdout.write("@gym " + json.dumps({"seq": self.seq, "t": round(time.time(), 3), "kind": kind, **fields}) + "\n")
+        sys.stdout.write(f"@gym {text}\n")
         sys.stdout.flush()
 
     def end(self, code, why):
@@ -290,7 +299,7 @@ class Run:
         return None
 
     def run(self):
-        self.say("shim", pid=os.getpid(), ray=ray.__version__)
+        self.say("shim", pid=os.getpid(), ray=ray.__version__, node_id=ray.get_runtime_context().get_node_id())
         nodes = self.place()
         if nodes is None:
             if self.stopping:
@@ -422,24 +431,40 @@ def last_line(error):
 
 def without_environment():
     """Lets the actors start without the environment of the job. Ray starts a process with an environment by way of a second one, which takes as long again."""
-    variable = "RAY_JOB_CONFIG_JSON_ENV_VAR"
     with contextlib.suppress(KeyError, ValueError):
-        os.environ[variable] = json.dumps({**json.loads(os.environ[variable]), "runtime_env": {}})
+        os.environ[JOB_CONFIG] = json.dumps({**json.loads(os.environ[JOB_CONFIG]), "runtime_env": {}})
+
+
+def as_child(child):
+    """Returns the options of `ray.init` for a driver that is no job of Ray's dashboard."""
+    # Those of a job that the program itself may be, and an address that Ray would prefer.
+    for variable in (JOB_CONFIG, "RAY_ADDRESS"):
+        os.environ.pop(variable, None)
+    environment = {"working_dir": child["working_dir"]} if child["working_dir"] else None
+    return {"address": child["address"], "job_config": JobConfig(metadata=child["metadata"]), "runtime_env": environment}
 
 
 def main():
     run = Run(json.loads(os.environ["GYM_RAY_SPEC"]))
-    if not run.spec["packaged"]:
+    options = {}
+    if run.spec["child"]:
+        options = as_child(run.spec["child"])
+    elif not run.spec["packaged"]:
         without_environment()
 
     def stop(*_):
         run.stopping = True
 
-    signal.signal(signal.SIGTERM, stop)
+    def handle_stop():
+        # The one is Ray's, the other that of a program that stops its child.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, stop)
+
+    handle_stop()
     try:
-        ray.init(log_to_driver=False, logging_level="warning", namespace=run.spec["run"])
+        ray.init(log_to_driver=False, logging_level="warning", namespace=run.spec["run"], **options)
         # Ray has a handler of its own, which would end the process at once.
-        signal.signal(signal.SIGTERM, stop)
+        handle_stop()
         code = run.run()
     except Exception as error:
         traceback.print_exc()

@@ -142,7 +142,7 @@ impl ClusterStatus {
 
     fn jobs(&self) -> String {
         let rows = self.jobs.iter().map(|job| {
-            let id = job.submission_id.clone().unwrap_or_default();
+            let id = job.id().unwrap_or_default().to_owned();
             let message = match self.waiting.contains(&id) {
                 true => "its bundles wait for room",
                 false => job.message.as_deref().and_then(|message| message.lines().next()).unwrap_or_default(),
@@ -213,24 +213,32 @@ async fn tasks(cx: &CallContext, dashboard: &RayDashboard, limit: u32, as_json: 
 
 async fn stop(cx: &CallContext, dashboard: &RayDashboard, wanted: Option<&str>) -> Outcome {
     let jobs = dashboard.jobs(cx).await?;
-    let running: Vec<String> = jobs
-        .into_iter()
-        .filter(|job| job.ours().is_some() && !job.has_ended())
-        .filter_map(|job| job.submission_id)
-        .collect();
-    let stopped: Vec<&String> = running.iter().filter(|id| wanted.is_none_or(|wanted| *id == wanted)).collect();
-    if let Some(wanted) = wanted.filter(|_| stopped.is_empty()) {
+    let running = jobs.iter().filter(|job| job.ours().is_some() && !job.has_ended());
+    // The driver of some jobs is a child of their program, and ends with it; Ray cannot stop them.
+    let (jobs, children): (Vec<&RayJob>, Vec<&RayJob>) = running.partition(|job| job.submission_id.is_some());
+    let ids = |jobs: &[&RayJob]| jobs.iter().filter_map(|job| job.id()).map(str::to_owned).collect::<Vec<_>>();
+    let (jobs, children) = (ids(&jobs), ids(&children));
+    let is_wanted = |id: &&String| wanted.is_none_or(|wanted| *id == wanted);
+    if let Some(wanted) = wanted.filter(|wanted| !jobs.iter().chain(&children).any(|id| id == wanted)) {
+        let running: Vec<&str> = jobs.iter().chain(&children).map(String::as_str).collect();
         return Err(Failure::Failed(format!(
             "no job {wanted} of this SDK runs there\n  running: {}",
             if running.is_empty() { "none".to_owned() } else { running.join(", ") }
         )));
     }
-    if stopped.is_empty() {
+    if jobs.is_empty() && children.is_empty() {
         console::print("no job of this SDK runs there");
     }
-    for id in stopped {
+    for id in jobs.iter().filter(is_wanted) {
         dashboard.stop(cx, id).await?;
         console::print(&format!("{id} is stopping"));
     }
-    Ok(ExitCode::SUCCESS)
+    let left: Vec<&str> = children.iter().filter(is_wanted).map(String::as_str).collect();
+    if left.is_empty() {
+        return Ok(ExitCode::SUCCESS);
+    }
+    Err(Failure::Failed(format!(
+        "{}: Ray cannot stop it, because its driver is a child of the program that uses it\n  fix: stop that program",
+        left.join(", ")
+    )))
 }

@@ -109,6 +109,12 @@ impl RayJob {
         metadata.get("name").map(String::as_str)
     }
 
+    /// Returns the identifier of a job that this SDK submitted, or whose driver is a child of its program: that one has no `submission_id`.
+    #[must_use]
+    pub fn id(&self) -> Option<&str> {
+        self.submission_id.as_deref().or_else(|| self.metadata.as_ref()?.get("gym").map(String::as_str))
+    }
+
     /// Returns `true` if the job has ended.
     #[must_use]
     pub fn has_ended(&self) -> bool {

@@ -55,12 +55,16 @@ def note(**entry):
         journal.write(json.dumps(entry).encode() + b"\n")
 
 
-def init(*, log_to_driver, logging_level, namespace):
+def init(*, log_to_driver, logging_level, namespace, address=None, job_config=None, runtime_env=None):
     # Ray replaces the handler.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
     check("init")
-    note(do="init", namespace=namespace, config=json.loads(os.environ["RAY_JOB_CONFIG_JSON_ENV_VAR"]))
+    config = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "null"))
+    # The variable is preferred to the argument.
+    address = os.environ.get("RAY_ADDRESS") or address
+    metadata = job_config and job_config.metadata
+    note(do="init", namespace=namespace, config=config, address=address, metadata=metadata, environment=runtime_env)
     if cluster().get("noise"):
         threading.Thread(target=make_noise, daemon=True).start()
 
@@ -242,7 +246,8 @@ def get_runtime_context():
 
 class RuntimeContext:
     def get_node_id(self):
-        return PLACE["node_id"]
+        # The driver is on the first node.
+        return PLACE["node_id"] if PLACE else cluster()["nodes"][0]["id"]
 
     def get_accelerator_ids(self):
         return {"GPU": PLACE["gpus"], "TPU": []}

@@ -1,5 +1,8 @@
-//! A job of ours on a Ray cluster: followed by its log, submitted again if its driver dies, stopped.
+//! A job of ours on a Ray cluster: its events are followed, it is submitted again if its driver dies, and stopped.
 
+mod child;
+
+use std::net::{IpAddr, UdpSocket};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
@@ -9,9 +12,11 @@ use gym_core::{CallContext, Code, Error, Execution, Result};
 use tokio::time::{Instant, sleep};
 use tokio_util::task::AbortOnDropHandle;
 
+use crate::group::ray::RayDriver;
 use crate::group::ray::dashboard::{RayJob, RayNode};
-use crate::group::ray::event::{NOT_PLACED, PendingJob, RunEnd, RunState};
+use crate::group::ray::event::{MARK, NOT_PLACED, PendingJob, RunEnd, RunState};
 use crate::group::ray::job::JobTemplate;
+use crate::group::ray::run::child::ChildDriver;
 
 /// Pause between two looks at the log while an agent is awaited.
 const LOOK_SOON: Duration = Duration::from_millis(100);
@@ -29,6 +34,10 @@ const SAY_EVERY: Duration = Duration::from_secs(10);
 const SUBMIT_TIME: Duration = Duration::from_secs(60);
 /// Limit of a request to stop.
 const STOP_TIME: Duration = Duration::from_secs(10);
+/// Pauses before another driver is started as a child of this program, if those before had no agents: the first one, which doubles, and the longest.
+const CHILD_PAUSES: (Duration, Duration) = (Duration::from_millis(500), Duration::from_secs(30));
+/// Lines of a driver that an error quotes.
+const LINES_QUOTED: usize = 5;
 
 /// A job on the cluster. Dropping it stops the job.
 ///
@@ -37,8 +46,7 @@ const STOP_TIME: Duration = Duration::from_secs(10);
 pub(super) struct RayRun {
     job: JobTemplate,
     name: String,
-    /// The identifier of the current attempt.
-    id: Mutex<Arc<str>>,
+    attempt: Mutex<Attempt>,
     state: watch::Sender<RunState>,
     stopped: AtomicBool,
     /// `true` once the job has ended and is not submitted again.
@@ -46,17 +54,25 @@ pub(super) struct RayRun {
     follower: Mutex<Option<AbortOnDropHandle<()>>>,
 }
 
+/// A job that was submitted, or a driver that was started as a child of this program.
+#[derive(Clone, Debug, Default)]
+struct Attempt {
+    /// Its identifier, which is also the name of its placement group. Empty before the first attempt.
+    id: Arc<str>,
+    child: Option<ChildDriver>,
+}
+
 impl RayRun {
-    /// Submits a job.
+    /// Submits a job, or starts a driver.
     pub(super) async fn submit(cx: &CallContext, job: JobTemplate) -> Result<Arc<Self>> {
         let name = format!("gym-{:012x}", fastrand::u64(..) >> 16);
-        let id: Arc<str> = format!("{name}-a1").into();
-        let request = job.prepare(cx, &id).await?;
+        let id = format!("{name}-a1").into();
         let state = watch::Sender::new(RunState::new(job.plan.bundles.len()));
         let (stopped, over) = (AtomicBool::new(false), AtomicBool::new(false));
+        let (attempt, follower) = (Mutex::default(), Mutex::default());
         // Made before the request is sent: from then on Ray may have the job, whose response may be lost, and dropping the run stops it.
-        let run = Arc::new(Self { job, name, id: Mutex::new(id), state, stopped, over, follower: Mutex::default() });
-        if let Err(error) = run.job.submit(cx, &request).await {
+        let run = Arc::new(Self { job, name, attempt, state, stopped, over, follower });
+        if let Err(error) = run.begin(cx, id).await {
             // Ray has rejected the job, or the name is that of another one.
             run.stopped.store(error.execution() == Execution::Finished, Ordering::Release);
             return Err(error);
@@ -66,9 +82,28 @@ impl RayRun {
         Ok(run)
     }
 
+    /// Begins an attempt with this identifier.
+    async fn begin(&self, cx: &CallContext, id: Arc<str>) -> Result<()> {
+        let now = |attempt| *self.attempt.lock().unwrap_or_else(PoisonError::into_inner) = attempt;
+        if let RayDriver::Child { python } = &self.job.options.driver {
+            let spec = self.job.prepare_child(cx, &id).await?;
+            let child = ChildDriver::start(cx, python, &self.job.options.name, spec).await?;
+            now(Attempt { id, child: Some(child) });
+            return Ok(());
+        }
+        let request = self.job.prepare(cx, &id).await?;
+        // Before the request is sent: if its response is lost, this is the job to stop.
+        now(Attempt { id, child: None });
+        self.job.submit(cx, &request).await
+    }
+
     /// Returns the identifier of the job.
     pub(super) fn id(&self) -> Arc<str> {
-        Arc::clone(&self.id.lock().unwrap_or_else(PoisonError::into_inner))
+        self.attempt().id
+    }
+
+    fn attempt(&self) -> Attempt {
+        self.attempt.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     /// Returns `true` if the job has ended and is not submitted again.
@@ -165,13 +200,50 @@ impl RayRun {
         let mut message = format!("job {} has ended: {}", self.id(), end.why);
         if state.shares.iter().any(|share| share.failure.is_some()) {
             message = format!("{message}\n  {}", state.missing());
-        } else if let Ok(log) = self.job.dashboard.logs(&cx.child().at_most(LOOK_TIME), &self.id()).await {
+        } else if let Some(why) = self.not_on_a_node(cx, state).await {
+            // What Ray prints then is the stack of the thread that gave up.
+            message = format!("{message}\n  {why}");
+        } else {
             // The driver itself has failed: its last words are the cause.
-            let lines: Vec<&str> = log.lines().filter(|line| !line.starts_with("@gym ")).collect();
-            let last = lines.len().saturating_sub(5);
-            message = lines[last..].iter().fold(message, |message, line| format!("{message}\n  | {line}"));
+            for line in self.last_lines(cx).await {
+                message = format!("{message}\n  | {line}");
+            }
+        }
+        if let RayDriver::Child { python } = &self.job.options.driver
+            && state.driver.is_none()
+        {
+            message = format!(
+                "{message}\n  fix: RayDriver::Child needs a node of the cluster (`ray start --address=HEAD:6379` on this machine), and in {} the cluster's version of \
+                 Ray; elsewhere, use RayDriver::Head",
+                python.display()
+            );
         }
         Error::not_started(Code::FailedPrecondition, message)
+    }
+
+    /// Returns why a driver that is a child of this program has not connected, if that is because this machine is no node of the cluster.
+    async fn not_on_a_node(&self, cx: &CallContext, state: &RunState) -> Option<String> {
+        if state.driver.is_some() || self.attempt().child.is_none() {
+            return None;
+        }
+        let nodes = self.job.dashboard.nodes(&cx.child().at_most(LOOK_TIME)).await.ok()?;
+        let alive: Vec<&str> = nodes.iter().filter(|node| node.is_alive()).map(|node| node.node_ip.as_str()).collect();
+        let is_own = |ip: &str| ip.parse::<IpAddr>().is_ok_and(|ip| UdpSocket::bind((ip, 0)).is_ok());
+        (!alive.iter().copied().any(is_own))
+            .then(|| format!("this machine has none of the addresses of the cluster's nodes: {}", alive.join(", ")))
+    }
+
+    /// Returns the last lines of the driver, without its events.
+    async fn last_lines(&self, cx: &CallContext) -> Vec<String> {
+        let attempt = self.attempt();
+        let mut lines: Vec<String> = match attempt.child {
+            Some(child) => child.last_lines().to_vec(),
+            None => match self.job.dashboard.logs(&cx.child().at_most(LOOK_TIME), &attempt.id).await {
+                Ok(log) => log.lines().filter(|line| !line.starts_with(MARK)).map(str::to_owned).collect(),
+                Err(_) => Vec::new(),
+            },
+        };
+        lines.split_off(lines.len().saturating_sub(LINES_QUOTED))
     }
 
     /// Explains what was asked for and what there is.
@@ -192,8 +264,8 @@ impl RayRun {
 
     /// Explains that Ray has not started the driver, as far as Ray says why.
     async fn unstarted(&self, pending: &PendingJob) -> String {
-        let asked =
-            if self.job.options.driver_on_worker { "; its driver must be on a node other than the head" } else { "" };
+        let on_worker = self.job.options.driver == RayDriver::Worker;
+        let asked = if on_worker { "; its driver must be on a node other than the head" } else { "" };
         format!(
             "job {} is PENDING for {:.0} s: Ray has not started its driver{asked}. Ray says: {}\n  {}\n  fix: the logs of the head say what Ray waits for: in \
              /tmp/ray/session_latest/logs, runtime_env_setup-*.log if the program does not arrive, and raylet.out if no process starts. Ray ends the job after 15 \
@@ -227,6 +299,9 @@ impl RayRun {
         if self.stopped.swap(true, Ordering::AcqRel) {
             return Ok(());
         }
+        if let Some(child) = self.attempt().child {
+            return child.stop().await;
+        }
         let cx = CallContext::within(grace + STOP_TIME);
         self.job.dashboard.stop(&cx, &self.id()).await?;
         loop {
@@ -244,11 +319,20 @@ impl Drop for RayRun {
         if self.stopped.load(Ordering::Acquire) {
             return;
         }
+        let Attempt { id, child } = self.attempt();
+        if id.is_empty() {
+            // Nothing was begun.
+            return;
+        }
         // Without this, the job would end when its agents find that they have no controller.
         let Ok(runtime) = tokio::runtime::Handle::try_current() else { return };
-        let (dashboard, id) = (Arc::clone(&self.job.dashboard), self.id());
+        let dashboard = Arc::clone(&self.job.dashboard);
         runtime.spawn(async move {
-            if let Err(error) = dashboard.stop(&CallContext::within(STOP_TIME), &id).await {
+            let stopped = match child {
+                Some(child) => child.stop().await,
+                None => dashboard.stop(&CallContext::within(STOP_TIME), &id).await.map(drop),
+            };
+            if let Err(error) = stopped {
                 tracing::warn!(job = %id, %error, "a job on Ray was not stopped; it ends without us");
             }
         });
@@ -268,6 +352,8 @@ async fn follow(run: Weak<RayRun>) {
     let mut status_due = Instant::now() + STATUS_EVERY;
     let (mut was_ready, mut attempt) = (false, 1);
     let mut say_missing_at: Option<Instant> = None;
+    // Whether this attempt had agents, and how many in a row had none.
+    let (mut served, mut failures) = (false, 0);
     loop {
         let Some(run) = run.upgrade() else { return };
         let looked = if run.state.borrow().ended.is_none() {
@@ -306,56 +392,118 @@ async fn follow(run: Weak<RayRun>) {
             run.say_missing().await;
             say_missing_at = Some(Instant::now() + SAY_EVERY);
         }
+        served |= ready;
+        let child = run.attempt().child;
         drop(run);
-        sleep(if ready { LOOK_LATER } else { LOOK_SOON }).await;
+        match child {
+            Some(_) if has_ended => {
+                failures = if served { 0 } else { failures + 1 };
+                served = false;
+                sleep(child_pause(failures)).await;
+            }
+            Some(child) => child.changed(if ready { LOOK_LATER } else { LOOK_SOON }).await,
+            None => sleep(if ready { LOOK_LATER } else { LOOK_SOON }).await,
+        }
     }
 }
 
+/// Returns the pause before the next driver, after this many in a row that had no agents.
+fn child_pause(failures: u32) -> Duration {
+    let (first, longest) = CHILD_PAUSES;
+    if failures == 0 { LOOK_SOON } else { first.saturating_mul(1 << (failures - 1).min(16)).min(longest) }
+}
+
 impl RayRun {
-    /// Reads the log, and from time to time the status.
+    /// Takes the events, and notes the end of the job.
     async fn look(&self, status_due: &mut Instant) -> Result<()> {
-        let (cx, id) = (CallContext::within(LOOK_TIME), self.id());
-        let log = self.job.dashboard.logs(&cx, &id).await;
-        if let Ok(log) = &log {
-            self.state.send_if_modified(|state| state.read(log));
-        }
-        if Instant::now() >= *status_due {
-            *status_due = Instant::now() + STATUS_EVERY;
-            let end = match self.job.dashboard.job(&cx, &id).await? {
-                Some(job) if job.has_ended() => {
-                    // Its last events may have come after the look above.
-                    if let Ok(log) = self.job.dashboard.logs(&cx, &id).await {
-                        self.state.send_if_modified(|state| state.read(&log));
-                    }
-                    RunEnd { code: job.driver_exit_code, why: reason(&job) }
-                }
-                // Ray takes a minute to notice it by itself.
-                Some(job) if self.is_dead(&cx, job.driver_node_id.as_deref()).await? => {
-                    RunEnd { code: None, why: "the node of its driver is lost".to_owned() }
-                }
-                Some(job) => {
-                    if job.status == "PENDING" {
-                        self.state.send_if_modified(|state| {
-                            state.note_pending(Instant::now(), reason(&job));
-                            true
-                        });
-                    }
-                    return log.map(drop);
-                }
-                None => RunEnd { code: None, why: "the cluster was restarted, and does not know it".to_owned() },
-            };
-            self.state.send_if_modified(|state| {
-                let news = state.ended.is_none();
-                state.ended.get_or_insert(end);
-                news
-            });
-        }
+        let Attempt { id, child } = self.attempt();
+        let looked = match child {
+            Some(child) => self.look_at_child(&child).await,
+            None => self.look_at_job(&id, status_due).await,
+        };
         let ended = self.state.borrow().ended.clone();
         if let Some(end) = ended
             && !self.stopped.load(Ordering::Acquire)
         {
             tracing::warn!(job = %id, why = end.why, "the job on Ray has ended; its agents have ended with it");
         }
+        looked
+    }
+
+    /// Notes what the log says, if that is new.
+    fn read(&self, log: &str) {
+        self.state.send_if_modified(|state| state.read(log));
+    }
+
+    /// Notes the end, if the driver has not said why it ends.
+    fn note_end(&self, end: RunEnd) {
+        self.state.send_if_modified(|state| {
+            let news = state.ended.is_none();
+            state.ended.get_or_insert(end);
+            news
+        });
+    }
+
+    /// Reads what the driver has printed.
+    async fn look_at_child(&self, child: &ChildDriver) -> Result<()> {
+        let (events, ended) = child.news();
+        self.read(&events);
+        if let Some(end) = ended {
+            self.note_end(end);
+            return Ok(());
+        }
+        let driver = self.state.borrow().driver.clone();
+        if let Some(node) = driver.filter(|_| !child.is_checked()) {
+            let nodes = self.job.dashboard.nodes(&CallContext::within(LOOK_TIME)).await?;
+            child.set_checked();
+            if !nodes.iter().any(|known| known.node_id == node) {
+                let why = format!(
+                    "its driver is on node {node} of another cluster than {}\n  fix: `ray stop` and `ray start --address=HEAD:6379` on this machine, or the address \
+                     of the cluster that it belongs to",
+                    self.job.dashboard.address()
+                );
+                self.note_end(RunEnd { code: None, why });
+                child.stop().await?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Reads the log, and from time to time the status.
+    async fn look_at_job(&self, id: &str, status_due: &mut Instant) -> Result<()> {
+        let cx = CallContext::within(LOOK_TIME);
+        let log = self.job.dashboard.logs(&cx, id).await;
+        if let Ok(log) = &log {
+            self.read(log);
+        }
+        if Instant::now() < *status_due {
+            return log.map(drop);
+        }
+        *status_due = Instant::now() + STATUS_EVERY;
+        let end = match self.job.dashboard.job(&cx, id).await? {
+            Some(job) if job.has_ended() => {
+                // Its last events may have come after the look above.
+                if let Ok(log) = self.job.dashboard.logs(&cx, id).await {
+                    self.read(&log);
+                }
+                RunEnd { code: job.driver_exit_code, why: reason(&job) }
+            }
+            // Ray takes a minute to notice it by itself.
+            Some(job) if self.is_dead(&cx, job.driver_node_id.as_deref()).await? => {
+                RunEnd { code: None, why: "the node of its driver is lost".to_owned() }
+            }
+            Some(job) => {
+                if job.status == "PENDING" {
+                    self.state.send_if_modified(|state| {
+                        state.note_pending(Instant::now(), reason(&job));
+                        true
+                    });
+                }
+                return log.map(drop);
+            }
+            None => RunEnd { code: None, why: "the cluster was restarted, and does not know it".to_owned() },
+        };
+        self.note_end(end);
         log.map(drop)
     }
 
@@ -386,16 +534,15 @@ impl RayRun {
 
     async fn submit_again(&self, attempt: &mut u32) -> Result<()> {
         let id: Arc<str> = format!("{}-a{}", self.name, *attempt + 1).into();
-        let cx = CallContext::within(SUBMIT_TIME);
-        let request = self.job.prepare(&cx, &id).await?;
-        // Before the request is sent: if its response is lost, this is the job to stop.
-        *self.id.lock().unwrap_or_else(PoisonError::into_inner) = Arc::clone(&id);
-        self.job.submit(&cx, &request).await?;
+        self.begin(&CallContext::within(SUBMIT_TIME), Arc::clone(&id)).await?;
         *attempt += 1;
         self.state.send_replace(RunState::new(self.job.plan.bundles.len()));
         if self.stopped.load(Ordering::Acquire) {
             // It was stopped meanwhile.
-            self.job.dashboard.stop(&CallContext::within(STOP_TIME), &id).await?;
+            match self.attempt().child {
+                Some(child) => child.stop().await?,
+                None => drop(self.job.dashboard.stop(&CallContext::within(STOP_TIME), &id).await?),
+            }
         }
         Ok(())
     }

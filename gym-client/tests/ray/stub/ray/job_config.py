@@ -1,0 +1,3 @@
+class JobConfig:
+    def __init__(self, metadata=None):
+        self.metadata = metadata
