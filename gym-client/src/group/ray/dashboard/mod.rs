@@ -355,6 +355,22 @@ impl RayDashboard {
         Ok(waiting.filter(|name| name.starts_with("gym-")).collect())
     }
 
+    /// Returns `RAY_AUTH_MODE` of the cluster, `token` or `disabled`; `None` for a Ray that does not say. A process of Ray that has another one cannot
+    /// take part, and Ray does not say why.
+    pub(super) async fn auth_mode(&self, cx: &CallContext) -> Result<Option<String>> {
+        #[derive(Deserialize)]
+        struct Reply {
+            authentication_mode: String,
+        }
+        let path = "/api/authentication_mode";
+        let response = self.repeat(cx, Verb::Get, path, None).await?;
+        if response.status != 200 {
+            return Ok(None);
+        }
+        let mode = Self::parse::<Reply>(path, &response)?.authentication_mode;
+        Ok(matches!(mode.as_str(), "token" | "disabled").then_some(mode))
+    }
+
     pub(super) async fn placement_group(&self, cx: &CallContext, name: &str) -> Result<Option<RayPlacementGroup>> {
         let groups: Vec<RayPlacementGroup> = self.state(cx, "/api/v0/placement_groups?detail=1&limit=10000").await?;
         Ok(groups.into_iter().find(|group| group.name == name && group.state != "REMOVED"))

@@ -63,14 +63,21 @@ impl Output {
 }
 
 impl ChildDriver {
-    /// Starts a driver with this interpreter. `name` says what it is for, in Ray's dashboard and in a list of processes.
-    pub(super) async fn start(cx: &CallContext, python: &Path, name: &str, spec: String) -> Result<Self> {
+    /// Starts a driver with this interpreter. `name` says what it is for, in Ray's dashboard and in a list of processes. `auth_mode` is that of the cluster:
+    /// without it, Ray takes a token that it finds on this machine as a reason to require one.
+    pub(super) async fn start(
+        cx: &CallContext,
+        python: &Path,
+        name: &str,
+        spec: String,
+        auth_mode: Option<String>,
+    ) -> Result<Self> {
         let output = Arc::new(Output::default());
         let lines = Arc::clone(&output);
         let launcher =
             Launcher::builder().lines(Arc::new(move |_, _, line| lines.take(line))).orphan_grace(DRIVER_GRACE);
         let launcher = launcher.build().map_err(|error| of_launch(python, error))?;
-        let child = ChildSpec::new("the driver", python)
+        let mut child = ChildSpec::new("the driver", python)
             .arg("-c")
             .arg(RUN_SHIM)
             .arg(SHIM_FILE)
@@ -79,6 +86,9 @@ impl ChildDriver {
             .env("GYM_RAY_SPEC", spec)
             .restart(RestartPolicy::NEVER)
             .stop_grace(DRIVER_GRACE);
+        if let Some(mode) = auth_mode {
+            child = child.env("RAY_AUTH_MODE", mode);
+        }
         let started = async { launcher.spawn(child).await.map_err(|error| of_launch(python, error)) };
         let child = cx.bound(Execution::NotStarted, started).await?;
         tracing::info!(python = %python.display(), "a driver for Ray was started as a child of this program");

@@ -87,7 +87,8 @@ impl RayRun {
         let now = |attempt| *self.attempt.lock().unwrap_or_else(PoisonError::into_inner) = attempt;
         if let RayDriver::Child { python } = &self.job.options.driver {
             let spec = self.job.prepare_child(cx, &id).await?;
-            let child = ChildDriver::start(cx, python, &self.job.options.name, spec).await?;
+            let auth_mode = self.job.dashboard.auth_mode(cx).await?;
+            let child = ChildDriver::start(cx, python, &self.job.options.name, spec, auth_mode).await?;
             now(Attempt { id, child: Some(child) });
             return Ok(());
         }
@@ -200,10 +201,10 @@ impl RayRun {
         let mut message = format!("job {} has ended: {}", self.id(), end.why);
         if state.shares.iter().any(|share| share.failure.is_some()) {
             message = format!("{message}\n  {}", state.missing());
-        } else if let Some(why) = self.not_on_a_node(cx, state).await {
-            // What Ray prints then is the stack of the thread that gave up.
-            message = format!("{message}\n  {why}");
         } else {
+            if let Some(why) = self.not_on_a_node(cx, state).await {
+                message = format!("{message}\n  {why}");
+            }
             // The driver itself has failed: its last words are the cause.
             for line in self.last_lines(cx).await {
                 message = format!("{message}\n  | {line}");
@@ -233,7 +234,7 @@ impl RayRun {
             .then(|| format!("this machine has none of the addresses of the cluster's nodes: {}", alive.join(", ")))
     }
 
-    /// Returns the last lines of the driver, without its events.
+    /// Returns the last lines of the driver, without its events and the stack of a thread of Ray that gave up.
     async fn last_lines(&self, cx: &CallContext) -> Vec<String> {
         let attempt = self.attempt();
         let mut lines: Vec<String> = match attempt.child {
@@ -243,6 +244,7 @@ impl RayRun {
                 Err(_) => Vec::new(),
             },
         };
+        lines.retain(|line| !line.contains(" [0x"));
         lines.split_off(lines.len().saturating_sub(LINES_QUOTED))
     }
 
