@@ -283,24 +283,37 @@ pub(crate) async fn ray_r16_a_program_that_cannot_run_is_reported() {
 /// Case 41: a driver that cannot run as a child of this program, which is on no node of the cluster, is reported with its cause and the fix.
 pub(crate) async fn ray_r41_a_driver_that_cannot_run_here_is_reported() {
     let Some(address) = cluster_address() else { return };
-    let refused = async |python: PathBuf| {
+    let refused_within = async |python: PathBuf, limit: Duration| {
         let mut options = ray_options();
         options.driver = RayDriver::Child { python };
-        let begin = Instant::now();
-        let error = ray(address.clone(), options).reserve(&cx(), &ReserveRequest::for_ranks(1)).await;
+        let (begin, cx) = (Instant::now(), CallContext::within(limit));
+        let error = ray(address.clone(), options).reserve(&cx, &ReserveRequest::for_ranks(1)).await;
         let text = error.expect_err("it cannot run").to_string();
         println!("    after {:.1} s: {text}", begin.elapsed().as_secs_f64());
         assert!(text.contains("fix: "), "{text}");
         text
     };
+    let refused = async |python: PathBuf| refused_within(python, 2 * LONG).await;
+    let folder = tempfile::tempdir().expect("a folder");
+    let plays = |name: &str, lines: &str| {
+        let path = folder.path().join(name);
+        std::fs::write(&path, format!("#!/bin/sh\n{lines}\nsleep 60\n")).expect("writes");
+        std::fs::set_permissions(&path, std::os::unix::fs::PermissionsExt::from_mode(0o755)).expect("sets");
+        path
+    };
+    let elsewhere =
+        r#"echo '@gym {"seq": 1, "t": 1, "kind": "shim", "pid": 1, "ray": "2.60.0", "node_id": "elsewhere"}'"#;
+    let text = refused(plays("elsewhere", elsewhere)).await;
+    assert!(text.contains("its driver is on node elsewhere of another cluster"), "{text}");
+    let silent = plays("silent", "echo 'it waits for the cluster' >&2");
+    let text = refused_within(silent, Duration::from_secs(2)).await;
+    assert!(text.contains("has not connected to Ray") && text.contains("  | it waits for the cluster"), "{text}");
+    let is_on_a_node = std::env::var_os("GYM_RAY_TEST_DRIVER").is_some();
+    assert_ne!(text.contains("none of the addresses of the cluster's nodes: 10.88.0."), is_on_a_node, "{text}");
     let text = refused("/nowhere/python".into()).await;
     assert!(text.contains("/nowhere/python") && text.contains("RayDriver::Child"), "{text}");
     let text = refused("/usr/bin/python3".into()).await;
     assert!(text.contains("No module named 'ray'"), "{text}");
-    if std::env::var_os("GYM_RAY_TEST_DRIVER").is_none() {
-        let text = refused(python()).await;
-        assert!(text.contains("none of the addresses of the cluster's nodes: 10.88.0."), "{text}");
-    }
 }
 
 /// Case 24: a killed rank restarts without Ray.

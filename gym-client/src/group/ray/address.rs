@@ -16,7 +16,7 @@ const LOCAL: &str = "local";
 ///
 /// | written | dashboard |
 /// |---|---|
-/// | `ray://HOST:10001`, `HOST:6379`, `HOST` | `http://HOST:8265`; the given port is that of another service, and is not used |
+/// | `ray://HOST:10001`, `HOST:6379`, `HOST` | `http://HOST:8265`; the given port is that of another service; of `HOST:6379`, a driver that is a child of the program uses it |
 /// | `http://HOST:PORT`, `https://HOST` | as written |
 /// | `local` | `http://127.0.0.1:8265`, that of a head of this machine, which [`LocalHead`](crate::group::ray::LocalHead) starts if there is none |
 /// | `auto` | `RAY_API_SERVER_ADDRESS`, or else `RAY_ADDRESS`, as Ray itself looks for it |

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use gym_client::config::GymConfig;
 use gym_client::group::ray::{RayAddress, RayDashboard, RayJob, RayNode, RayVersion};
-use gym_core::{CallContext, Error, Result};
+use gym_core::{CallContext, Code, Error, Result};
 use serde::Serialize;
 
 use crate::cli::args::options::{RayArgs, RayCommand, Sources};
@@ -40,10 +40,7 @@ pub(in crate::cli) async fn ray(args: RayArgs, overrides: &[String], servers: &S
         RayCommand::Resources => resources(&cx, &dashboard, args.json).await,
         RayCommand::Memory => memory(&cx, &dashboard, args.json).await,
         RayCommand::Tasks { limit } => tasks(&cx, &dashboard, limit, args.json).await,
-        RayCommand::Logs { job } => {
-            console::print(dashboard.logs(&cx, &job).await?.trim_end());
-            Ok(ExitCode::SUCCESS)
-        }
+        RayCommand::Logs { job } => logs(&cx, &dashboard, &job).await,
         RayCommand::Stop { job, .. } => stop(&cx, &dashboard, job.as_deref()).await,
     }
 }
@@ -209,6 +206,27 @@ async fn tasks(cx: &CallContext, dashboard: &RayDashboard, limit: u32, as_json: 
     });
     console::print(&console::table(["task", "name", "state", "node"], rows));
     Ok(ExitCode::SUCCESS)
+}
+
+async fn logs(cx: &CallContext, dashboard: &RayDashboard, id: &str) -> Outcome {
+    match dashboard.logs(cx, id).await {
+        Ok(log) => {
+            console::print(log.trim_end());
+            Ok(ExitCode::SUCCESS)
+        }
+        Err(error) if error.code() == Code::NotFound => {
+            let is_child =
+                dashboard.jobs(cx).await?.iter().any(|job| job.submission_id.is_none() && job.id() == Some(id));
+            Err(if is_child {
+                Failure::Failed(format!(
+                    "{id}: Ray has no log of it, because its driver is a child of the program that uses it\n  fix: read the log of that program, at the level debug"
+                ))
+            } else {
+                error.into()
+            })
+        }
+        Err(error) => Err(error.into()),
+    }
 }
 
 async fn stop(cx: &CallContext, dashboard: &RayDashboard, wanted: Option<&str>) -> Outcome {

@@ -101,7 +101,7 @@ pub struct RayJob {
 }
 
 impl RayJob {
-    /// Returns the name of a job that this SDK submitted; `None` for a job of somebody else.
+    /// Returns the name of a job of this SDK; `None` for a job of somebody else.
     #[must_use]
     pub fn ours(&self) -> Option<&str> {
         let metadata = self.metadata.as_ref()?;
@@ -364,11 +364,14 @@ impl RayDashboard {
         }
         let path = "/api/authentication_mode";
         let response = self.repeat(cx, Verb::Get, path, None).await?;
-        if response.status != 200 {
-            return Ok(None);
+        match response.status {
+            200 => {
+                let mode = Self::parse::<Reply>(path, &response)?.authentication_mode;
+                Ok(matches!(mode.as_str(), "token" | "disabled").then_some(mode))
+            }
+            404 => Ok(None),
+            _ => Err(self.refused(path, &response)),
         }
-        let mode = Self::parse::<Reply>(path, &response)?.authentication_mode;
-        Ok(matches!(mode.as_str(), "token" | "disabled").then_some(mode))
     }
 
     pub(super) async fn placement_group(&self, cx: &CallContext, name: &str) -> Result<Option<RayPlacementGroup>> {

@@ -8,14 +8,16 @@ use std::time::Duration;
 
 use gym_core::{CallContext, Code, Error, Execution, Result};
 use tokio::sync::Notify;
+use tokio::time::Instant;
 
 use crate::group::ray::event::{MARK, RunEnd};
 use crate::group::ray::job::DRIVER_GRACE;
 use crate::group::ray::package::{SHIM, SHIM_FILE};
-use crate::launch::{ChildHandle, ChildSpec, ChildState, LaunchError, Launcher, OutputTail, RestartPolicy};
+use crate::launch::{ChildHandle, ChildSpec, ChildState, LaunchError, Launcher, OutputTail, RestartPolicy, Stream};
 
-/// Runs the file of the driver, which is too long for a list of processes.
-const RUN_SHIM: &str = "import os; exec(os.environ.pop('GYM_RAY_SHIM'))";
+/// Runs the file of the driver, which is too long for a list of processes. Without the working directory, whose files could be imported instead of Ray.
+const RUN_SHIM: &str =
+    "import sys; sys.path[:] = [path for path in sys.path if path]; import os; exec(os.environ.pop('GYM_RAY_SHIM'))";
 
 /// A driver that runs as a child of this program. Dropping the last clone kills it.
 #[derive(Clone, Debug)]
@@ -25,6 +27,7 @@ pub(super) struct ChildDriver(Arc<Running>);
 struct Running {
     launcher: Launcher,
     child: ChildHandle,
+    began: Instant,
     output: Arc<Output>,
     /// `true` once its node is known to be one of the cluster.
     is_checked: AtomicBool,
@@ -33,7 +36,7 @@ struct Running {
 /// What a driver has printed.
 #[derive(Default)]
 struct Output {
-    /// Its events that were not taken yet.
+    /// Its events that were not taken yet: those of the last second, of which each share has a few.
     events: Mutex<String>,
     /// The last of its other lines.
     last: OutputTail,
@@ -48,8 +51,8 @@ impl fmt::Debug for Output {
 }
 
 impl Output {
-    fn take(&self, line: &str) {
-        if line.starts_with(MARK) {
+    fn take(&self, stream: Stream, line: &str) {
+        if stream == Stream::Stdout && line.starts_with(MARK) {
             let mut events = self.events.lock().unwrap_or_else(PoisonError::into_inner);
             events.push_str(line);
             events.push('\n');
@@ -74,8 +77,9 @@ impl ChildDriver {
     ) -> Result<Self> {
         let output = Arc::new(Output::default());
         let lines = Arc::clone(&output);
-        let launcher =
-            Launcher::builder().lines(Arc::new(move |_, _, line| lines.take(line))).orphan_grace(DRIVER_GRACE);
+        let launcher = Launcher::builder()
+            .lines(Arc::new(move |_, stream, line| lines.take(stream, line)))
+            .orphan_grace(DRIVER_GRACE);
         let launcher = launcher.build().map_err(|error| of_launch(python, error))?;
         let mut child = ChildSpec::new("the driver", python)
             .arg("-c")
@@ -92,7 +96,13 @@ impl ChildDriver {
         let started = async { launcher.spawn(child).await.map_err(|error| of_launch(python, error)) };
         let child = cx.bound(Execution::NotStarted, started).await?;
         tracing::info!(python = %python.display(), "a driver for Ray was started as a child of this program");
-        Ok(Self(Arc::new(Running { launcher, child, output, is_checked: AtomicBool::new(false) })))
+        Ok(Self(Arc::new(Running {
+            launcher,
+            child,
+            began: Instant::now(),
+            output,
+            is_checked: AtomicBool::new(false),
+        })))
     }
 
     /// Returns the events since the last call, and the end of the driver if it has ended.
@@ -105,6 +115,16 @@ impl ChildDriver {
         // After the state: the last events come before the end.
         let events = std::mem::take(&mut *self.0.output.events.lock().unwrap_or_else(PoisonError::into_inner));
         (events, ended.map(|why| RunEnd { code: None, why }))
+    }
+
+    /// Gives events back that were not used: the next call of [`ChildDriver::news`] returns them first.
+    pub(super) fn put_back(&self, events: &str) {
+        self.0.output.events.lock().unwrap_or_else(PoisonError::into_inner).insert_str(0, events);
+    }
+
+    /// Returns for how long it runs.
+    pub(super) fn age(&self) -> Duration {
+        self.0.began.elapsed()
     }
 
     /// Returns `true` once [`ChildDriver::set_checked`] was called.
@@ -158,9 +178,10 @@ mod tests {
     fn events_are_kept_apart_from_other_lines() {
         let output = Output::default();
         for line in ["@gym {\"seq\":1}", "", "a warning", " ", "@gym {\"seq\":2}", "an error"] {
-            output.take(line);
+            output.take(Stream::Stdout, line);
         }
+        output.take(Stream::Stderr, "@gym {}");
         assert_eq!(*output.events.lock().unwrap(), "@gym {\"seq\":1}\n@gym {\"seq\":2}\n");
-        assert_eq!(*output.last.lines(), ["a warning", "an error"]);
+        assert_eq!(*output.last.lines(), ["a warning", "an error", "@gym {}"]);
     }
 }

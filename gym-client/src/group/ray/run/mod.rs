@@ -34,6 +34,8 @@ const SAY_EVERY: Duration = Duration::from_secs(10);
 const SUBMIT_TIME: Duration = Duration::from_secs(60);
 /// Limit of a request to stop.
 const STOP_TIME: Duration = Duration::from_secs(10);
+/// Limit of the start of a driver that is a child of this program until it is connected. Ray itself tries for a minute.
+const CONNECT_TIME: Duration = Duration::from_secs(90);
 /// Pauses before another driver is started as a child of this program, if those before had no agents: the first one, which doubles, and the longest.
 const CHILD_PAUSES: (Duration, Duration) = (Duration::from_millis(500), Duration::from_secs(30));
 /// Lines of a driver that an error quotes.
@@ -88,6 +90,9 @@ impl RayRun {
         if let RayDriver::Child { python } = &self.job.options.driver {
             let spec = self.job.prepare_child(cx, &id).await?;
             let auth_mode = self.job.dashboard.auth_mode(cx).await?;
+            if self.stopped.load(Ordering::Acquire) {
+                return Err(Error::not_started(Code::Cancelled, "the reservation was released"));
+            }
             let child = ChildDriver::start(cx, python, &self.job.options.name, spec, auth_mode).await?;
             now(Attempt { id, child: Some(child) });
             return Ok(());
@@ -143,6 +148,7 @@ impl RayRun {
                 let what = match (&now.pending, now.waiting) {
                     (Some(pending), _) => self.unstarted(pending).await,
                     (None, Some(_)) => self.unplaced("its bundles still wait for room").await,
+                    (None, None) if self.is_unconnected(&now) => self.unconnected().await,
                     (None, None) => format!("the agents have not all started:\n  {}", now.missing()),
                 };
                 return Err(Error::new(end.code(), Execution::NotStarted, what));
@@ -153,6 +159,11 @@ impl RayRun {
             {
                 said = Some(Instant::now());
                 tracing::warn!(job = %self.id(), "{}", self.unstarted(pending).await);
+            }
+            // An interpreter that imports Ray takes seconds.
+            if self.is_unconnected(&now) && Instant::now() >= due.max(begin + SAY_EVERY) {
+                said = Some(Instant::now());
+                tracing::warn!(job = %self.id(), "{}", self.unconnected().await);
             }
             if now.waiting.is_some() && Instant::now() >= due {
                 said = Some(Instant::now());
@@ -201,41 +212,46 @@ impl RayRun {
         let mut message = format!("job {} has ended: {}", self.id(), end.why);
         if state.shares.iter().any(|share| share.failure.is_some()) {
             message = format!("{message}\n  {}", state.missing());
+        } else if self.is_unconnected(state) {
+            message = format!("{message}\n  {}", self.unconnected().await);
         } else {
-            if let Some(why) = self.not_on_a_node(cx, state).await {
-                message = format!("{message}\n  {why}");
-            }
             // The driver itself has failed: its last words are the cause.
-            for line in self.last_lines(cx).await {
-                message = format!("{message}\n  | {line}");
+            message.push_str(&self.last_lines(cx).await);
+        }
+        Error::not_started(Code::FailedPrecondition, message)
+    }
+
+    /// Returns `true` for a driver that is a child of this program and has not connected.
+    fn is_unconnected(&self, state: &RunState) -> bool {
+        state.driver.is_none() && matches!(self.job.options.driver, RayDriver::Child { .. })
+    }
+
+    /// Explains why such a driver has not connected, as far as that is known.
+    async fn unconnected(&self) -> String {
+        let cx = CallContext::within(LOOK_TIME);
+        let mut message = "the driver, a child of this program, has not connected to Ray".to_owned();
+        if let Ok(nodes) = self.job.dashboard.nodes(&cx).await {
+            let alive: Vec<&str> =
+                nodes.iter().filter(|node| node.is_alive()).map(|node| node.node_ip.as_str()).collect();
+            let is_own = |ip: &str| ip.parse::<IpAddr>().is_ok_and(|ip| UdpSocket::bind((ip, 0)).is_ok());
+            if !alive.iter().copied().any(is_own) {
+                let nodes = alive.join(", ");
+                message = format!("{message}: this machine has none of the addresses of the cluster's nodes: {nodes}");
             }
         }
-        if let RayDriver::Child { python } = &self.job.options.driver
-            && state.driver.is_none()
-        {
+        message.push_str(&self.last_lines(&cx).await);
+        if let RayDriver::Child { python } = &self.job.options.driver {
             message = format!(
                 "{message}\n  fix: RayDriver::Child needs a node of the cluster (`ray start --address=HEAD:6379` on this machine), and in {} the cluster's version of \
                  Ray; elsewhere, use RayDriver::Head",
                 python.display()
             );
         }
-        Error::not_started(Code::FailedPrecondition, message)
+        message
     }
 
-    /// Returns why a driver that is a child of this program has not connected, if that is because this machine is no node of the cluster.
-    async fn not_on_a_node(&self, cx: &CallContext, state: &RunState) -> Option<String> {
-        if state.driver.is_some() || self.attempt().child.is_none() {
-            return None;
-        }
-        let nodes = self.job.dashboard.nodes(&cx.child().at_most(LOOK_TIME)).await.ok()?;
-        let alive: Vec<&str> = nodes.iter().filter(|node| node.is_alive()).map(|node| node.node_ip.as_str()).collect();
-        let is_own = |ip: &str| ip.parse::<IpAddr>().is_ok_and(|ip| UdpSocket::bind((ip, 0)).is_ok());
-        (!alive.iter().copied().any(is_own))
-            .then(|| format!("this machine has none of the addresses of the cluster's nodes: {}", alive.join(", ")))
-    }
-
-    /// Returns the last lines of the driver, without its events and the stack of a thread of Ray that gave up.
-    async fn last_lines(&self, cx: &CallContext) -> Vec<String> {
+    /// Returns the last lines of the driver, quoted, without its events and the stack of a thread of Ray that gave up.
+    async fn last_lines(&self, cx: &CallContext) -> String {
         let attempt = self.attempt();
         let mut lines: Vec<String> = match attempt.child {
             Some(child) => child.last_lines().to_vec(),
@@ -245,7 +261,8 @@ impl RayRun {
             },
         };
         lines.retain(|line| !line.contains(" [0x"));
-        lines.split_off(lines.len().saturating_sub(LINES_QUOTED))
+        let last = &lines[lines.len().saturating_sub(LINES_QUOTED)..];
+        last.iter().map(|line| format!("\n  | {line}")).collect()
     }
 
     /// Explains what was asked for and what there is.
@@ -358,7 +375,8 @@ async fn follow(run: Weak<RayRun>) {
     let (mut served, mut failures) = (false, 0);
     loop {
         let Some(run) = run.upgrade() else { return };
-        let looked = if run.state.borrow().ended.is_none() {
+        let (had_ended, before) = (run.state.borrow().ended.is_some(), attempt);
+        let looked = if !had_ended {
             run.look(&mut status_due).await
         } else if was_ready && attempt <= run.job.options.max_restarts && !run.stopped.load(Ordering::Acquire) {
             run.submit_again(&mut attempt).await
@@ -374,6 +392,7 @@ async fn follow(run: Weak<RayRun>) {
             }
             // The log of a job that has just been submitted may not exist yet.
             Err(error) if error.code() == Code::NotFound => {}
+            Err(_) if run.stopped.load(Ordering::Acquire) => {}
             Err(error) if silent_since.is_none() => {
                 silent_since = Some(Instant::now());
                 tracing::warn!(
@@ -396,15 +415,18 @@ async fn follow(run: Weak<RayRun>) {
         }
         served |= ready;
         let child = run.attempt().child;
+        let mut pause = if ready { LOOK_LATER } else { LOOK_SOON };
+        if has_ended && (!had_ended || attempt > before) {
+            failures = if served { 0 } else { failures + 1 };
+            served = false;
+            if child.is_some() && was_ready && attempt <= run.job.options.max_restarts {
+                pause = child_pause(failures);
+            }
+        }
         drop(run);
         match child {
-            Some(_) if has_ended => {
-                failures = if served { 0 } else { failures + 1 };
-                served = false;
-                sleep(child_pause(failures)).await;
-            }
-            Some(child) => child.changed(if ready { LOOK_LATER } else { LOOK_SOON }).await,
-            None => sleep(if ready { LOOK_LATER } else { LOOK_SOON }).await,
+            Some(child) if !has_ended => child.changed(pause).await,
+            _ => sleep(pause).await,
         }
     }
 }
@@ -449,24 +471,36 @@ impl RayRun {
     /// Reads what the driver has printed.
     async fn look_at_child(&self, child: &ChildDriver) -> Result<()> {
         let (events, ended) = child.news();
+        if !child.is_checked() {
+            let mut seen = RunState::default();
+            seen.read(&events);
+            if let Some(node) = seen.driver {
+                // No agent of another cluster counts.
+                let nodes = self.job.dashboard.nodes(&CallContext::within(LOOK_TIME)).await;
+                let nodes = nodes.inspect_err(|_| child.put_back(&events))?;
+                if !nodes.iter().any(|known| known.node_id == node) {
+                    let why = format!(
+                        "its driver is on node {node} of another cluster than {}\n  fix: `ray stop` and `ray start --address=HEAD:6379` on this machine, or the \
+                         address of the cluster that it belongs to",
+                        self.job.dashboard.address()
+                    );
+                    self.state.send_if_modified(|state| {
+                        state.driver = Some(node);
+                        false
+                    });
+                    self.note_end(RunEnd { code: None, why });
+                    return child.stop().await;
+                }
+                child.set_checked();
+            } else if ended.is_none() && child.age() > CONNECT_TIME {
+                let why = format!("its driver has not connected within {} s", CONNECT_TIME.as_secs());
+                self.note_end(RunEnd { code: None, why });
+                return child.stop().await;
+            }
+        }
         self.read(&events);
         if let Some(end) = ended {
             self.note_end(end);
-            return Ok(());
-        }
-        let driver = self.state.borrow().driver.clone();
-        if let Some(node) = driver.filter(|_| !child.is_checked()) {
-            let nodes = self.job.dashboard.nodes(&CallContext::within(LOOK_TIME)).await?;
-            child.set_checked();
-            if !nodes.iter().any(|known| known.node_id == node) {
-                let why = format!(
-                    "its driver is on node {node} of another cluster than {}\n  fix: `ray stop` and `ray start --address=HEAD:6379` on this machine, or the address \
-                     of the cluster that it belongs to",
-                    self.job.dashboard.address()
-                );
-                self.note_end(RunEnd { code: None, why });
-                child.stop().await?;
-            }
         }
         Ok(())
     }
@@ -512,7 +546,12 @@ impl RayRun {
     /// Says what lost shares wait for: the start of a job that was submitted again, or room.
     async fn say_missing(&self) {
         let cx = CallContext::within(LOOK_TIME);
-        if let Some(pending) = self.state().pending {
+        let state = self.state();
+        if self.is_unconnected(&state) {
+            tracing::warn!(job = %self.id(), "{}", self.unconnected().await);
+            return;
+        }
+        if let Some(pending) = state.pending {
             tracing::warn!(job = %self.id(), "{}", self.unstarted(&pending).await);
             return;
         }
@@ -536,9 +575,22 @@ impl RayRun {
 
     async fn submit_again(&self, attempt: &mut u32) -> Result<()> {
         let id: Arc<str> = format!("{}-a{}", self.name, *attempt + 1).into();
-        self.begin(&CallContext::within(SUBMIT_TIME), Arc::clone(&id)).await?;
+        let begun = self.begin(&CallContext::within(SUBMIT_TIME), Arc::clone(&id)).await;
+        let state = || RunState::new(self.job.plan.bundles.len());
+        if let (RayDriver::Child { .. }, Err(error)) = (&self.job.options.driver, &begun)
+            && error.code() == Code::FailedPrecondition
+        {
+            // The cause is on this machine, and another attempt may find it gone.
+            tracing::warn!(job = %id, %error, "the driver was not started");
+            *attempt += 1;
+            let mut ended = state();
+            ended.ended = Some(RunEnd { code: None, why: error.to_string() });
+            self.state.send_replace(ended);
+            return Ok(());
+        }
+        begun?;
         *attempt += 1;
-        self.state.send_replace(RunState::new(self.job.plan.bundles.len()));
+        self.state.send_replace(state());
         if self.stopped.load(Ordering::Acquire) {
             // It was stopped meanwhile.
             match self.attempt().child {
