@@ -13,7 +13,7 @@ use tokio::time::{Instant, sleep};
 use tokio_util::task::AbortOnDropHandle;
 
 use crate::group::ray::RayDriver;
-use crate::group::ray::dashboard::{RayJob, RayNode};
+use crate::group::ray::dashboard::{RayDashboard, RayJob, RayNode};
 use crate::group::ray::event::{MARK, NOT_PLACED, PendingJob, RunEnd, RunState};
 use crate::group::ray::job::JobTemplate;
 use crate::group::ray::run::child::ChildDriver;
@@ -62,6 +62,16 @@ struct Attempt {
     /// Its identifier, which is also the name of its placement group. Empty before the first attempt.
     id: Arc<str>,
     child: Option<ChildDriver>,
+}
+
+impl Attempt {
+    /// Stops a driver that is a child, and waits for its end; asks Ray to stop a job.
+    async fn stop(&self, dashboard: &RayDashboard) -> Result<()> {
+        match &self.child {
+            Some(child) => child.stop().await,
+            None => dashboard.stop(&CallContext::within(STOP_TIME), &self.id).await.map(drop),
+        }
+    }
 }
 
 impl RayRun {
@@ -338,8 +348,8 @@ impl Drop for RayRun {
         if self.stopped.load(Ordering::Acquire) {
             return;
         }
-        let Attempt { id, child } = self.attempt();
-        if id.is_empty() {
+        let attempt = self.attempt();
+        if attempt.id.is_empty() {
             // Nothing was begun.
             return;
         }
@@ -347,12 +357,8 @@ impl Drop for RayRun {
         let Ok(runtime) = tokio::runtime::Handle::try_current() else { return };
         let dashboard = Arc::clone(&self.job.dashboard);
         runtime.spawn(async move {
-            let stopped = match child {
-                Some(child) => child.stop().await,
-                None => dashboard.stop(&CallContext::within(STOP_TIME), &id).await.map(drop),
-            };
-            if let Err(error) = stopped {
-                tracing::warn!(job = %id, %error, "a job on Ray was not stopped; it ends without us");
+            if let Err(error) = attempt.stop(&dashboard).await {
+                tracing::warn!(job = %attempt.id, %error, "a job on Ray was not stopped; it ends without us");
             }
         });
     }
@@ -593,10 +599,7 @@ impl RayRun {
         self.state.send_replace(state());
         if self.stopped.load(Ordering::Acquire) {
             // It was stopped meanwhile.
-            match self.attempt().child {
-                Some(child) => child.stop().await?,
-                None => drop(self.job.dashboard.stop(&CallContext::within(STOP_TIME), &id).await?),
-            }
+            self.attempt().stop(&self.job.dashboard).await?;
         }
         Ok(())
     }
