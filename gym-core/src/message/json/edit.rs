@@ -85,9 +85,9 @@ impl<'a> Edit<'a> {
 
     /// Sets a key to another object, whose text is not checked again.
     pub fn set_object(mut self, key: impl Into<Cow<'static, str>>, object: RawObject) -> Self {
-        let text = &object.text;
+        let text = object.text();
         // Not if the text has blanks around it, or if its training arrays are unchecked.
-        let known = object.elided.is_none() && text.starts_with(b"{") && text.ends_with(b"}");
+        let known = !object.is_elided() && text.starts_with(b"{") && text.ends_with(b"}");
         self.change(key.into(), if known { NewValue::Json } else { NewValue::Text }(object.into_text()));
         self
     }
@@ -103,7 +103,7 @@ impl<'a> Edit<'a> {
         let key = key.into();
         match from.get(&key) {
             // The training arrays of a large object are unchecked.
-            Some(value) if from.elided.is_some() => self.set(key, value),
+            Some(value) if from.is_elided() => self.set(key, value),
             Some(value) => self.set_json(key, value),
             None => self,
         }
@@ -126,17 +126,17 @@ impl<'a> Edit<'a> {
     #[must_use]
     pub fn to_rope(&self) -> Rope {
         let object = self.object;
-        let (text, indexed) = (&object.text, object.indexed());
+        let (text, indexed) = (object.text(), object.indexed());
         let added = |change: &Change| change.key.len() + change.to.text().map_or(0, Bytes::len) + 4;
         let bytes = text.len() + self.changes.iter().map(added).sum::<usize>();
         // Reserves capacity for all of a small text. In a large text, the pieces between shared ones are seldom longer.
         let mut out = RopeBuilder { rope: Rope::new(), small: BytesMut::with_capacity(bytes.min(SHARE_BYTES_MIN)) };
-        let mut fields = Vec::with_capacity(object.fields.len() + self.changes.len());
+        let mut fields = Vec::with_capacity(object.fields().len() + self.changes.len());
         // The text is copied or shared up to `done`. The unchanged members from there to the end of the last one follow.
         let mut done = 0;
         let mut end = text.iter().position(|byte| *byte == b'{').map_or(0, |at| at + 1);
         let mut first = true;
-        for field in object.fields.iter() {
+        for field in object.fields().iter() {
             let range = object.original(&field.value);
             let changed = self.changes.iter().find(|change| change.key.as_bytes() == field.key.bytes(indexed));
             let changed = changed.map(|change| change.to.text());
@@ -180,7 +180,7 @@ impl<'a> Edit<'a> {
         out.share(text, end..text.len());
         let rope = out.finish();
         // The positions are valid for one small piece; the reader of several pieces parses them.
-        let indexed = bytes < SHARE_BYTES_MIN && object.elided.is_none() && !object.shadowed;
+        let indexed = bytes < SHARE_BYTES_MIN && !object.is_elided() && !object.is_shadowed();
         if indexed && self.changes.iter().all(|change| change.to.is_json()) {
             return RawObject::new(rope.to_bytes(), None, Index { fields, shadowed: false }).into();
         }

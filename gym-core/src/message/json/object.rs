@@ -28,15 +28,17 @@ use crate::base::error::{Error, Result};
 /// # Ok::<(), gym_core::message::JsonError>(())
 /// ```
 ///
-/// Cheap to clone: clones share text and index. A [`Rope`](crate::Rope) of an object keeps the index, so a receiver in the same
-/// process does not parse it again.
+/// Cheap to clone: clones share text and index, and are as small as a pointer. A [`Rope`](crate::Rope) of an object keeps the index, so a
+/// receiver in the same process does not parse it again.
 #[derive(Clone)]
-pub struct RawObject {
-    pub(super) text: Bytes,
-    pub(super) elided: Option<Arc<ElidedJson>>,
-    pub(super) fields: Arc<[Field]>,
-    /// `true` if the text has values that are ignored because their key is repeated later.
-    pub(super) shadowed: bool,
+pub struct RawObject(Arc<IndexedText>);
+
+/// The text of an object and its index. Shared as a whole, because a rollout that waits for its model has a dozen clones of its objects.
+struct IndexedText {
+    text: Bytes,
+    elided: Option<Box<ElidedJson>>,
+    fields: Box<[Field]>,
+    shadowed: bool,
 }
 
 impl RawObject {
@@ -57,7 +59,22 @@ impl RawObject {
     }
 
     pub(super) fn new(text: Bytes, elided: Option<ElidedJson>, index: Index) -> Self {
-        Self { text, elided: elided.map(Arc::new), fields: index.fields.into(), shadowed: index.shadowed }
+        let (elided, fields) = (elided.map(Box::new), index.fields.into());
+        Self(Arc::new(IndexedText { text, elided, fields, shadowed: index.shadowed }))
+    }
+
+    pub(super) fn fields(&self) -> &[Field] {
+        &self.0.fields
+    }
+
+    /// Returns `true` if the text is large and has training arrays, which are unchecked.
+    pub(super) fn is_elided(&self) -> bool {
+        self.0.elided.is_some()
+    }
+
+    /// Returns `true` if the text has values that are ignored because their key is repeated later.
+    pub(super) fn is_shadowed(&self) -> bool {
+        self.0.shadowed
     }
 
     /// Serializes a value as an object.
@@ -74,12 +91,12 @@ impl RawObject {
     /// # Errors
     /// If a training array is not JSON.
     pub fn check(&self) -> Result<(), JsonError> {
-        if self.elided.is_none() {
+        if self.0.elided.is_none() {
             return Ok(());
         }
-        serde_json::from_slice::<serde::de::IgnoredAny>(&self.text)
+        serde_json::from_slice::<serde::de::IgnoredAny>(&self.0.text)
             .map(drop)
-            .map_err(|error| json_error(&self.text, &error))
+            .map_err(|error| json_error(&self.0.text, &error))
     }
 
     /// Creates the object `{}`.
@@ -91,18 +108,21 @@ impl RawObject {
     /// Returns the original text.
     #[must_use]
     pub fn text(&self) -> &Bytes {
-        &self.text
+        &self.0.text
     }
 
     /// Returns the original text without a copy.
     #[must_use]
     pub fn into_text(self) -> Bytes {
-        self.text
+        match Arc::try_unwrap(self.0) {
+            Ok(last) => last.text,
+            Err(shared) => shared.text.clone(),
+        }
     }
 
     /// Returns the top-level keys, in order.
     pub fn keys(&self) -> impl Iterator<Item = &str> {
-        self.fields.iter().map(|field| self.key(field))
+        self.0.fields.iter().map(|field| self.key(field))
     }
 
     /// Returns `true` if the object has the key.
@@ -114,7 +134,7 @@ impl RawObject {
     /// Returns the text of the value of a key; of a repeated key, the last value.
     #[must_use]
     pub fn get(&self, key: &str) -> Option<Bytes> {
-        self.find(key).map(|field| self.text.slice(self.original(&field.value)))
+        self.find(key).map(|field| self.0.text.slice(self.original(&field.value)))
     }
 
     /// Deserializes the value of a key; `None` if the key is absent.
@@ -135,8 +155,8 @@ impl RawObject {
     pub fn get_object(&self, key: &str) -> Result<Option<Self>, JsonError> {
         let Some(field) = self.find(key) else { return Ok(None) };
         let original = self.original(&field.value);
-        let text = self.text.slice(original.clone());
-        let elided = self.elided.as_ref().map(|elided| elided.slice(&field.value));
+        let text = self.0.text.slice(original.clone());
+        let elided = self.0.elided.as_ref().map(|elided| elided.slice(&field.value));
         let index = index(elided.as_ref().map_or(&text, |elided| elided.skeleton()))
             .map_err(|error| JsonError { offset: original.start, ..error })?;
         Ok(Some(Self::new(text, elided, index)))
@@ -156,7 +176,7 @@ impl RawObject {
 
     pub(super) fn find(&self, key: &str) -> Option<&Field> {
         let indexed = self.indexed();
-        self.fields.iter().find(|field| field.key.bytes(indexed) == key.as_bytes())
+        self.0.fields.iter().find(|field| field.key.bytes(indexed) == key.as_bytes())
     }
 
     pub(super) fn key<'a>(&'a self, field: &'a Field) -> &'a str {
@@ -165,11 +185,11 @@ impl RawObject {
 
     /// Returns the text that the index refers to.
     pub(super) fn indexed(&self) -> &Bytes {
-        self.elided.as_ref().map_or(&self.text, |elided| elided.skeleton())
+        self.0.elided.as_ref().map_or(&self.0.text, |elided| elided.skeleton())
     }
 
     pub(super) fn original(&self, range: &Range<usize>) -> Range<usize> {
-        match &self.elided {
+        match &self.0.elided {
             Some(elided) => elided.original(range.start)..elided.original(range.end),
             None => range.clone(),
         }
@@ -184,20 +204,20 @@ impl Default for RawObject {
 
 impl fmt::Debug for RawObject {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let shown = &self.text[..self.text.len().min(200)];
-        write!(f, "RawObject({} bytes: {})", self.text.len(), String::from_utf8_lossy(shown))
+        let shown = &self.0.text[..self.0.text.len().min(200)];
+        write!(f, "RawObject({} bytes: {})", self.0.text.len(), String::from_utf8_lossy(shown))
     }
 }
 
 impl PartialEq for RawObject {
     fn eq(&self, other: &Self) -> bool {
-        self.text == other.text
+        self.0.text == other.0.text
     }
 }
 
 impl Serialize for RawObject {
     fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        let text = std::str::from_utf8(&self.text).map_err(serde::ser::Error::custom)?;
+        let text = std::str::from_utf8(&self.0.text).map_err(serde::ser::Error::custom)?;
         let raw: &RawValue = serde_json::from_str(text).map_err(serde::ser::Error::custom)?;
         raw.serialize(serializer)
     }

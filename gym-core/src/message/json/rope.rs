@@ -8,13 +8,23 @@ use super::index::JsonError;
 use super::lazy::LazyValue;
 use super::object::RawObject;
 
+use self::OtherPieces::{Lazy, Many, Object};
+use self::Pieces::{One, Other};
+
 /// A rope: text in one or more byte slices, so that a reply can be spliced from parts of the request without a copy.
 #[derive(Clone, Default)]
 pub struct Rope(Pieces);
 
+/// Two enums instead of one, because the space in [`Bytes`] that is never used can tell two variants apart and no more: together they are as
+/// small as [`Bytes`].
 #[derive(Clone)]
 enum Pieces {
     One(Bytes),
+    Other(OtherPieces),
+}
+
+#[derive(Clone)]
+enum OtherPieces {
     Many(Vec<Bytes>),
     Lazy(LazyValue),
     /// One piece that was parsed in this process.
@@ -40,11 +50,11 @@ impl Rope {
             return;
         }
         match &mut self.0 {
-            Pieces::One(one) if one.is_empty() => *one = piece,
-            Pieces::One(one) => self.0 = Pieces::Many(vec![std::mem::take(one), piece]),
-            Pieces::Many(many) => many.push(piece),
-            Pieces::Lazy(head) => self.0 = Pieces::Many(vec![head.text().clone(), piece]),
-            Pieces::Object(object) => self.0 = Pieces::Many(vec![object.text().clone(), piece]),
+            One(one) if one.is_empty() => *one = piece,
+            One(one) => self.0 = Other(Many(vec![std::mem::take(one), piece])),
+            Other(Many(many)) => many.push(piece),
+            Other(Lazy(head)) => self.0 = Other(Many(vec![head.text().clone(), piece])),
+            Other(Object(object)) => self.0 = Other(Many(vec![object.text().clone(), piece])),
         }
     }
 
@@ -53,20 +63,20 @@ impl Rope {
     /// `write` cannot fail; it returns no bytes for a value that cannot be serialized, which the reader then rejects.
     #[must_use]
     pub fn lazy<T: Send + Sync + 'static>(value: T, write: fn(&T) -> Bytes) -> Self {
-        Self(Pieces::Lazy(LazyValue::new(value, write)))
+        Self(Other(Lazy(LazyValue::new(value, write))))
     }
 
     /// Returns `true` if the rope holds a value instead of text, serialized or not.
     #[must_use]
     pub fn is_lazy(&self) -> bool {
-        matches!(self.0, Pieces::Lazy(_))
+        matches!(self.0, Other(Lazy(_)))
     }
 
     /// Returns the value, if the rope was created by [`Rope::lazy`] from a `T`.
     #[must_use]
     pub fn value<T: 'static>(&self) -> Option<&T> {
         match &self.0 {
-            Pieces::Lazy(head) => head.value(),
+            Other(Lazy(head)) => head.value(),
             _ => None,
         }
     }
@@ -77,7 +87,7 @@ impl Rope {
     /// Returns the rope if it was not created from a `T`, or if a clone of it is alive.
     pub fn try_into_value<T: Send + Sync + 'static>(self) -> Result<T, Self> {
         match self.0 {
-            Pieces::Lazy(head) => head.try_take().map_err(|head| Self(Pieces::Lazy(head))),
+            Other(Lazy(head)) => head.try_take().map_err(|head| Self(Other(Lazy(head)))),
             written => Err(Self(written)),
         }
     }
@@ -86,10 +96,10 @@ impl Rope {
     #[must_use]
     pub fn pieces(&self) -> &[Bytes] {
         match &self.0 {
-            Pieces::One(one) => std::slice::from_ref(one),
-            Pieces::Many(many) => many,
-            Pieces::Lazy(head) => std::slice::from_ref(head.text()),
-            Pieces::Object(object) => std::slice::from_ref(object.text()),
+            One(one) => std::slice::from_ref(one),
+            Other(Many(many)) => many,
+            Other(Lazy(head)) => std::slice::from_ref(head.text()),
+            Other(Object(object)) => std::slice::from_ref(object.text()),
         }
     }
 
@@ -109,10 +119,10 @@ impl Rope {
     #[must_use]
     pub fn to_bytes(&self) -> Bytes {
         match &self.0 {
-            Pieces::One(one) => one.clone(),
-            Pieces::Lazy(head) => head.text().clone(),
-            Pieces::Object(object) => object.text().clone(),
-            Pieces::Many(many) => {
+            One(one) => one.clone(),
+            Other(Lazy(head)) => head.text().clone(),
+            Other(Object(object)) => object.text().clone(),
+            Other(Many(many)) => {
                 let mut whole = BytesMut::with_capacity(self.len());
                 many.iter().for_each(|piece| whole.extend_from_slice(piece));
                 whole.freeze()
@@ -125,7 +135,7 @@ impl Rope {
     /// Returns `true` if the rope has the index of the object from which it was created.
     #[cfg(test)]
     pub(crate) fn is_parsed(&self) -> bool {
-        matches!(self.0, Pieces::Object(_))
+        matches!(self.0, Other(Object(_)))
     }
 
     /// Returns the text as a JSON object. Costs nothing if the rope was created from one in this process.
@@ -134,7 +144,7 @@ impl Rope {
     /// If the text is not one JSON object.
     pub fn to_object(&self) -> Result<RawObject, JsonError> {
         match &self.0 {
-            Pieces::Object(object) => Ok(object.clone()),
+            Other(Object(object)) => Ok(object.clone()),
             _ => RawObject::parse(self.to_bytes()),
         }
     }
@@ -142,13 +152,13 @@ impl Rope {
 
 impl From<RawObject> for Rope {
     fn from(object: RawObject) -> Self {
-        Self(Pieces::Object(object))
+        Self(Other(Object(object)))
     }
 }
 
 impl From<Bytes> for Rope {
     fn from(bytes: Bytes) -> Self {
-        Self(Pieces::One(bytes))
+        Self(One(bytes))
     }
 }
 
@@ -182,7 +192,7 @@ impl fmt::Debug for Rope {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.0 {
             // Formatting must not serialize the value.
-            Pieces::Lazy(_) => f.write_str("Rope(lazy)"),
+            Other(Lazy(_)) => f.write_str("Rope(lazy)"),
             _ => write!(f, "Rope({} bytes in {})", self.len(), self.pieces().len()),
         }
     }

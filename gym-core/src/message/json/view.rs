@@ -28,7 +28,7 @@ struct Object<'de>(&'de RawObject);
 
 impl<'de> Object<'de> {
     fn text(self) -> Value<'de> {
-        Value(&self.0.text)
+        Value(self.0.text())
     }
 }
 
@@ -74,7 +74,7 @@ struct Fields<'de> {
 
 impl<'de> Fields<'de> {
     fn current(&self) -> Option<&'de Field> {
-        self.object.fields.get(self.next)
+        self.object.fields().get(self.next)
     }
 }
 
@@ -89,7 +89,7 @@ impl<'de> MapAccess<'de> for Fields<'de> {
     fn next_value_seed<V: DeserializeSeed<'de>>(&mut self, seed: V) -> Result<V::Value> {
         let field = self.current().ok_or_else(|| serde_json::Error::custom("a value was asked for before its key"))?;
         self.next += 1;
-        seed.deserialize(Value(&self.object.text[self.object.original(&field.value)]))
+        seed.deserialize(Value(&self.object.text()[self.object.original(&field.value)]))
             .map_err(|error| serde_json::Error::custom(format!("`{}`: {error}", self.object.key(field))))
     }
 }
