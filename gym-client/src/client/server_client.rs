@@ -4,26 +4,29 @@
 //! and carries its cookies.
 
 use std::collections::BTreeMap;
-use std::future::poll_fn;
-use std::pin::{Pin, pin};
+use std::future::{Future, ready};
+use std::pin::Pin;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock};
-use std::task::Poll;
+use std::task::{Context, Poll};
 use std::time::Duration;
 
 use futures_util::TryFutureExt as _;
+use futures_util::future::Either;
 use gym_core::base::stall::HandlerLabel;
 use gym_core::base::waits::{PendingWait, Wait, WaitKind, WaitTarget};
 use gym_core::message::EXECUTION_METADATA;
 use gym_core::registry::{AffinityCounts, Balance, DEFAULT_TTL, Instance, MemberRegistry, Registry};
 use gym_core::transport::{RetryPolicy, retry_after};
 use gym_core::{CallContext, Code, Error, Execution, Incarnation, Request, Response, Result, Rope, Route, World};
+use pin_project_lite::pin_project;
 use tokio::task::JoinSet;
 use tokio::time::Instant;
 
 use crate::client::background::BackgroundTasks;
-use crate::client::replicas::{Replica, ReplicaSet, SessionAffinity, replica};
+use crate::client::pending::PendingCallGuard;
+use crate::client::replicas::{Replica, ReplicaLoss, ReplicaSet, SessionAffinity, replica};
 use crate::transport::Transports;
 
 /// Time until a resolved name is resolved again. A failed call resolves the name at once; this limit bounds the time in which a
@@ -204,25 +207,43 @@ impl ServerClient {
     }
 
     /// Returns the replica that answered, and its response.
-    pub(super) async fn dispatch(
+    #[expect(clippy::manual_async_fn, reason = "the future of an async fn holds its arguments twice")]
+    pub(super) fn dispatch(
         &self,
         server: &str,
         request: &Request,
         options: CallOptions,
         session: Option<SessionAffinity>,
+    ) -> impl Future<Output = Result<(Arc<Replica>, Response)>> + Send {
+        async move {
+            // Not repeated, because the registry's client has already repeated its call.
+            let resolved = self.resolve(&request.context, server).await;
+            let chosen = resolved.map_err(|error| about(error, server, request))?.choose(server, &[], request, session);
+            let (failed, error) = match chosen {
+                Ok(replica) => match self.call(server, &replica, request).await {
+                    Ok(response) => return Ok((replica, response)),
+                    Err(error) => (Some(replica.rank), error),
+                },
+                // A replica that can be chosen may register later.
+                Err(error) => (None, error),
+            };
+            // Boxed, because a repetition is rare, and every waiting call would be as large otherwise.
+            Box::pin(self.dispatch_again(server, request, options, session, failed, error)).await
+        }
+    }
+
+    /// Repeats a call that failed with `error`, at the replica of rank `failed` if one was chosen.
+    async fn dispatch_again(
+        &self,
+        server: &str,
+        request: &Request,
+        options: CallOptions,
+        session: Option<SessionAffinity>,
+        failed: Option<u32>,
+        error: Error,
     ) -> Result<(Arc<Replica>, Response)> {
         let cx = &request.context;
-        // Not repeated, because the registry's client has already repeated its call.
-        let resolved = self.resolve(cx, server).await.map_err(|error| about(error, server, request))?;
-        let (rank, error) = match resolved.choose(server, &[], request, session) {
-            Ok(replica) => match self.call(server, &replica, request).await {
-                Ok(response) => return Ok((replica, response)),
-                Err(error) => (Some(replica.rank), error),
-            },
-            // A replica that can be chosen may register later.
-            Err(error) => (None, error),
-        };
-        let failed = Mutex::new(Vec::from_iter(rank));
+        let failed = Mutex::new(Vec::from_iter(failed));
         self.resend(error, cx, options.idempotent, |_| async {
             self.forget(server);
             let exclude = lock(&failed).clone();
@@ -258,32 +279,29 @@ impl ServerClient {
         Box::pin(async move { retry_after(error, cx, &self.inner.policy, &mut rng, idempotent, attempt).await })
     }
 
-    pub(super) async fn call(&self, server: &str, replica: &Arc<Replica>, request: &Request) -> Result<Response> {
-        let _pending = replica.pending.begin();
-        let mut call = pin!(replica.peer.call(&self.inner.transports, request));
-        let mut loss = replica.loss();
-        let mut pending = PendingWait::default();
-        let response = poll_fn(|cx| {
-            if let Poll::Ready(answered) = call.as_mut().poll(cx) {
-                return Poll::Ready(answered);
-            }
-            if let Some(Poll::Ready(lost)) = loss.as_mut().map(|loss| Pin::new(loss).poll(cx)) {
-                return Poll::Ready(Err(lost));
-            }
-            pending.note(Poll::Pending, || {
-                let (cx, path) = (&request.context, request.route.path());
-                let wait = Wait::new(WaitKind::Call, cx.trace.trace_id).until(cx.deadline);
-                wait.of(HandlerLabel::new(server, path)).on(Arc::clone(replica) as Arc<dyn WaitTarget>)
-            })
-        });
-        rejection(response.await?)
+    /// Calls a replica once.
+    pub(super) fn call<'a>(
+        &'a self,
+        server: &'a str,
+        replica: &'a Arc<Replica>,
+        request: &'a Request,
+    ) -> impl Future<Output = Result<Response>> + Send + use<'a> {
+        ReplicaCall {
+            call: replica.peer.call(&self.inner.transports, request),
+            loss: replica.loss(),
+            wait: PendingWait::default(),
+            _counted: replica.pending.begin(),
+            server,
+            replica,
+            request,
+        }
     }
 
-    async fn resolve(&self, cx: &CallContext, server: &str) -> Result<Arc<ReplicaSet>> {
+    fn resolve(&self, cx: &CallContext, server: &str) -> impl Future<Output = Result<Arc<ReplicaSet>>> + Send {
         match self.known(server) {
-            Some(known) if known.stale_from > Instant::now() => Ok(known),
+            Some(known) if known.stale_from > Instant::now() => Either::Left(ready(Ok(known))),
             // Boxed, because a query is rare, and every waiting call would be as large otherwise.
-            known => Box::pin(self.query(cx, server, known)).await,
+            known => Either::Right(Box::pin(self.query(cx, server, known))),
         }
     }
 
@@ -418,6 +436,39 @@ impl ServerClient {
             let doubted = ReplicaSet { replicas, picker, seen, stale_from: Instant::now(), doubtful: true };
             names.insert(server.to_owned(), Arc::new(doubted));
         }
+    }
+}
+
+pin_project! {
+    /// A call to a replica, which ends when the replica is lost, and which is recorded as a wait.
+    struct ReplicaCall<'a, F> {
+        #[pin]
+        call: F,
+        loss: Option<ReplicaLoss<'a>>,
+        wait: PendingWait,
+        _counted: PendingCallGuard,
+        server: &'a str,
+        replica: &'a Arc<Replica>,
+        request: &'a Request,
+    }
+}
+
+impl<F: Future<Output = Result<Response>>> Future for ReplicaCall<'_, F> {
+    type Output = Result<Response>;
+
+    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Result<Response>> {
+        let this = self.project();
+        if let Poll::Ready(answered) = this.call.poll(cx) {
+            return Poll::Ready(answered.and_then(rejection));
+        }
+        if let Some(Poll::Ready(lost)) = this.loss.as_mut().map(|loss| Pin::new(loss).poll(cx)) {
+            return Poll::Ready(Err(lost));
+        }
+        this.wait.note(Poll::Pending, || {
+            let (cx, path) = (&this.request.context, this.request.route.path());
+            let wait = Wait::new(WaitKind::Call, cx.trace.trace_id).until(cx.deadline);
+            wait.of(HandlerLabel::new(this.server, path)).on(Arc::clone(this.replica) as Arc<dyn WaitTarget>)
+        })
     }
 }
 

@@ -89,33 +89,44 @@ impl Session {
 impl SessionServer {
     /// Returns the response of the session's replica. The first call chooses the replica; among several replicas of a model, each
     /// call does.
-    async fn call(&mut self, client: &ServerClient, request: &Request, number: u64) -> Result<Response> {
-        let moves = |replica: &Replica| {
-            replica.kind == ServerKind::Model && client.known(&self.server).is_some_and(|known| known.moves_sessions())
-        };
-        let Some(replica) = self.replica.as_ref().filter(|replica| !moves(replica)) else {
-            let session = SessionAffinity { number, home: self.replica.as_ref().map(|replica| replica.rank) };
-            let options = CallOptions::default();
-            let (replica, response) = client.dispatch(&self.server, request, options, Some(session)).await?;
-            self.replica = Some(replica);
-            return Ok(response);
-        };
-        let error = match client.call(&self.server, replica, request).await {
-            Ok(response) => return Ok(response),
-            Err(error) => error,
-        };
-        let again = |_| client.call(&self.server, replica, request);
-        let again = client.resend(error, &request.context, CallOptions::default().idempotent, again);
-        again.await.map_err(|error| {
-            let lost = error.code() == Code::Unavailable;
-            let error = about(error, &self.server, request);
-            if !lost {
-                return error;
-            }
-            Error::new(Code::FailedPrecondition, error.execution(), "the server of this session is gone")
-                .about(self.server.clone())
-                .caused_by(error)
-                .of_nested_call()
-        })
+    #[expect(clippy::manual_async_fn, reason = "the future of an async fn holds its arguments twice")]
+    fn call(
+        &mut self,
+        client: &ServerClient,
+        request: &Request,
+        number: u64,
+    ) -> impl Future<Output = Result<Response>> + Send {
+        async move {
+            let Some(replica) = self.replica.as_ref().filter(|replica| !self.moves(client, replica)) else {
+                let session = SessionAffinity { number, home: self.replica.as_ref().map(|replica| replica.rank) };
+                let (replica, response) =
+                    client.dispatch(&self.server, request, CallOptions::default(), Some(session)).await?;
+                self.replica = Some(replica);
+                return Ok(response);
+            };
+            let error = match client.call(&self.server, replica, request).await {
+                Ok(response) => return Ok(response),
+                Err(error) => error,
+            };
+            let again = |_| client.call(&self.server, replica, request);
+            let again = client.resend(error, &request.context, CallOptions::default().idempotent, again);
+            again.await.map_err(|error| match error.code() {
+                Code::Unavailable => self.lost(about(error, &self.server, request)),
+                _ => about(error, &self.server, request),
+            })
+        }
+    }
+
+    /// Returns `true` if the next call may go to another replica than `replica`.
+    fn moves(&self, client: &ServerClient, replica: &Replica) -> bool {
+        replica.kind == ServerKind::Model && client.known(&self.server).is_some_and(|known| known.moves_sessions())
+    }
+
+    /// Returns the error of a session whose server does not respond any more.
+    fn lost(&self, error: Error) -> Error {
+        Error::new(Code::FailedPrecondition, error.execution(), "the server of this session is gone")
+            .about(self.server.clone())
+            .caused_by(error)
+            .of_nested_call()
     }
 }

@@ -5,7 +5,7 @@ use std::sync::{PoisonError, RwLock};
 use futures_util::FutureExt;
 
 use gym_core::transport::ConnectOptions;
-use gym_core::{CallContext, Channel, Code, Endpoint, Execution, Request, Response, Result};
+use gym_core::{CallContext, Channel, Code, Endpoint, Error, Execution, Request, Response, Result};
 
 use crate::transport::Transports;
 
@@ -28,26 +28,38 @@ impl ReconnectingPeer {
     }
 
     /// Calls the peer. After the channel is lost, the next call opens a new one; calls in flight on the old one keep it.
-    pub(crate) async fn call(&self, transports: &Transports, request: &Request) -> Result<Response> {
-        let channel = match self.channel() {
-            Some(channel) => channel,
-            // Boxed, because connecting is rare, and every waiting call would be as large otherwise.
-            None => Box::pin(self.connect(transports, &request.context)).await?,
-        };
-        let result = channel.call(request.clone()).await;
-        if let Err(error) = &result
-            && error.code() == Code::Unavailable
-            && error.execution() != Execution::Finished
-        {
-            // Removes only the channel that failed, and only if it is closed: a pool of connections outlives a single failed
-            // connection.
+    ///
+    /// Not an async fn, whose future would hold the arguments twice. So are the other functions on the way of a call: every rollout in flight
+    /// waits in several of these futures.
+    pub(crate) fn call(
+        &self,
+        transports: &Transports,
+        request: &Request,
+    ) -> impl Future<Output = Result<Response>> + Send {
+        let mut open = self.channel();
+        async move {
+            let channel = match &mut open {
+                Some(channel) => channel,
+                // Boxed, because connecting is rare, and every waiting call would be as large otherwise.
+                none => none.insert(Box::pin(self.connect(transports, &request.context)).await?),
+            };
+            let result = channel.call(request.clone()).await;
+            if let Err(error) = &result {
+                self.drop_if_lost(channel, error);
+            }
+            result
+        }
+    }
+
+    /// Removes only the channel that failed, and only if it is closed: a pool of connections outlives a single failed connection.
+    fn drop_if_lost(&self, channel: &Channel, error: &Error) {
+        if error.code() == Code::Unavailable && error.execution() != Execution::Finished {
             let mut open = self.open.write().unwrap_or_else(PoisonError::into_inner);
-            let failed = open.as_ref().is_some_and(|open| open.is_same(&channel));
+            let failed = open.as_ref().is_some_and(|open| open.is_same(channel));
             if failed && channel.closed().now_or_never().is_some() {
                 *open = None;
             }
         }
-        result
     }
 
     fn channel(&self) -> Option<Channel> {

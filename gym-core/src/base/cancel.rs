@@ -6,8 +6,8 @@
 use std::fmt;
 use std::future::Future;
 use std::pin::Pin;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::task::{Context, Poll, Waker};
 
 /// A signal that fires once: a caller has cancelled its call, or a server is asked to drain or stop. Clones are the same token. A child
@@ -15,26 +15,48 @@ use std::task::{Context, Poll, Waker};
 #[derive(Clone, Default)]
 pub struct CancelToken(Arc<Node>);
 
-#[derive(Default)]
+/// A rollout that waits has half a dozen of these, so a node is as small as it can be, and one listener needs no memory of its own.
 struct Node {
     fired: AtomicBool,
+    /// Slot among the parent's listeners, taken by the first wait for this token; [`NO_SLOT`] before.
+    slot: AtomicU32,
     parent: Option<CancelToken>,
-    /// Slot among the parent's listeners, taken by the first wait for this token.
-    slot: OnceLock<usize>,
     listeners: Mutex<Listeners>,
 }
 
 /// The listeners that a token notifies when it fires. Slots are reused, so that a token of a thousand consecutive calls stays small.
-#[derive(Default)]
 struct Listeners {
-    slots: Vec<ListenerSlot>,
-    free: Option<usize>,
+    /// The first slots: most tokens have one waiter, one child, or both.
+    first: [ListenerSlot; FIRST_SLOTS],
+    /// The slots that follow. Boxed, because few tokens have them.
+    #[expect(clippy::box_collection, reason = "a pointer instead of three words")]
+    more: Option<Box<Vec<ListenerSlot>>>,
+    /// The slot to use next, the head of a list of free slots; [`NO_SLOT`] if none is free.
+    free: u32,
 }
 
+const FIRST_SLOTS: usize = 2;
+
+/// The position of no listener.
+const NO_SLOT: u32 = u32::MAX;
+
 enum ListenerSlot {
-    Free { next: Option<usize> },
+    /// Refers to the next free slot.
+    Free(u32),
     Waiter(Waker),
     Child(Weak<Node>),
+}
+
+impl Default for Node {
+    fn default() -> Self {
+        Self::of(None)
+    }
+}
+
+impl Default for Listeners {
+    fn default() -> Self {
+        Self { first: [ListenerSlot::Free(1), ListenerSlot::Free(NO_SLOT)], more: None, free: 0 }
+    }
 }
 
 impl CancelToken {
@@ -52,13 +74,7 @@ impl CancelToken {
 
     /// As [`CancelToken::child_token`], without a clone of this handle.
     pub(crate) fn into_child(self) -> Self {
-        let parent = Some(self);
-        Self(Arc::new(Node {
-            fired: AtomicBool::new(false),
-            parent,
-            slot: OnceLock::new(),
-            listeners: Mutex::default(),
-        }))
+        Self(Arc::new(Node::of(Some(self))))
     }
 
     /// Fires the token. Later calls have no effect.
@@ -83,7 +99,12 @@ impl CancelToken {
 
     /// Resolves when the token fires, at once if it already has. Cancel safe.
     pub fn cancelled(&self) -> Cancelled<'_> {
-        Cancelled { token: self, slot: None }
+        Cancelled { token: self, slot: NO_SLOT }
+    }
+
+    /// As [`CancelToken::cancelled`], for a future that owns the token.
+    pub(crate) fn into_cancelled(self) -> CancelledOwned {
+        CancelledOwned { token: self, slot: NO_SLOT }
     }
 
     /// Returns a guard that fires the token when it is dropped, unless it is disarmed.
@@ -91,20 +112,57 @@ impl CancelToken {
     pub fn drop_guard(self) -> CancelOnDrop {
         CancelOnDrop(Some(self))
     }
+
+    /// Registers the waker in the slot of the waiter, unless the token has fired.
+    fn poll_fired(&self, slot: &mut u32, cx: &Context<'_>) -> Poll<()> {
+        let node = &self.0;
+        if *slot == NO_SLOT {
+            node.listen();
+        }
+        let mut listeners = node.listeners();
+        // Checked under the lock, after registering with the parents.
+        if self.is_cancelled() {
+            return Poll::Ready(());
+        }
+        let waiter = || ListenerSlot::Waiter(cx.waker().clone());
+        let replaced = match listeners.slot(*slot) {
+            Some(ListenerSlot::Waiter(waker)) if waker.will_wake(cx.waker()) => None,
+            Some(mine) => Some(std::mem::replace(mine, waiter())),
+            None => {
+                *slot = listeners.add(waiter());
+                None
+            }
+        };
+        drop(listeners);
+        drop(replaced);
+        Poll::Pending
+    }
+
+    /// Gives up the slot of a waiter.
+    fn leave(&self, slot: u32) {
+        if slot != NO_SLOT {
+            let left = self.0.listeners().remove(slot);
+            drop(left);
+        }
+    }
 }
 
 impl Node {
+    fn of(parent: Option<CancelToken>) -> Self {
+        Self { fired: AtomicBool::new(false), slot: AtomicU32::new(NO_SLOT), parent, listeners: Mutex::default() }
+    }
+
     fn fire(&self) {
         if self.fired.swap(true, Ordering::AcqRel) {
             return;
         }
         // A listener that takes a slot after this finds, under the same lock, that the token has fired.
         let listeners = std::mem::take(&mut *self.listeners());
-        for slot in listeners.slots {
+        for slot in listeners.first.into_iter().chain(listeners.more.into_iter().flat_map(|more| *more)) {
             match slot {
                 ListenerSlot::Waiter(waker) => waker.wake(),
                 ListenerSlot::Child(child) => drop(child.upgrade().map(|child| child.fire())),
-                ListenerSlot::Free { .. } => {}
+                ListenerSlot::Free(_) => {}
             }
         }
     }
@@ -113,7 +171,14 @@ impl Node {
     fn listen(self: &Arc<Self>) {
         let Some(CancelToken(parent)) = &self.parent else { return };
         parent.listen();
-        self.slot.get_or_init(|| parent.listeners().add(ListenerSlot::Child(Arc::downgrade(self))));
+        if self.slot.load(Ordering::Acquire) == NO_SLOT {
+            let mut listeners = parent.listeners();
+            // Another waiter may have registered the token meanwhile. The slot changes under the parent's lock only.
+            if self.slot.load(Ordering::Acquire) == NO_SLOT {
+                let slot = listeners.add(ListenerSlot::Child(Arc::downgrade(self)));
+                self.slot.store(slot, Ordering::Release);
+            }
+        }
     }
 
     fn listeners(&self) -> MutexGuard<'_, Listeners> {
@@ -123,38 +188,47 @@ impl Node {
 
 impl Drop for Node {
     fn drop(&mut self) {
-        if let (Some(CancelToken(parent)), Some(at)) = (&self.parent, self.slot.get()) {
-            let left = parent.listeners().remove(*at);
+        let slot = *self.slot.get_mut();
+        if let (Some(CancelToken(parent)), true) = (&self.parent, slot != NO_SLOT) {
+            let left = parent.listeners().remove(slot);
             drop(left);
         }
     }
 }
 
 impl Listeners {
-    fn add(&mut self, slot: ListenerSlot) -> usize {
-        match self.free {
-            Some(at) => {
-                let taken = std::mem::replace(&mut self.slots[at], slot);
-                self.free = if let ListenerSlot::Free { next } = taken { next } else { None };
-                at
-            }
-            None => {
-                // Most tokens have one listener; a vector of its own accord has room for four.
-                if self.slots.is_empty() {
-                    self.slots.reserve_exact(1);
-                }
-                self.slots.push(slot);
-                self.slots.len() - 1
-            }
+    fn slot(&mut self, at: u32) -> Option<&mut ListenerSlot> {
+        match at as usize {
+            at if at < FIRST_SLOTS => Some(&mut self.first[at]),
+            at => self.more.as_mut()?.get_mut(at - FIRST_SLOTS),
         }
     }
 
-    /// Returns the content of the slot, to be dropped without a lock; `None` after the token has fired, which removes all slots.
-    fn remove(&mut self, at: usize) -> Option<ListenerSlot> {
-        let slot = self.slots.get_mut(at)?;
-        let left = std::mem::replace(slot, ListenerSlot::Free { next: self.free });
-        self.free = Some(at);
-        Some(left)
+    fn add(&mut self, slot: ListenerSlot) -> u32 {
+        let at = self.free;
+        if let Some(free) = self.slot(at) {
+            let taken = std::mem::replace(free, slot);
+            self.free = if let ListenerSlot::Free(next) = taken { next } else { NO_SLOT };
+            return at;
+        }
+        let more = self.more.get_or_insert_default();
+        more.push(slot);
+        // No process has four billion waiters, each of which takes memory.
+        (FIRST_SLOTS + more.len() - 1) as u32
+    }
+
+    /// Returns the content of the slot, to be dropped without a lock.
+    fn remove(&mut self, at: u32) -> Option<ListenerSlot> {
+        let free = ListenerSlot::Free(self.free);
+        // After the token has fired, which removes all slots, there is nothing to free.
+        match self.slot(at)? {
+            ListenerSlot::Free(_) => None,
+            taken => {
+                let left = std::mem::replace(taken, free);
+                self.free = at;
+                Some(left)
+            }
+        }
     }
 }
 
@@ -168,54 +242,49 @@ impl fmt::Debug for CancelToken {
 #[must_use = "a future does nothing until it is polled"]
 pub struct Cancelled<'t> {
     token: &'t CancelToken,
-    slot: Option<usize>,
+    slot: u32,
 }
 
 impl Future for Cancelled<'_> {
     type Output = ();
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<()> {
-        let node = &self.token.0;
-        if self.slot.is_none() {
-            node.listen();
-        }
-        let mut listeners = node.listeners();
-        // Checked under the lock, after registering with the parents.
-        if self.token.is_cancelled() {
-            return Poll::Ready(());
-        }
-        let registered = self.slot.and_then(|at| listeners.slots.get(at));
-        if matches!(registered, Some(ListenerSlot::Waiter(waker)) if waker.will_wake(cx.waker())) {
-            return Poll::Pending;
-        }
-        let waiter = ListenerSlot::Waiter(cx.waker().clone());
-        let replaced = match self.slot.and_then(|at| listeners.slots.get_mut(at)) {
-            Some(mine) => Some(std::mem::replace(mine, waiter)),
-            None => {
-                let at = listeners.add(waiter);
-                drop(listeners);
-                self.slot = Some(at);
-                return Poll::Pending;
-            }
-        };
-        drop(listeners);
-        drop(replaced);
-        Poll::Pending
+        let token = self.token;
+        token.poll_fired(&mut self.slot, cx)
     }
 }
 
 impl Drop for Cancelled<'_> {
     fn drop(&mut self) {
-        if let Some(at) = self.slot {
-            let left = self.token.0.listeners().remove(at);
-            drop(left);
-        }
+        self.token.leave(self.slot);
     }
 }
 
 impl fmt::Debug for Cancelled<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.token.fmt(f)
+    }
+}
+
+/// Waits for a [`CancelToken`] that it owns.
+#[must_use = "a future does nothing until it is polled"]
+pub(crate) struct CancelledOwned {
+    token: CancelToken,
+    slot: u32,
+}
+
+impl Future for CancelledOwned {
+    type Output = ();
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<()> {
+        let this = &mut *self;
+        this.token.poll_fired(&mut this.slot, cx)
+    }
+}
+
+impl Drop for CancelledOwned {
+    fn drop(&mut self) {
+        self.token.leave(self.slot);
     }
 }
 
@@ -298,7 +367,7 @@ mod tests {
                     && pin!(token.cancelled()).poll(&mut cx).is_pending()
             );
         }
-        assert!(token.0.listeners().slots.len() <= 2);
+        assert!(token.0.listeners().more.is_none());
         token.cancel();
         assert_eq!(count.0.load(Ordering::Relaxed), 0);
     }

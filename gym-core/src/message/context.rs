@@ -2,23 +2,19 @@
 //!
 //! In memory the deadline is an instant; on the wire it is the remaining time, so two machines need no common clock.
 
-use std::borrow::Cow;
-use std::fmt::{self, Write as _};
+use std::fmt;
 use std::future::Future;
-use std::pin::Pin;
-use std::task::{Context, Poll};
 use std::time::Duration;
 
-use pin_project_lite::pin_project;
 use serde::{Deserialize, Serialize};
-use tokio::time::{Instant, Sleep, sleep_until};
+use tokio::time::Instant;
 
+use super::bounds::{Bounded, cancelled, deadline_exceeded};
 use super::metadata::Metadata;
-use crate::base::cancel::{CancelToken, Cancelled};
-use crate::base::error::{Code, Error, Execution, Result};
+use crate::base::cancel::CancelToken;
+use crate::base::error::{Execution, Result};
 use crate::base::hex;
 use crate::base::progress::CallProgress;
-use crate::base::stall;
 
 /// Length of a `traceparent`: version, trace, span and flags, with hyphens between them.
 const TRACEPARENT_BYTES: usize = 2 + 1 + 32 + 1 + 16 + 1 + 2;
@@ -136,55 +132,11 @@ impl CallContext {
     ///
     /// # Errors
     /// The error of the future, `DeadlineExceeded` or `Cancelled`.
-    pub fn bound<T, F>(&self, execution: Execution, future: F) -> impl Future<Output = Result<T>>
+    pub fn bound<T, F>(&self, execution: Execution, future: F) -> impl Future<Output = Result<T>> + use<T, F>
     where
         F: Future<Output = Result<T>>,
     {
-        bounded(&self.cancel, self.deadline, execution, future)
-    }
-}
-
-/// Runs `future` as [`CallContext::bound`] does, with the given token and deadline.
-pub(crate) fn bounded<T, F>(cancel: &CancelToken, deadline: Instant, execution: Execution, future: F) -> Bounded<'_, F>
-where
-    F: Future<Output = Result<T>>,
-{
-    Bounded { future, cancelled: cancel.cancelled(), timer: None, began: None, deadline, execution }
-}
-
-pin_project! {
-    /// A future within the bounds of a call. Not an async block, which would hold the future twice: every call that waits holds one of these.
-    #[must_use = "a future does nothing until it is polled"]
-    pub(crate) struct Bounded<'c, F> {
-        #[pin]
-        future: F,
-        cancelled: Cancelled<'c>,
-        // Created when the future is first pending: most are not.
-        #[pin]
-        timer: Option<Sleep>,
-        began: Option<Instant>,
-        deadline: Instant,
-        execution: Execution,
-    }
-}
-
-impl<T, F: Future<Output = Result<T>>> Future for Bounded<'_, F> {
-    type Output = Result<T>;
-
-    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Result<T>> {
-        let mut this = self.project();
-        if let Poll::Ready(done) = this.future.poll(cx) {
-            return Poll::Ready(done);
-        }
-        let began = *this.began.get_or_insert_with(Instant::now);
-        if Pin::new(this.cancelled).poll(cx).is_ready() {
-            return Poll::Ready(Err(cancelled(*this.execution)));
-        }
-        if this.timer.is_none() {
-            this.timer.set(Some(sleep_until(*this.deadline)));
-        }
-        let Some(timer) = this.timer.as_pin_mut() else { return Poll::Pending };
-        timer.poll(cx).map(|()| Err(deadline_exceeded(*this.execution, *this.deadline, Some(began.elapsed()))))
+        Bounded::new(future, self, execution)
     }
 }
 
@@ -193,27 +145,6 @@ impl Default for CallContext {
     fn default() -> Self {
         Self::within(DEFAULT_DEADLINE)
     }
-}
-
-fn cancelled(execution: Execution) -> Error {
-    Error::new(Code::Cancelled, execution, "the caller has left")
-}
-
-/// Returns the error of a passed deadline. It has the time of this wait, if there was one, and names a handler that blocked a
-/// thread when the deadline passed. The error of the innermost wait is the cause of all others.
-fn deadline_exceeded(execution: Execution, deadline: Instant, waited: Option<Duration>) -> Error {
-    let passed = match (waited, stall::during(deadline)) {
-        (None, None) => Cow::Borrowed("the deadline has passed"),
-        (None, Some(stall)) => format!("the deadline has passed while {stall}").into(),
-        (Some(waited), stall) => {
-            let mut text = format!("the deadline has passed after a wait of {:.1} s", waited.as_secs_f64());
-            if let Some(stall) = stall {
-                let _ = write!(text, "; meanwhile {stall}");
-            }
-            text.into()
-        }
-    };
-    Error::new(Code::DeadlineExceeded, execution, passed)
 }
 
 /// The number of an incarnation of a server or rank; a restarted one has a higher number.
@@ -290,22 +221,6 @@ impl TraceContext {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[tokio::test(start_paused = true)]
-    async fn a_wait_ends_at_the_deadline_and_says_what_that_means() {
-        let cx = CallContext::within(Duration::from_secs(1));
-        let error = cx.bound(Execution::Unknown, std::future::pending::<Result<()>>()).await.unwrap_err();
-        assert_eq!((error.code(), error.execution()), (Code::DeadlineExceeded, Execution::Unknown));
-        assert_eq!(cx.check().unwrap_err().execution(), Execution::NotStarted);
-    }
-
-    #[tokio::test(start_paused = true)]
-    async fn a_wait_ends_when_the_caller_leaves() {
-        let cx = CallContext::default();
-        cx.cancel.cancel();
-        let error = cx.bound(Execution::NotStarted, std::future::pending::<Result<()>>()).await.unwrap_err();
-        assert_eq!((error.code(), error.execution()), (Code::Cancelled, Execution::NotStarted));
-    }
 
     #[test]
     fn traceparent_comes_back_as_it_went() {

@@ -1,5 +1,6 @@
 //! Calls: context, request, response, and their contents.
 
+mod bounds;
 mod content;
 mod context;
 mod failure;
@@ -9,8 +10,8 @@ mod metadata;
 mod request;
 mod response;
 
+pub(crate) use bounds::CallBounds;
 pub use content::{ContentType, Message};
-pub(crate) use context::{Bounded, bounded};
 pub use context::{CallContext, DEFAULT_DEADLINE, DEFAULT_REPLY_BYTES_MAX, Incarnation, TraceContext};
 #[doc(hidden)]
 pub use failure::{FAILURE_METADATA, readable, shorten};

@@ -6,18 +6,17 @@
 
 use std::any::Any;
 use std::fmt;
-use std::future::Future;
+use std::future::{Future, poll_fn, ready};
+use std::pin::Pin;
 use std::sync::Arc;
-use std::task::{Context, Poll};
+use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use async_trait::async_trait;
 use futures_util::future::BoxFuture;
 
-use crate::base::cancel::CancelToken;
 use crate::base::error::{Code, Error, Execution, Result};
-use crate::message::{Bounded, Incarnation, bounded};
-use crate::message::{Request, Response};
+use crate::message::{CallBounds, Incarnation, Request, Response};
 use crate::transport::Transport;
 
 /// A future that resolves to the response. Dropping it cancels the call; buffers stay alive until the transport has finished with
@@ -123,14 +122,8 @@ impl Channel {
     /// `NotStarted` until the link has accepted the request, `Unknown` after that. Any complete response is `Ok`, including 404
     /// and 500.
     pub fn call(&self, request: Request) -> impl Future<Output = Result<Response>> + Send {
-        // Not an async fn: its future would keep the argument to the end, and a request is larger than the wait for its response.
-        let begun = self.begin(request);
-        async move {
-            let SendingCall { incarnation, bounds, sending } = begun?;
-            let reply = bounds.hold(Execution::NotStarted, sending).await?;
-            let response = bounds.hold(Execution::Unknown, reply).await?;
-            check_incarnation(incarnation, response)
-        }
+        let (terms, sending) = self.begin(request);
+        ChannelCall { step: CallStep::Sending(sending), terms }
     }
 
     /// Sends a request and returns the future of its response, so that calls can be pipelined.
@@ -138,12 +131,9 @@ impl Channel {
     /// # Errors
     /// `NotStarted` if the link did not accept the request by the deadline.
     pub async fn start(&self, request: Request) -> Result<Reply> {
-        let SendingCall { incarnation, bounds, sending } = self.begin(request)?;
-        let reply = bounds.hold(Execution::NotStarted, sending).await?;
-        Ok(Box::pin(async move {
-            let response = bounds.hold(Execution::Unknown, reply).await?;
-            check_incarnation(incarnation, response)
-        }))
+        let (mut terms, mut sending) = self.begin(request);
+        let reply = poll_fn(|cx| terms.poll_sent(&mut sending, cx)).await?;
+        Ok(Box::pin(ChannelCall { step: CallStep::Replying(reply), terms }))
     }
 
     /// Returns the link, which sets no timer, for callers that have one timer for many calls.
@@ -177,13 +167,16 @@ impl Channel {
         self.link.close(grace).await
     }
 
-    /// Rejects a call whose deadline has passed or that was cancelled, before anything is sent.
-    fn begin(&self, mut request: Request) -> Result<SendingCall<'_>> {
-        request.context.check()?;
+    /// Begins a call. Rejects it if its deadline has passed or it was cancelled, before anything is sent.
+    fn begin(&self, mut request: Request) -> (CallTerms, SendingFuture<'_>) {
         let incarnation = request.context.incarnation.or(self.incarnation);
         request.context.incarnation = incarnation;
-        let bounds = CallBounds::of(&request);
-        Ok(SendingCall { incarnation, bounds, sending: self.link.send(request) })
+        let terms = CallTerms { bounds: CallBounds::of(&request.context), incarnation };
+        let sending = match request.context.check() {
+            Ok(()) => self.link.send(request),
+            Err(error) => Box::pin(ready(Err(error))),
+        };
+        (terms, sending)
     }
 }
 
@@ -202,27 +195,48 @@ pub(crate) fn check_incarnation(expected: Option<Incarnation>, response: Respons
     }
 }
 
-/// A call that is being sent.
-struct SendingCall<'a> {
-    incarnation: Option<Incarnation>,
+type SendingFuture<'a> = BoxFuture<'a, Result<Reply>>;
+
+/// A call in progress. Not an async block, which would hold the futures of both steps, and the request to the end: every rollout in flight
+/// waits in several of these.
+struct ChannelCall<'a> {
+    step: CallStep<'a>,
+    terms: CallTerms,
+}
+
+enum CallStep<'a> {
+    Sending(SendingFuture<'a>),
+    Replying(Reply),
+}
+
+/// The bounds of one call, and the incarnation that must respond.
+struct CallTerms {
     bounds: CallBounds,
-    sending: BoxFuture<'a, Result<Reply>>,
+    incarnation: Option<Incarnation>,
 }
 
-/// The deadline and the cancel token of one call.
-struct CallBounds {
-    cancel: CancelToken,
-    deadline: tokio::time::Instant,
-}
-
-impl CallBounds {
-    fn of(request: &Request) -> Self {
-        Self { cancel: request.context.cancel.clone(), deadline: request.context.deadline }
+impl CallTerms {
+    fn poll_sent(&mut self, sending: &mut SendingFuture<'_>, cx: &mut Context<'_>) -> Poll<Result<Reply>> {
+        self.bounds.poll_within(Execution::NotStarted, cx, |cx| sending.as_mut().poll(cx))
     }
 
-    /// Waits for `future` within the bounds. If they end the wait, the error has the state `execution`.
-    fn hold<T, F: Future<Output = Result<T>>>(&self, execution: Execution, future: F) -> Bounded<'_, F> {
-        bounded(&self.cancel, self.deadline, execution, future)
+    fn poll_response(&mut self, reply: &mut Reply, cx: &mut Context<'_>) -> Poll<Result<Response>> {
+        let response = self.bounds.poll_within(Execution::Unknown, cx, |cx| reply.as_mut().poll(cx));
+        response.map_ok(|response| check_incarnation(self.incarnation, response)).map(Result::flatten)
+    }
+}
+
+impl Future for ChannelCall<'_> {
+    type Output = Result<Response>;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Result<Response>> {
+        let Self { step, terms } = &mut *self;
+        loop {
+            match step {
+                CallStep::Sending(sending) => *step = CallStep::Replying(ready!(terms.poll_sent(sending, cx))?),
+                CallStep::Replying(reply) => return terms.poll_response(reply, cx),
+            }
+        }
     }
 }
 

@@ -3,7 +3,11 @@
 //! This is NeMo Gym's `simple_agent`: it sends the same requests in the same order, except for the Python agent's call to itself,
 //! and its response is equal. Items and rows are spliced as text, so token ids, log-probabilities and long numbers are unchanged.
 
+use std::future::ready;
+
 use bytes::Bytes;
+use futures_util::TryFutureExt as _;
+use futures_util::future::Either;
 use gym_client::{CookieJar, ServerClient, Session};
 use gym_core::rollout::{EpisodeRecord, FailureClass, Phase};
 use gym_core::server::{ValidationProblem, unprocessable};
@@ -74,53 +78,56 @@ impl SimpleAgent {
     }
 
     /// Calls the model and its tools alternately. Returns the last response, with the items and the usage of all turns.
-    async fn converse(
+    #[expect(clippy::manual_async_fn, reason = "the future of an async fn holds its arguments twice")]
+    fn converse(
         &self,
         cx: &CallContext,
         session: &mut Session,
         params: &RawObject,
         course: &mut Course,
-    ) -> Result<ModelResponse> {
-        let mut conversation = Conversation::new(params)?;
-        loop {
-            yield_after(course.record.turns).await;
-            course.record.turns += 1;
-            let model = self.config.model_server.name.as_str();
-            let asked = Instant::now();
-            let turn = ask(session, cx, model, conversation.request(params)).await?;
-            course.add(Phase::Model, asked);
-            let record = &mut course.record;
-            conversation.answered(&turn)?;
-            let (input, output) = turn.tokens();
-            record.add_tokens(input, output);
-            let calls = match turn.next() {
-                NextStep::Tools(calls) => calls,
-                NextStep::Stop => {
-                    if let Some(reason) = turn.truncation() {
-                        record.truncate(&reason);
+    ) -> impl Future<Output = Result<ModelResponse>> + Send {
+        async move {
+            let mut conversation = Conversation::new(params)?;
+            loop {
+                yield_after(course.record.turns).await;
+                course.record.turns += 1;
+                let model = self.config.model_server.name.as_str();
+                let asked = Instant::now();
+                let turn = ask(session, cx, model, conversation.request(params)).await?;
+                course.add(Phase::Model, asked);
+                let record = &mut course.record;
+                conversation.answered(&turn)?;
+                let (input, output) = turn.tokens();
+                record.add_tokens(input, output);
+                let calls = match turn.next() {
+                    NextStep::Tools(calls) => calls,
+                    NextStep::Stop => {
+                        if let Some(reason) = turn.truncation() {
+                            record.truncate(&reason);
+                        }
+                        return conversation.finish(&turn, None);
                     }
+                    NextStep::Nothing(reason) => {
+                        tracing::warn!(
+                            model,
+                            reason,
+                            turns = record.turns,
+                            "the model returned neither a message nor a tool call"
+                        );
+                        return conversation.finish(&turn, Some(reason));
+                    }
+                };
+                for call in calls {
+                    let called = Instant::now();
+                    // Boxed, because an episode that waits for its model would be as large otherwise.
+                    let output = Box::pin(self.call_tool(cx, session, call, &mut course.record)).await?;
+                    course.add(Phase::Tool, called);
+                    conversation.tool_answered(&call.call_id, &output);
+                }
+                if self.config.max_steps.is_some_and(|max| max > 0 && course.record.turns >= max) {
+                    course.record.truncate("max_steps");
                     return conversation.finish(&turn, None);
                 }
-                NextStep::Nothing(reason) => {
-                    tracing::warn!(
-                        model,
-                        reason,
-                        turns = record.turns,
-                        "the model returned neither a message nor a tool call"
-                    );
-                    return conversation.finish(&turn, Some(reason));
-                }
-            };
-            for call in calls {
-                let called = Instant::now();
-                // Boxed, because an episode that waits for its model would be as large otherwise.
-                let output = Box::pin(self.call_tool(cx, session, call, &mut course.record)).await?;
-                course.add(Phase::Tool, called);
-                conversation.tool_answered(&call.call_id, &output);
-            }
-            if self.config.max_steps.is_some_and(|max| max > 0 && course.record.turns >= max) {
-                course.record.truncate("max_steps");
-                return conversation.finish(&turn, None);
             }
         }
     }
@@ -160,36 +167,42 @@ impl SimpleAgent {
         })
     }
 
-    async fn episode(&self, cx: &CallContext, row: &RawObject, params: &RawObject) -> Result<Response> {
-        let resources = self.resources()?;
-        let caller = &cx.metadata;
-        let cx = &self.context(cx);
-        // Closes the session when the episode is over, regardless of how it ends.
-        let mut course = Course::begin();
-        let mut session = ResourcesSession::seed(cx, caller, &self.client, resources, row).await?;
-        course.add(Phase::Seed, course.began);
-        let params = session.with_tools(params)?;
-        let response = self.converse(cx, session.calls(), &params, &mut course).await?;
-        let row = row.edit().set_object("response", response.0);
-        if self.config.skip_verification {
-            let row = row.set_value("reward", &self.config.skip_verification_reward)?;
-            return Ok(recorded(Response::json(row.set("verification_skipped", "true").to_rope()), &course.record));
+    #[expect(clippy::manual_async_fn, reason = "the future of an async fn holds its arguments twice")]
+    fn episode(
+        &self,
+        caller: &CallContext,
+        row: &RawObject,
+        params: RawObject,
+    ) -> impl Future<Output = Result<Response>> + Send {
+        async move {
+            let resources = self.resources()?;
+            let cx = &self.context(caller);
+            // Closes the session when the episode is over, regardless of how it ends.
+            let mut course = Course::begin();
+            let mut session = ResourcesSession::seed(cx, &caller.metadata, &self.client, resources, row).await?;
+            course.add(Phase::Seed, course.began);
+            let params = session.with_tools(&params)?;
+            let response = self.converse(cx, session.calls(), &params, &mut course).await?;
+            let row = row.edit().set_object("response", response.0);
+            if self.config.skip_verification {
+                let row = row.set_value("reward", &self.config.skip_verification_reward)?;
+                return Ok(recorded(Response::json(row.set("verification_skipped", "true").to_rope()), &course.record));
+            }
+            let asked = Instant::now();
+            let response = session.verify(cx, row.to_rope()).await?;
+            course.add(Phase::Verify, asked);
+            Ok(recorded(response, &course.record))
         }
-        let asked = Instant::now();
-        let response = session.verify(cx, row.to_rope()).await?;
-        course.add(Phase::Verify, asked);
-        Ok(recorded(response, &course.record))
     }
 }
 
 impl AgentServer for SimpleAgent {
-    async fn run(&self, cx: &CallContext, _: &SessionId, row: &RawObject) -> Result<Response> {
-        let params = match params_of(row) {
-            Ok(params) => params,
-            Err(refusal) => return Ok(refusal),
-        };
+    fn run(&self, cx: &CallContext, _: &SessionId, row: &RawObject) -> impl Future<Output = Result<Response>> + Send {
         let began = Instant::now();
-        self.episode(cx, row, &params).await.map_err(|error| self.of_limit(error, began))
+        match params_of(row) {
+            Ok(params) => Either::Left(self.episode(cx, row, params).map_err(move |error| self.of_limit(error, began))),
+            Err(refusal) => Either::Right(ready(Ok(refusal))),
+        }
     }
 
     async fn responses(&self, cx: &CallContext, _: &SessionId, body: &RawObject) -> Result<Response> {
@@ -222,7 +235,6 @@ impl AgentServer for SimpleAgent {
 }
 
 /// Returns the request for the model of a row, or the 422 of a row without a valid one.
-#[expect(clippy::result_large_err, reason = "the response is sent next; a box would be taken apart at once")]
 pub(super) fn params_of(row: &RawObject) -> Result<RawObject, Response> {
     let path = ["responses_create_params"];
     let params = match row.get_object(path[0]) {

@@ -12,10 +12,9 @@ use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::future::Future;
 use std::panic::AssertUnwindSafe;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
-use bytes::Bytes;
 use futures_util::FutureExt;
 use futures_util::future::{BoxFuture, Shared, WeakShared};
 use gym_core::{CancelToken, Error, RawObject, Response};
@@ -74,13 +73,19 @@ struct RunTable {
 
 #[derive(Debug)]
 struct InFlightRun {
-    body: Bytes,
+    body: RawObject,
     deadline: Instant,
     /// Callers and tasks that poll the episode hold it; the episode ends when nothing holds it.
     run: WeakShared<RunFuture>,
     callers: Mutex<usize>,
-    /// Fires when a response has been delivered.
-    delivered: CancelToken,
+    /// Fires when a response has been delivered. Created when somebody waits for that, or at the end.
+    delivered: OnceLock<CancelToken>,
+}
+
+impl InFlightRun {
+    fn delivered(&self) -> &CancelToken {
+        self.delivered.get_or_init(CancelToken::new)
+    }
 }
 
 impl RunDeduplicator {
@@ -91,13 +96,13 @@ impl RunDeduplicator {
 
     /// Returns the response to `body`, from the matching episode in progress or from the episode that `start` begins. The future of
     /// `start` continues after this call if the caller disconnects.
-    pub(crate) async fn run<Fut>(
+    pub(crate) fn run<Fut>(
         &self,
         key: RunKey,
-        body: &Bytes,
+        body: &RawObject,
         deadline: Instant,
         start: impl FnOnce() -> Fut,
-    ) -> Response
+    ) -> impl Future<Output = Response> + Send
     where
         Fut: Future<Output = Response> + Send + 'static,
     {
@@ -119,8 +124,10 @@ impl RunDeduplicator {
                     deadline,
                     run: run.downgrade().expect("a shared future that was never polled has a value to come"),
                     callers: Mutex::new(0),
-                    delivered: CancelToken::new(),
+                    delivered: OnceLock::new(),
                 });
+                // Nearly all have one; a vector of its own accord has room for four.
+                known.reserve_exact(1);
                 known.push(Arc::clone(&episode));
                 (episode, run)
             });
@@ -128,10 +135,13 @@ impl RunDeduplicator {
             joined
         };
         let mut caller = Waiter { runs: self, key, episode, run: Some(run) };
-        // Not a clone of the future: the last one that is held gives its response away, and others copy it.
-        let answer = caller.run.as_mut().expect("only `answered` and `drop` take it").await;
-        caller.answered();
-        answer
+        // The future holds no arguments, because every rollout in flight waits in it.
+        async move {
+            // Not a clone of the future: the last one that is held gives its response away, and others copy it.
+            let answer = caller.run.as_mut().expect("only `answered` and `drop` take it").await;
+            caller.answered();
+            answer
+        }
     }
 
     /// Returns the number of episodes in progress.
@@ -163,7 +173,7 @@ struct Waiter<'a> {
 impl Waiter<'_> {
     fn answered(&mut self) {
         self.run = None;
-        self.episode.delivered.cancel();
+        self.episode.delivered().cancel();
         lock(&self.runs.shared.table).forget(&self.key, &self.episode);
     }
 }
@@ -179,7 +189,7 @@ impl Drop for Waiter<'_> {
             *callers == 0
         };
         while table.abandoned.try_join_next().is_some() {}
-        let Some(run) = run.filter(|_| last && !self.episode.delivered.is_cancelled()) else { return };
+        let Some(run) = run.filter(|_| last && !self.episode.delivered().is_cancelled()) else { return };
         let until = (Instant::now() + self.runs.shared.grace).min(self.episode.deadline);
         if until > Instant::now()
             && table.abandoned.len() < ABANDONED_MAX
@@ -212,7 +222,7 @@ async fn drive_abandoned(
     };
     tokio::select! {
         biased;
-        () = episode.delivered.cancelled() => return,
+        () = episode.delivered().cancelled() => return,
         () = tokio::time::sleep_until(until) => {}
         () = driven => {}
     }
@@ -278,7 +288,7 @@ mod tests {
         let body = RawObject::parse(row.to_owned()).unwrap();
         let key = RunKey::of(&body).unwrap();
         let deadline = Instant::now() + Duration::from_secs(600);
-        let answer = runs.run(key, body.text(), deadline, || counts.episode(seconds)).await;
+        let answer = runs.run(key, &body, deadline, || counts.episode(seconds)).await;
         String::from_utf8(answer.message.head.to_bytes().to_vec()).unwrap()
     }
 

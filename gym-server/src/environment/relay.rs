@@ -3,6 +3,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use futures_util::TryFutureExt as _;
+use futures_util::future::Either;
 use gym_client::work::{WorkKind, WorkPool};
 use gym_client::{CallOptions, ServerClient};
 use gym_core::transport::INCARNATION_METADATA;
@@ -77,16 +79,20 @@ enum AgentRoute {
 }
 
 impl AgentClient {
-    async fn ask(&self, request: &Request, options: CallOptions) -> Result<Response> {
-        let mut response = match &self.route {
-            AgentRoute::Push(client) => client.send(&self.name, request, options).await?,
+    /// Not an async fn, whose future would hold the arguments twice.
+    fn ask(&self, request: &Request, options: CallOptions) -> impl Future<Output = Result<Response>> + Send {
+        let answer = match &self.route {
+            AgentRoute::Push(client) => Either::Left(client.send(&self.name, request, options)),
             AgentRoute::Pull(pool) => {
                 let kind = if options.idempotent { WorkKind::Repeatable } else { WorkKind::Rollout };
-                pool.submit(kind, &self.name, request).await?
+                // Boxed, because a waiting call of the other kind would be as large otherwise.
+                Either::Right(Box::pin(pool.submit(kind, &self.name, request)))
             }
         };
-        response.metadata.retain(|name| !HOP_BY_HOP.contains(&name));
-        Ok(response)
+        answer.map_ok(|mut response| {
+            response.metadata.retain(|name| !HOP_BY_HOP.contains(&name));
+            response
+        })
     }
 }
 
@@ -111,9 +117,12 @@ impl Relay {
 impl EnvironmentServer for Relay {
     async fn run(&self, cx: &CallContext, row: &RawObject) -> Result<Response> {
         let Some(key) = RunKey::of(row) else {
-            let request = outgoing(cx.child(), &cx.metadata, "/run", row);
             // Boxed, because a row without a key is rare, and every run would be as large otherwise.
-            return Box::pin(self.agent.ask(&request, CallOptions::default())).await;
+            let run = async {
+                let request = outgoing(cx.child(), &cx.metadata, "/run", row);
+                self.agent.ask(&request, CallOptions::default()).await
+            };
+            return Box::pin(run).await;
         };
         let start = || {
             // Not a child context: the episode must not be cancelled with this caller.
@@ -129,7 +138,7 @@ impl EnvironmentServer for Relay {
                 }
             }
         };
-        Ok(self.runs.run(key, row.text(), cx.deadline, start).await)
+        Ok(self.runs.run(key, row, cx.deadline, start).await)
     }
 
     async fn aggregate_metrics(&self, cx: &CallContext, body: &RawObject) -> Result<Response> {

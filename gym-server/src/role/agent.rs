@@ -1,6 +1,6 @@
 //! The agent role: `/run`, `/v1/responses` and `/aggregate_metrics`.
 
-use async_trait::async_trait;
+use futures_util::future::BoxFuture;
 use gym_core::rollout::{EPISODE_METADATA, EpisodeRecord};
 use gym_core::server::ServerKind;
 use gym_core::{AgentServer, CallContext, Error, RawObject, Response, Result, SessionId, Verb};
@@ -12,26 +12,37 @@ use crate::role::route::{RoleRequest, RoleSpec};
 pub(super) const SPEC: RoleSpec =
     RoleSpec { kind: ServerKind::Agent, routes: &["/run", "/v1/responses", "/aggregate_metrics"], sessions: true };
 
-/// An object-safe [`AgentServer`], so that the role is compiled once and not for each implementation.
-#[async_trait]
+/// An object-safe [`AgentServer`], so that the role is compiled once and not for each implementation. Without a macro, whose futures would hold
+/// the arguments twice.
 trait DynAgentServer: Send + Sync + 'static {
-    async fn run(&self, cx: &CallContext, session: &SessionId, row: &RawObject) -> Result<Response>;
-    async fn responses(&self, cx: &CallContext, session: &SessionId, body: &RawObject) -> Result<Response>;
-    async fn aggregate_metrics(&self, cx: &CallContext, session: &SessionId, body: &RawObject) -> Result<Response>;
+    fn run<'a>(&'a self, cx: &'a CallContext, session: &'a SessionId, row: &'a RawObject) -> AgentFuture<'a>;
+    fn responses<'a>(&'a self, cx: &'a CallContext, session: &'a SessionId, body: &'a RawObject) -> AgentFuture<'a>;
+    fn aggregate_metrics<'a>(
+        &'a self,
+        cx: &'a CallContext,
+        session: &'a SessionId,
+        body: &'a RawObject,
+    ) -> AgentFuture<'a>;
 }
 
-#[async_trait]
+type AgentFuture<'a> = BoxFuture<'a, Result<Response>>;
+
 impl<S: AgentServer> DynAgentServer for S {
-    async fn run(&self, cx: &CallContext, session: &SessionId, row: &RawObject) -> Result<Response> {
-        AgentServer::run(self, cx, session, row).await.map_err(Error::of_served_request)
+    fn run<'a>(&'a self, cx: &'a CallContext, session: &'a SessionId, row: &'a RawObject) -> AgentFuture<'a> {
+        Box::pin(AgentServer::run(self, cx, session, row))
     }
 
-    async fn responses(&self, cx: &CallContext, session: &SessionId, body: &RawObject) -> Result<Response> {
-        AgentServer::responses(self, cx, session, body).await.map_err(Error::of_served_request)
+    fn responses<'a>(&'a self, cx: &'a CallContext, session: &'a SessionId, body: &'a RawObject) -> AgentFuture<'a> {
+        Box::pin(AgentServer::responses(self, cx, session, body))
     }
 
-    async fn aggregate_metrics(&self, cx: &CallContext, session: &SessionId, body: &RawObject) -> Result<Response> {
-        AgentServer::aggregate_metrics(self, cx, session, body).await.map_err(Error::of_served_request)
+    fn aggregate_metrics<'a>(
+        &'a self,
+        cx: &'a CallContext,
+        session: &'a SessionId,
+        body: &'a RawObject,
+    ) -> AgentFuture<'a> {
+        Box::pin(AgentServer::aggregate_metrics(self, cx, session, body))
     }
 }
 
@@ -56,12 +67,15 @@ impl AgentRole {
             Err(response) => return Ok(response),
         };
         let (cx, session) = (&request.context, &request.session);
-        let response = match request.path() {
-            "/run" => self.agent.run(cx, session, &body).await?,
-            "/v1/responses" => self.agent.responses(cx, session, &body).await?,
-            _ => return self.agent.aggregate_metrics(cx, session, &body).await,
+        let (responding, is_episode) = match request.path() {
+            "/run" => (self.agent.run(cx, session, &body), true),
+            "/v1/responses" => (self.agent.responses(cx, session, &body), true),
+            _ => (self.agent.aggregate_metrics(cx, session, &body), false),
         };
-        self.count(&response);
+        let response = responding.await.map_err(Error::of_served_request)?;
+        if is_episode {
+            self.count(&response);
+        }
         Ok(response)
     }
 

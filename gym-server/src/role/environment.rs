@@ -1,6 +1,6 @@
 //! The environment role, which a collector calls: `/run` and `/aggregate_metrics`.
 
-use async_trait::async_trait;
+use futures_util::future::BoxFuture;
 use gym_core::server::ServerKind;
 use gym_core::{CallContext, EnvironmentServer, RawObject, Response, Result, Verb};
 
@@ -10,21 +10,19 @@ use crate::role::route::{RoleRequest, RoleSpec};
 pub(super) const SPEC: RoleSpec =
     RoleSpec { kind: ServerKind::Environment, routes: &["/run", "/aggregate_metrics"], sessions: false };
 
-/// An object-safe [`EnvironmentServer`].
-#[async_trait]
+/// An object-safe [`EnvironmentServer`]. Without a macro, whose futures would hold the arguments twice.
 trait DynEnvironmentServer: Send + Sync + 'static {
-    async fn run(&self, cx: &CallContext, row: &RawObject) -> Result<Response>;
-    async fn aggregate_metrics(&self, cx: &CallContext, body: &RawObject) -> Result<Response>;
+    fn run<'a>(&'a self, cx: &'a CallContext, row: &'a RawObject) -> BoxFuture<'a, Result<Response>>;
+    fn aggregate_metrics<'a>(&'a self, cx: &'a CallContext, body: &'a RawObject) -> BoxFuture<'a, Result<Response>>;
 }
 
-#[async_trait]
 impl<S: EnvironmentServer> DynEnvironmentServer for S {
-    async fn run(&self, cx: &CallContext, row: &RawObject) -> Result<Response> {
-        EnvironmentServer::run(self, cx, row).await
+    fn run<'a>(&'a self, cx: &'a CallContext, row: &'a RawObject) -> BoxFuture<'a, Result<Response>> {
+        Box::pin(EnvironmentServer::run(self, cx, row))
     }
 
-    async fn aggregate_metrics(&self, cx: &CallContext, body: &RawObject) -> Result<Response> {
-        EnvironmentServer::aggregate_metrics(self, cx, body).await
+    fn aggregate_metrics<'a>(&'a self, cx: &'a CallContext, body: &'a RawObject) -> BoxFuture<'a, Result<Response>> {
+        Box::pin(EnvironmentServer::aggregate_metrics(self, cx, body))
     }
 }
 

@@ -16,10 +16,10 @@ pub(crate) mod route;
 pub(crate) mod settings;
 
 use std::fmt;
-use std::future::poll_fn;
 use std::panic::AssertUnwindSafe;
-use std::pin::pin;
+use std::pin::Pin;
 use std::sync::Arc;
+use std::task::{Context, Poll};
 
 use futures_util::FutureExt;
 use futures_util::future::BoxFuture;
@@ -34,6 +34,8 @@ use gym_core::{
     AgentServer, CallContext, EnvironmentServer, Error, Handler, Incarnation, ModelServer, Request, ResourcesServer,
     Response, Result, SessionId, Verb, World,
 };
+use pin_project_lite::pin_project;
+use tokio::time::Instant;
 use tracing::field::Empty;
 use tracing::{Instrument as _, Span};
 
@@ -141,14 +143,17 @@ impl Role {
         }
     }
 
-    async fn respond(&self, request: &RoleRequest) -> Result<Response> {
-        match self {
-            Self::Agent(role) => role.respond(request).await,
-            Self::Environment(role) => role.respond(request).await,
-            Self::Model(role) => role.respond(request).await,
-            // Boxed, because the requests of the other roles, which wait longer, would be as large otherwise.
-            Self::Gymnasium(role) => Box::pin(role.respond(request)).await,
-            Self::Resources(role) => Box::pin(role.respond(request)).await,
+    #[expect(clippy::manual_async_fn, reason = "the future of an async fn holds its arguments twice")]
+    fn respond(&self, request: &RoleRequest) -> impl Future<Output = Result<Response>> + Send {
+        async move {
+            match self {
+                Self::Agent(role) => role.respond(request).await,
+                Self::Environment(role) => role.respond(request).await,
+                Self::Model(role) => role.respond(request).await,
+                // Boxed, because the requests of the other roles, which wait longer, would be as large otherwise.
+                Self::Gymnasium(role) => Box::pin(role.respond(request)).await,
+                Self::Resources(role) => Box::pin(role.respond(request)).await,
+            }
         }
     }
 }
@@ -258,6 +263,37 @@ fn call_span(server: &str, request: &RoleRequest, caller: u64) -> Span {
     span
 }
 
+pin_project! {
+    /// A handler that runs: the watchdog is told of each poll, and its wait is recorded.
+    struct WatchedHandler<'a, F> {
+        #[pin]
+        responding: F,
+        label: &'a HandlerLabel,
+        context: &'a CallContext,
+        began: Instant,
+        wait: Option<PendingWait>,
+    }
+}
+
+impl<F: Future> Future for WatchedHandler<'_, F> {
+    type Output = F::Output;
+
+    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<F::Output> {
+        let this = self.project();
+        let trace_id = this.context.trace.trace_id;
+        let polling = stall::poll_begins(this.label, trace_id);
+        let polled = this.responding.poll(cx);
+        drop(polling);
+        match this.wait {
+            // The time of the arrival, because inner calls are recorded before their handler.
+            Some(wait) => {
+                wait.note(polled, || Wait::new(WaitKind::Handler, trace_id).of(**this.label).since(*this.began))
+            }
+            None => polled,
+        }
+    }
+}
+
 impl RoleState {
     async fn respond(&self, request: &RoleRequest) -> Response {
         let path = request.path();
@@ -279,19 +315,19 @@ impl RoleState {
         };
         let counted = metrics.begin();
         // Few requests are rollouts, and each of them runs for a long time: a lock for each costs nothing that matters.
-        let trace_id = request.context.trace.trace_id;
-        let running =
-            (route.is_some() && path == RUN).then(|| self.runs.begin(counted.began(), trace_id, &request.message.head));
-        let (mut pending, is_run, began) = (PendingWait::default(), running.is_some(), counted.began());
-        let mut responding = pin!(AssertUnwindSafe(self.role.respond(request)).catch_unwind());
-        let responded = poll_fn(|cx| {
-            let _polling = stall::poll_begins(label, trace_id);
-            let polled = responding.as_mut().poll(cx);
-            // A rollout is listed among the runs. The time of the arrival, because inner calls are recorded before their handler.
-            let wait = || Wait::new(WaitKind::Handler, trace_id).of(*label).since(began);
-            if is_run { polled } else { pending.note(polled, wait) }
-        });
-        let responded = responded.await;
+        let running = (route.is_some() && path == RUN)
+            .then(|| self.runs.begin(counted.began(), request.context.trace.trace_id, &request.message.head));
+        let responding = WatchedHandler {
+            responding: AssertUnwindSafe(self.role.respond(request)).catch_unwind(),
+            label,
+            context: &request.context,
+            began: counted.began(),
+            // A rollout is listed among the runs.
+            wait: running.is_none().then(PendingWait::default),
+        };
+        let responded = responding.await;
+        drop(running);
+        let path = request.path();
         let mut response = match responded {
             Ok(Ok(response)) => response,
             Ok(Err(error)) => {

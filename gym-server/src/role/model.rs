@@ -1,7 +1,8 @@
 //! The model role: `/v1/responses` and `/v1/chat/completions`, as events if the client asks for a stream.
 
-use async_trait::async_trait;
 use bytes::Bytes;
+use futures_util::TryFutureExt as _;
+use futures_util::future::{BoxFuture, Either};
 use gym_core::server::{ModelEndpoints, ServerKind, unprocessable};
 use gym_core::{
     CallContext, Error, Message, ModelResponse, ModelServer, RawObject, Response, Result, SessionId, Status, Verb,
@@ -16,22 +17,40 @@ use crate::role::route::{RoleRequest, RoleSpec, classified};
 pub(super) const SPEC: RoleSpec =
     RoleSpec { kind: ServerKind::Model, routes: &["/v1/responses", "/v1/chat/completions"], sessions: true };
 
-/// An object-safe [`ModelServer`].
-#[async_trait]
+/// An object-safe [`ModelServer`]. Without a macro, whose futures would hold the arguments twice.
 trait DynModelServer: Send + Sync + 'static {
-    async fn responses(&self, cx: &CallContext, session: &SessionId, body: &RawObject) -> Result<ModelResponse>;
-    async fn chat_completions(&self, cx: &CallContext, session: &SessionId, body: &RawObject) -> Result<RawObject>;
+    fn responses<'a>(
+        &'a self,
+        cx: &'a CallContext,
+        session: &'a SessionId,
+        body: &'a RawObject,
+    ) -> BoxFuture<'a, Result<ModelResponse>>;
+    fn chat_completions<'a>(
+        &'a self,
+        cx: &'a CallContext,
+        session: &'a SessionId,
+        body: &'a RawObject,
+    ) -> BoxFuture<'a, Result<RawObject>>;
     fn endpoints(&self) -> Option<&dyn ModelEndpoints>;
 }
 
-#[async_trait]
 impl<S: ModelServer> DynModelServer for S {
-    async fn responses(&self, cx: &CallContext, session: &SessionId, body: &RawObject) -> Result<ModelResponse> {
-        ModelServer::responses(self, cx, session, body).await
+    fn responses<'a>(
+        &'a self,
+        cx: &'a CallContext,
+        session: &'a SessionId,
+        body: &'a RawObject,
+    ) -> BoxFuture<'a, Result<ModelResponse>> {
+        Box::pin(ModelServer::responses(self, cx, session, body))
     }
 
-    async fn chat_completions(&self, cx: &CallContext, session: &SessionId, body: &RawObject) -> Result<RawObject> {
-        ModelServer::chat_completions(self, cx, session, body).await
+    fn chat_completions<'a>(
+        &'a self,
+        cx: &'a CallContext,
+        session: &'a SessionId,
+        body: &'a RawObject,
+    ) -> BoxFuture<'a, Result<RawObject>> {
+        Box::pin(ModelServer::chat_completions(self, cx, session, body))
     }
 
     fn endpoints(&self) -> Option<&dyn ModelEndpoints> {
@@ -104,11 +123,16 @@ fn passed_on(error: &Error) -> Option<Response> {
 }
 
 impl ModelRole {
-    async fn complete(&self, request: &RoleRequest, dialect: Dialect, body: &RawObject) -> Result<RawObject> {
+    fn complete<'a>(
+        &'a self,
+        request: &'a RoleRequest,
+        dialect: Dialect,
+        body: &'a RawObject,
+    ) -> impl Future<Output = Result<RawObject>> + Send + use<'a> {
         let (cx, session) = (&request.context, &request.session);
         match dialect {
-            Dialect::Responses => Ok(self.server.responses(cx, session, body).await?.0),
-            Dialect::Chat => self.server.chat_completions(cx, session, body).await,
+            Dialect::Responses => Either::Left(self.server.responses(cx, session, body).map_ok(|response| response.0)),
+            Dialect::Chat => Either::Right(self.server.chat_completions(cx, session, body)),
         }
     }
 

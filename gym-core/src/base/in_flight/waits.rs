@@ -225,9 +225,9 @@ impl PendingWait {
 }
 
 /// Waits for a future, and records the wait while it is pending.
-pub async fn recorded<F: Future>(mut future: Pin<&mut F>, wait: impl Fn() -> Wait) -> F::Output {
+pub fn recorded<F: Future>(mut future: Pin<&mut F>, wait: impl Fn() -> Wait) -> impl Future<Output = F::Output> {
     let mut pending = PendingWait::default();
-    poll_fn(|cx| pending.note(future.as_mut().poll(cx), &wait)).await
+    poll_fn(move |cx| pending.note(future.as_mut().poll(cx), &wait))
 }
 
 /// Which waits a report contains.

@@ -18,7 +18,7 @@ use crate::base::error::{Code, Error, Execution, Result};
 use crate::message::PeerInfo;
 use crate::message::frame::{MessageLimits, decode, encode};
 use crate::message::{CallContext, TraceContext};
-use crate::message::{Message, Request, Response};
+use crate::message::{Message, Request};
 use crate::transport::Handler;
 use crate::transport::{
     Backend, BoundListener, ConnectOptions, Connector, Endpoint, Incoming, ListenOptions, Listener, Transport,
@@ -26,8 +26,10 @@ use crate::transport::{
 use crate::transport::{Channel, Link, PathInfo, Reply};
 
 mod connection;
+mod reply;
 
 use connection::{CallSlot, CloseOnDrop, Connection, lock};
+use reply::{InProcessReply, RunningCall};
 
 /// The scheme of in-process endpoints: `mem://name`.
 pub const SCHEME: &str = "mem";
@@ -252,34 +254,14 @@ impl InProcessLink {
         // The call's own token: calls that the handler makes are cancelled when the reply is dropped, as over a wire.
         let cancel = request.context.cancel.into_child();
         request.context.cancel = cancel.clone();
-        let cancel_guard = cancel.drop_guard();
         let reply_bytes_max = request.context.reply_bytes_max;
-        let (faithful, answer) = (self.faithful, handler.handle(request));
-        Ok(Box::pin(async move {
-            let (answer, cancel_guard) = (answer, cancel_guard);
-            let response = tokio::select! {
-                biased;
-                response = answer => response,
-                () = slot.0.closed.cancelled() => {
-                    let peer = slot.0.name.to_string();
-                    return Err(Error::unknown(Code::Unavailable, "the peer has left").about(peer));
-                }
-            };
-            let _ = cancel_guard.disarm();
-            drop(slot);
-            let mut response = response.unwrap_or_else(|error| Response::from_error(&error));
-            let reply_bytes = bytes_taken(&response.message);
-            if reply_bytes > reply_bytes_max {
-                return Err(Error::finished(
-                    Code::ResourceExhausted,
-                    format!("the reply has {reply_bytes} bytes, more than the {reply_bytes_max} of reply_bytes_max"),
-                ));
-            }
-            if faithful {
-                response.message = rewritten_message(&response.message)?;
-            }
-            Ok(response)
-        }))
+        let running = RunningCall {
+            answer: handler.handle(request),
+            closed: self.connection.closed.clone().into_cancelled(),
+            cancel_guard: cancel.drop_guard(),
+            slot,
+        };
+        Ok(Box::pin(InProcessReply { running: Some(running), reply_bytes_max, faithful: self.faithful }))
     }
 }
 

@@ -46,7 +46,6 @@ pub(crate) fn of_error(error: &Error) -> Response {
 }
 
 /// Returns the body of a request as an object, or the 422 response that describes the problem.
-#[expect(clippy::result_large_err, reason = "the answer is sent next; a box would be taken apart at once")]
 pub(crate) fn object(message: &Message) -> Result<RawObject, Response> {
     message.head.to_object().map_err(|error| {
         let text = message.head.to_bytes();
@@ -60,7 +59,6 @@ pub(crate) fn object(message: &Message) -> Result<RawObject, Response> {
 }
 
 /// Returns the `response` of a row, which must also have `responses_create_params`, or the 422 response that describes the problem.
-#[expect(clippy::result_large_err, reason = "the answer is sent next; a box would be taken apart at once")]
 pub(crate) fn model_response(row: &RawObject) -> Result<ModelResponse, Response> {
     require(row, &["responses_create_params", "response"])?;
     if let Ok(Some(response)) = row.get_object("response") {
@@ -71,7 +69,6 @@ pub(crate) fn model_response(row: &RawObject) -> Result<ModelResponse, Response>
 }
 
 /// Checks that a body has these keys; the error is the 422 response that names the missing ones.
-#[expect(clippy::result_large_err, reason = "the answer is sent next; a box would be taken apart at once")]
 pub(crate) fn require(body: &RawObject, keys: &[&str]) -> Result<(), Response> {
     let missing: Vec<_> = keys.iter().filter(|key| !body.contains(key)).collect();
     if missing.is_empty() {
