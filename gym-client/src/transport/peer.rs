@@ -29,8 +29,8 @@ impl ReconnectingPeer {
 
     /// Calls the peer. After the channel is lost, the next call opens a new one; calls in flight on the old one keep it.
     ///
-    /// Not an async fn, whose future would hold the arguments twice. So are the other functions on the way of a call: every rollout in flight
-    /// waits in several of these futures.
+    /// Not an async fn, whose future would hold the arguments twice. Neither are the other functions on the way of a call, because every rollout
+    /// in flight waits in several of these futures.
     pub(crate) fn call(
         &self,
         transports: &Transports,

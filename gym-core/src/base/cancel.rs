@@ -15,7 +15,7 @@ use std::task::{Context, Poll, Waker};
 #[derive(Clone, Default)]
 pub struct CancelToken(Arc<Node>);
 
-/// A rollout that waits has half a dozen of these, so a node is as small as it can be, and one listener needs no memory of its own.
+/// A rollout that waits has half a dozen of these, so a node is as small as it can be, and two listeners need no memory of their own.
 struct Node {
     fired: AtomicBool,
     /// Slot among the parent's listeners, taken by the first wait for this token; [`NO_SLOT`] before.

@@ -51,9 +51,9 @@ pub(crate) struct CallBounds {
 
 /// The timer of a wait, which begins when the wait is first pending: most are not.
 ///
-/// A call within a call has the same deadline, and a rollout waits in a chain of four. Only the outermost wait of a task has a timer. It wakes
-/// the task, whose poll then reaches the waits within, and each compares the deadline with the clock. The innermost wait is the first to do so,
-/// so that its error is the cause of the others.
+/// A call within a call has the same deadline, and a rollout waits in a chain of four. A wait therefore has no timer if one around it with the
+/// same waker ends no later. The outer timer wakes the task, whose poll reaches the waits within, and each compares its deadline with the clock.
+/// The innermost wait is the first to do so, so that its error is the cause of the others.
 enum WaitTimer {
     Idle,
     /// The timer of a wait around this one wakes the task. Contains the beginning of the wait.
@@ -74,7 +74,8 @@ pin_project! {
 #[derive(Clone, Copy)]
 struct OuterWait {
     deadline: Instant,
-    /// The address of the waker's data. A future with a waker of its own, such as one of many in a set, is not polled when the timer fires.
+    /// The address of the waker. A future with a waker of its own, such as one of many in a set or one that a nested `block_on` runs, is not
+    /// polled when the timer fires.
     waker: usize,
 }
 
@@ -96,6 +97,14 @@ impl CallBounds {
         Self { cancelled: cx.cancel.clone().into_cancelled(), deadline: cx.deadline, timer: WaitTimer::Idle }
     }
 
+    /// Begins another wait within the same bounds.
+    pub(crate) fn begin_next(&mut self) {
+        match &mut self.timer {
+            WaitTimer::Own(timer) => *timer.as_mut().project().began = Instant::now(),
+            timer => *timer = WaitTimer::Idle,
+        }
+    }
+
     /// Polls a wait. If a bound ends it, the error has the state `execution`.
     pub(crate) fn poll_within<T>(
         &mut self,
@@ -103,7 +112,7 @@ impl CallBounds {
         cx: &mut Context<'_>,
         poll: impl FnOnce(&mut Context<'_>) -> Poll<Result<T>>,
     ) -> Poll<Result<T>> {
-        let own = OuterWait { deadline: self.deadline, waker: cx.waker().data().addr() };
+        let own = OuterWait { deadline: self.deadline, waker: std::ptr::from_ref(cx.waker()).addr() };
         // None while the thread ends, when a timer of its own is right.
         let around = OUTER.try_with(Cell::get).ok().flatten();
         let outer = around.filter(|outer| outer.waker == own.waker && outer.deadline <= own.deadline);
@@ -206,6 +215,17 @@ mod tests {
         let mut set: FuturesUnordered<_> = [inner()].into_iter().collect();
         let error = cx.bound(Execution::Finished, async { set.next().await.unwrap() }).await.unwrap_err();
         assert_eq!(error.execution(), Execution::Unknown);
+    }
+
+    /// The executor of the inner wait polls within a poll of the outer one, which cannot start its timer before that ends.
+    #[test]
+    fn a_wait_that_blocks_its_thread_within_another_wait_still_ends() {
+        let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().unwrap();
+        let cx = CallContext::within(Duration::from_millis(100));
+        let inner = || cx.bound(Execution::Unknown, std::future::pending::<Result<()>>());
+        let blocking = async { tokio::task::block_in_place(|| tokio::runtime::Handle::current().block_on(inner())) };
+        let error = runtime.block_on(cx.bound(Execution::Finished, blocking)).unwrap_err();
+        assert_eq!((error.code(), error.execution()), (Code::DeadlineExceeded, Execution::Unknown));
     }
 
     #[tokio::test(start_paused = true)]

@@ -207,6 +207,8 @@ struct ChannelCall<'a> {
 enum CallStep<'a> {
     Sending(SendingFuture<'a>),
     Replying(Reply),
+    /// The futures are dropped as soon as the call has ended, even if this one is kept.
+    Ended,
 }
 
 /// The bounds of one call, and the incarnation that must respond.
@@ -217,7 +219,9 @@ struct CallTerms {
 
 impl CallTerms {
     fn poll_sent(&mut self, sending: &mut SendingFuture<'_>, cx: &mut Context<'_>) -> Poll<Result<Reply>> {
-        self.bounds.poll_within(Execution::NotStarted, cx, |cx| sending.as_mut().poll(cx))
+        let sent = ready!(self.bounds.poll_within(Execution::NotStarted, cx, |cx| sending.as_mut().poll(cx)));
+        self.bounds.begin_next();
+        Poll::Ready(sent)
     }
 
     fn poll_response(&mut self, reply: &mut Reply, cx: &mut Context<'_>) -> Poll<Result<Response>> {
@@ -231,12 +235,18 @@ impl Future for ChannelCall<'_> {
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Result<Response>> {
         let Self { step, terms } = &mut *self;
-        loop {
+        let ended = loop {
             match step {
-                CallStep::Sending(sending) => *step = CallStep::Replying(ready!(terms.poll_sent(sending, cx))?),
-                CallStep::Replying(reply) => return terms.poll_response(reply, cx),
+                CallStep::Sending(sending) => match ready!(terms.poll_sent(sending, cx)) {
+                    Ok(reply) => *step = CallStep::Replying(reply),
+                    Err(error) => break Err(error),
+                },
+                CallStep::Replying(reply) => break ready!(terms.poll_response(reply, cx)),
+                CallStep::Ended => break Err(Error::internal("a call was polled after its end")),
             }
-        }
+        };
+        *step = CallStep::Ended;
+        Poll::Ready(ended)
     }
 }
 
@@ -252,5 +262,44 @@ impl tower_service::Service<Request> for Channel {
     fn call(&mut self, request: Request) -> Reply {
         let channel = self.clone();
         Box::pin(async move { Self::call(&channel, request).await })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::future::pending;
+    use std::pin::pin;
+
+    use super::*;
+    use crate::base::cancel::CancelToken;
+    use crate::message::CallContext;
+    use crate::transport::{Handler, mem};
+
+    /// Never responds; each running call holds a clone.
+    #[derive(Debug)]
+    struct Holds(Arc<()>);
+
+    impl Handler for Holds {
+        fn handle(&self, _: Request) -> BoxFuture<'static, Result<Response>> {
+            let held = Arc::clone(&self.0);
+            Box::pin(async move {
+                let _held = held;
+                pending().await
+            })
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_call_that_has_ended_leaves_its_handler_even_if_its_future_is_kept() {
+        let held = Arc::new(());
+        let channel = mem::channel_to("peer", Arc::new(Holds(Arc::clone(&held))), false, CancelToken::new());
+        let request = || Request::get(CallContext::within(Duration::from_secs(1)), "/");
+        let mut call = pin!(channel.call(request()));
+        assert_eq!(call.as_mut().await.unwrap_err().code(), Code::DeadlineExceeded);
+        assert_eq!(Arc::strong_count(&held), 2, "the handler's own");
+        let mut started = channel.start(request()).await.unwrap();
+        assert_eq!((&mut started).await.unwrap_err().code(), Code::DeadlineExceeded);
+        assert_eq!(Arc::strong_count(&held), 2);
+        assert_eq!(call.await.unwrap_err().code(), Code::Internal);
     }
 }

@@ -94,8 +94,8 @@ impl RunDeduplicator {
         Self { shared: Arc::new(SharedRuns { grace, table: Mutex::default() }) }
     }
 
-    /// Returns the response to `body`, from the matching episode in progress or from the episode that `start` begins. The future of
-    /// `start` continues after this call if the caller disconnects.
+    /// Returns the response to `body`, from the matching episode in progress or from the episode that `start` begins, at once and not at the first
+    /// poll. The future of `start` continues after this call if the caller disconnects.
     pub(crate) fn run<Fut>(
         &self,
         key: RunKey,
@@ -135,7 +135,7 @@ impl RunDeduplicator {
             joined
         };
         let mut caller = Waiter { runs: self, key, episode, run: Some(run) };
-        // The future holds no arguments, because every rollout in flight waits in it.
+        // The future holds nothing else, because every rollout in flight waits in it.
         async move {
             // Not a clone of the future: the last one that is held gives its response away, and others copy it.
             let answer = caller.run.as_mut().expect("only `answered` and `drop` take it").await;

@@ -326,7 +326,6 @@ impl RoleState {
             wait: running.is_none().then(PendingWait::default),
         };
         let responded = responding.await;
-        drop(running);
         let path = request.path();
         let mut response = match responded {
             Ok(Ok(response)) => response,
