@@ -11,8 +11,7 @@ use std::time::Duration;
 use pin_project_lite::pin_project;
 use tokio::time::{Instant, Sleep, sleep_until};
 
-use super::context::CallContext;
-use crate::base::cancel::CancelledOwned;
+use crate::base::cancel::{CancelToken, CancelledOwned};
 use crate::base::error::{Code, Error, Execution, Result};
 use crate::base::stall;
 
@@ -28,8 +27,8 @@ pin_project! {
 }
 
 impl<F> Bounded<F> {
-    pub(super) fn new(future: F, cx: &CallContext, execution: Execution) -> Self {
-        Self { future, bounds: CallBounds::of(cx), execution }
+    pub(super) fn new(future: F, bounds: CallBounds, execution: Execution) -> Self {
+        Self { future, bounds, execution }
     }
 }
 
@@ -93,8 +92,8 @@ impl Drop for RestoreOuter {
 }
 
 impl CallBounds {
-    pub(crate) fn of(cx: &CallContext) -> Self {
-        Self { cancelled: cx.cancel.clone().into_cancelled(), deadline: cx.deadline, timer: WaitTimer::Idle }
+    pub(super) fn new(cancel: CancelToken, deadline: Instant) -> Self {
+        Self { cancelled: cancel.into_cancelled(), deadline, timer: WaitTimer::Idle }
     }
 
     /// Begins another wait within the same bounds.
@@ -187,6 +186,7 @@ mod tests {
     use futures_util::stream::{FuturesUnordered, StreamExt as _};
 
     use super::*;
+    use crate::message::CallContext;
 
     #[tokio::test(start_paused = true)]
     async fn a_wait_ends_at_the_deadline_and_says_what_that_means() {

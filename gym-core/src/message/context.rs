@@ -9,7 +9,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 use tokio::time::Instant;
 
-use super::bounds::{Bounded, cancelled, deadline_exceeded};
+use super::bounds::{Bounded, CallBounds, cancelled, deadline_exceeded};
 use super::metadata::Metadata;
 use crate::base::cancel::CancelToken;
 use crate::base::error::{Execution, Result};
@@ -136,7 +136,12 @@ impl CallContext {
     where
         F: Future<Output = Result<T>>,
     {
-        Bounded::new(future, self, execution)
+        Bounded::new(future, self.bounds(), execution)
+    }
+
+    /// Returns the bounds of a wait of this call.
+    pub(crate) fn bounds(&self) -> CallBounds {
+        CallBounds::new(self.cancel.clone(), self.deadline)
     }
 }
 

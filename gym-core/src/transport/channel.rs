@@ -171,7 +171,7 @@ impl Channel {
     fn begin(&self, mut request: Request) -> (CallTerms, SendingFuture<'_>) {
         let incarnation = request.context.incarnation.or(self.incarnation);
         request.context.incarnation = incarnation;
-        let terms = CallTerms { bounds: CallBounds::of(&request.context), incarnation };
+        let terms = CallTerms { bounds: request.context.bounds(), incarnation };
         let sending = match request.context.check() {
             Ok(()) => self.link.send(request),
             Err(error) => Box::pin(ready(Err(error))),
