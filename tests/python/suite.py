@@ -55,8 +55,9 @@ def agent_of(environment):
     return f"{environment}_agent" if environment == TURNS else f"{environment}_simple_agent"
 
 
-READY_S = 240
-COLLECT_S = 240
+# Stock NeMo Gym imports scipy and Ray in a dozen processes, beside the other tiers.
+READY_S = 600
+COLLECT_S = 600
 ROWS_AT_LEAST = 200
 
 
