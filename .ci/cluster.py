@@ -439,7 +439,7 @@ class FaultCampaign:
             if time.time() - began > 60:
                 raise Failed(f"{name} has no rows")
             time.sleep(0.05)
-        self.count, self.rows_struck = RowCount(cluster.folder / f"{name}.jsonl"), rollouts * 9 // 10
+        self.count, self.rows_struck = RowCount(cluster.folder / f"{name}.jsonl"), rollouts * 8 // 10
         threads = [threading.Thread(target=self.guarded, args=(self.lane,)) for _ in range(self.LANES)]
         threads.append(threading.Thread(target=self.guarded, args=(self.head_lane,)))
         for thread in threads:
