@@ -24,6 +24,7 @@ The program finds these variables:
 | {"do": "partition", "node": "n1"} | takes the link down |
 | {"do": "heal", "node": "n1"} | takes the link up |
 | {"do": "kill_head"}, {"do": "start_head"} | the same for the head, which starts as a new cluster: the nodes must be started again. With --fault-tolerant, it goes on as the same cluster, and the nodes stay |
+| {"do": "repair"} | starts the head and the first nodes again if they were killed, drained or cut off since, and kills the nodes that were added |
 | {"do": "list_processes", "node": "n1", "containing": "text"} | returns "processes", pid, parent and command of each whose command line or environment has the text |
 | {"do": "kill_process", "pid": 4711, "signal": 9} | sends a signal to a process of a node |
 """
@@ -52,7 +53,7 @@ PREFIX = "gymray"
 # The names of this run. The folder is short: Ray puts Unix sockets deep below it, and their paths have 107 bytes at most.
 ID = f"{PREFIX}{os.getpid()}"
 FOLDER = pathlib.Path("/tmp") / ID
-START_S, KILL_S = 90, 10
+START_S, KILL_S = 90, 30
 # What a node may be started with, and the option of `ray start`.
 OPTIONS = {"cpus": "num-cpus", "gpus": "num-gpus", "labels": "labels", "resources": "resources"}
 
@@ -141,6 +142,8 @@ class Node:
         # How often it was started; each life has a folder of its own.
         self.lives, self.folder, self.process, self.node_id = 0, None, None, None
         self.connected = True
+        # Whether nothing was done to it since it was started.
+        self.whole = False
         self.lock = threading.Lock()
 
     def pids(self):
@@ -197,6 +200,8 @@ class Cluster:
             "HOME": FOLDER / "home", "TMPDIR": node.folder, "LANG": "C.UTF-8",
             "RAY_AUTH_MODE": "disabled", "RAY_AUTH_TOKEN_PATH": FOLDER / "token",
             "RAY_USAGE_STATS_ENABLED": 0, "RAY_memory_monitor_refresh_ms": 0, "RAY_prestart_worker_first_driver": 0,
+            # Ray gives its workers, and so the agents and ranks, a niceness of 15: beside other tests they would not renew their leases in time.
+            "RAY_worker_niceness": 0,
         }
         if node.name == "head" and not self.options.no_fault_tolerance_settings:
             # A killed node is declared dead after 2 to 4 s, and one that is cut off after 5 to 6 s. With Ray's settings it takes 17 s and 64 s.
@@ -260,7 +265,7 @@ class Cluster:
             listed = [(entry["node_ip"], entry["node_id"]) for entry in self.listed() if entry["state"] == "ALIVE"]
             for node in list(missing):
                 if found := [node_id for address, node_id in listed if address == node.ip and node_id != node.node_id]:
-                    node.node_id = found[0]
+                    node.node_id, node.whole = found[0], True
                     missing.remove(node)
                 elif node.process.poll() is not None:
                     raise Failed(f"{node.name} does not start: {tail(node.folder / 'start.log', 5)}")
@@ -298,6 +303,19 @@ class Cluster:
             self.launch(node, node.settings)
         self.wait_alive([head, *nodes], START_S)
 
+    def repair(self):
+        """Makes the cluster what it was at first, whatever was done to it."""
+        head, *nodes = self.nodes.values()
+        first = [head, *nodes[: self.options.nodes]]
+        for node in nodes[self.options.nodes :]:
+            with node.lock:
+                node.kill()
+        for node in first:
+            with node.lock:
+                if not node.whole:
+                    self.launch(node, node.settings)
+                    self.wait_alive([node], START_S)
+
     def connect(self, node, up):
         ip("-n", f"{ID}-bridge", "link", "set", f"cable-{node.name}", "up" if up else "down")
         node.connected = up
@@ -315,6 +333,9 @@ class Cluster:
                 raise Failed(f"no process {request['pid']} on any node")
             os.kill(request["pid"], request.get("signal", signal.SIGKILL))
             return {}
+        if action == "repair":
+            self.repair()
+            return {}
         if action in ("kill_head", "start_head"):
             action, name = action.replace("head", "node"), "head"
         node = self.node(name, add=action == "start_node")
@@ -329,8 +350,13 @@ class Cluster:
                 self.wait_alive([node], START_S)
                 node.settings = settings
                 return {"node_id": node.node_id}
+            node.whole = False
             if action == "kill_node":
                 node.kill()
+                if name == "head" and not self.options.fault_tolerant:
+                    # The next head knows none of them.
+                    for other in list(self.nodes.values()):
+                        other.whole = False
             elif action == "drain_node":
                 arguments = ["drain-node", f"--address={HEAD}:{PORT}", f"--node-id={node.node_id}", f"--deadline-remaining-seconds={request['seconds']}"]
                 arguments += ["--reason=DRAIN_NODE_REASON_PREEMPTION", "--reason-message=a test"]

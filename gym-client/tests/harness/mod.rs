@@ -2,6 +2,7 @@
 //! `main`: it takes `--list`, a part of a name, and `--skip` with a part of a name, as cargo's does; and `--part 1/2` for each second
 //! of the cases that these leave, so that several processes can share them.
 
+use std::any::Any;
 use std::future::Future;
 use std::panic::AssertUnwindSafe;
 use std::pin::Pin;
@@ -36,11 +37,25 @@ pub(crate) fn run_cases(cases: Vec<Case>, arguments: &[String], run: fn(Running)
     for (name, case) in cases.into_iter().filter(|(name, _)| runs(name)).skip(first - 1).step_by(every) {
         let outcome = std::panic::catch_unwind(AssertUnwindSafe(|| run(case())));
         println!("test {name} ... {}", if outcome.is_ok() { "ok" } else { "FAILED" });
-        if outcome.is_err() {
-            failed.push(name);
+        if let Err(panic) = outcome {
+            failed.push((name, message_of(&*panic).to_owned()));
         }
     }
-    assert!(failed.is_empty(), "failed: {failed:?}");
+    if failed.is_empty() {
+        return;
+    }
+    // Whoever reads only the end of a long log sees why.
+    println!("\nfailures:");
+    for (name, message) in &failed {
+        println!("    {name}: {message}");
+    }
+    std::process::exit(101);
+}
+
+/// Returns the message of a panic.
+fn message_of(panic: &(dyn Any + Send)) -> &str {
+    let text = panic.downcast_ref::<String>().map(String::as_str);
+    text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("a panic without a message")
 }
 
 /// Returns the part, counted from 1, and the number of parts.

@@ -42,7 +42,7 @@ use harness::{Case, Running, run_cases};
 use types::{Init, workers};
 
 /// Generous: the machine may be busy with other builds. Every wait ends far earlier when things work.
-const LONG: Duration = Duration::from_secs(60);
+const LONG: Duration = Duration::from_secs(120);
 
 macro_rules! cases {
     ($($module:ident::$name:ident),* $(,)?) => {
@@ -173,7 +173,7 @@ pub(crate) fn main() {
 fn run(case: impl Future<Output = ()>) {
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().expect("runtime");
     // The kills bring their own bound; the others end in a moment.
-    runtime.block_on(async { timeout(60 * LONG, case).await.expect("the case hangs") });
+    runtime.block_on(async { timeout(30 * LONG, case).await.expect("the case hangs") });
 }
 
 // ── what the cases share ──

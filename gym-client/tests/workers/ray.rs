@@ -18,7 +18,7 @@ use gym_client::group::{
     VirtualCluster,
 };
 use gym_core::group::cluster::{ClusterSpec, PlacementStrategy};
-use gym_core::group::{Batch, Dispatch, RankState, WorkerGroupExt};
+use gym_core::group::{Batch, Dispatch, FailureKind, RankState, WorkerGroupExt};
 use gym_core::{CallContext, Code, Result};
 use serde_json::{Value, json};
 use tokio::io::AsyncBufReadExt as _;
@@ -41,6 +41,13 @@ pub(super) fn cluster_address() -> Option<RayAddress> {
             None
         }
     }
+}
+
+/// Returns the address of the cluster after it was made whole: a case that failed may have left it without a node.
+pub(super) fn whole_cluster() -> Option<RayAddress> {
+    let address = cluster_address()?;
+    control(&json!({"do": "repair"}));
+    Some(address)
 }
 
 pub(super) fn ray_options() -> RayOptions {
@@ -84,7 +91,7 @@ impl Provisioner for OnRay {
 pub(super) fn control(request: &Value) -> Value {
     let path = std::env::var("GYM_RAY_TEST_CONTROL").expect("a cluster");
     let mut stream = UnixStream::connect(path).expect("the program that runs the cluster");
-    stream.set_read_timeout(Some(2 * LONG)).expect("a timeout");
+    stream.set_read_timeout(Some(3 * LONG)).expect("a timeout");
     writeln!(stream, "{request}").expect("sends");
     let mut line = String::new();
     BufReader::new(stream).read_line(&mut line).expect("a reply");
@@ -132,7 +139,8 @@ pub(super) fn nodes_of(group: &Group) -> Vec<String> {
     group.worker_status().iter().map(|rank| node(rank.node_name.as_deref().expect("it is on a node"))).collect()
 }
 
-pub(super) async fn no_process_of_ours_within(limit: Duration, what: &str) {
+/// Waits until no process of ours is on a node, and prints how long that took.
+pub(super) async fn no_process_of_ours(what: &str) {
     let begin = Instant::now();
     loop {
         let left: Vec<_> = ["n1", "n2"].iter().flat_map(|node| processes(node, "--gym-")).collect();
@@ -140,7 +148,7 @@ pub(super) async fn no_process_of_ours_within(limit: Duration, what: &str) {
             println!("    {what}: no process of ours after {:.2} s", begin.elapsed().as_secs_f64());
             return;
         }
-        assert!(begin.elapsed() < limit, "{what}: {left:?} are left");
+        assert!(begin.elapsed() < LONG, "{what}: {left:?} are left");
         sleep(Duration::from_millis(50)).await;
     }
 }
@@ -172,7 +180,7 @@ fn spread(counts: &[u32]) -> ClusterSpec {
 
 /// Cases 11, 14 and 19: two shares on two nodes, each rank with its own GPU; the same in Ray's own list.
 pub(crate) async fn ray_r11_bundles_spread_over_nodes_and_each_rank_has_its_gpu() {
-    let Some(address) = cluster_address() else { return };
+    let Some(address) = whole_cluster() else { return };
     let mut spec = spread(&[4, 4]);
     // The nodes announce their domain by a label.
     spec.segment_size = std::num::NonZeroU32::new(2);
@@ -202,10 +210,10 @@ pub(crate) async fn ray_r11_bundles_spread_over_nodes_and_each_rank_has_its_gpu(
     stop(&group).await;
     // Case 22.
     let begin = Instant::now();
-    cluster.shutdown(Duration::from_secs(2)).await.expect("stops");
+    cluster.shutdown(LONG).await.expect("stops");
     println!("    stopped after {:.2} s", begin.elapsed().as_secs_f64());
-    cluster.shutdown(Duration::from_secs(2)).await.expect("nothing to do");
-    no_process_of_ours_within(Duration::from_secs(1), "after the stop").await;
+    cluster.shutdown(LONG).await.expect("nothing to do");
+    no_process_of_ours("after the stop").await;
     let job =
         dashboard.job(&cx(), ours[0].submission_id.as_deref().expect("an id")).await.expect("asks").expect("known");
     assert!(job.has_ended(), "{job:?}");
@@ -213,19 +221,19 @@ pub(crate) async fn ray_r11_bundles_spread_over_nodes_and_each_rank_has_its_gpu(
 
 /// Case 12: what fits one node is packed on one.
 pub(crate) async fn ray_r12_bundles_are_packed_on_one_node() {
-    let Some(address) = cluster_address() else { return };
+    let Some(address) = whole_cluster() else { return };
     let mut spec = ClusterSpec::new([1, 1]);
     spec.placement_group_strategy = PlacementStrategy::Pack;
     let cluster = cluster(spec, &address);
     let group = start(&cluster, options()).await;
     assert_eq!(nodes_of(&group).into_iter().collect::<BTreeSet<_>>().len(), 1);
     stop(&group).await;
-    cluster.shutdown(Duration::from_secs(2)).await.expect("stops");
+    cluster.shutdown(LONG).await.expect("stops");
 }
 
 /// Cases 13 and 15: what no node can have is an error that says what was requested and what there is.
 pub(crate) async fn ray_r13_what_cannot_be_placed_is_explained() {
-    let Some(address) = cluster_address() else { return };
+    let Some(address) = whole_cluster() else { return };
     let refused = async |spec: ClusterSpec, options: RayOptions| {
         let begin = Instant::now();
         let cluster = VirtualCluster::new(spec, ray(address.clone(), options)).expect("valid");
@@ -253,12 +261,12 @@ pub(crate) async fn ray_r13_what_cannot_be_placed_is_explained() {
     disks.resources.insert("disk".to_owned(), 1.0);
     let text = refused(spread(&[1]), disks).await;
     assert!(text.contains("1 CPU and 1 GPU and 1 disk") && text.contains("no node can ever have them"), "{text}");
-    no_process_of_ours_within(Duration::from_secs(5), "after the failures").await;
+    no_process_of_ours("after the failures").await;
 }
 
 /// Case 16: a program that cannot be executed is reported with the error of the operating system.
 pub(crate) async fn ray_r16_a_program_that_cannot_run_is_reported() {
-    let Some(address) = cluster_address() else { return };
+    let Some(address) = whole_cluster() else { return };
     let folder = tempfile::tempdir().expect("a folder");
     let program = folder.path().join("program");
     std::fs::write(&program, "no program").expect("writes");
@@ -282,7 +290,7 @@ pub(crate) async fn ray_r16_a_program_that_cannot_run_is_reported() {
 
 /// Case 41: a driver that cannot run as a child of this program, which is on no node of the cluster, is reported with its cause and the fix.
 pub(crate) async fn ray_r41_a_driver_that_cannot_run_here_is_reported() {
-    let Some(address) = cluster_address() else { return };
+    let Some(address) = whole_cluster() else { return };
     let refused_within = async |python: PathBuf, limit: Duration| {
         let mut options = ray_options();
         options.driver = RayDriver::Child { python };
@@ -318,7 +326,7 @@ pub(crate) async fn ray_r41_a_driver_that_cannot_run_here_is_reported() {
 
 /// Case 24: a killed rank restarts without Ray.
 pub(crate) async fn ray_r24_a_killed_rank_restarts_without_ray() {
-    let Some(address) = cluster_address() else { return };
+    let Some(address) = whole_cluster() else { return };
     let cluster = cluster(spread(&[1, 1]), &address);
     let mut options = options();
     options.restart_on_failure = true;
@@ -333,12 +341,12 @@ pub(crate) async fn ray_r24_a_killed_rank_restarts_without_ray() {
     println!("    a killed rank is back after {:.2} s", begin.elapsed().as_secs_f64());
     group.call(Describe, ()).deadline(LONG).await.expect("answers");
     stop(&group).await;
-    cluster.shutdown(Duration::from_secs(2)).await.expect("stops");
+    cluster.shutdown(LONG).await.expect("stops");
 }
 
 /// Starts two ranks on two nodes, breaks the node of the second one, and waits until it is back.
 async fn broken(what: &str, break_node: impl FnOnce(&str), mend: impl FnOnce(&str)) {
-    let Some(address) = cluster_address() else { return };
+    let Some(address) = whole_cluster() else { return };
     let cluster = cluster(ClusterSpec::new([1, 1]), &address);
     let mut options = options();
     options.restart_on_failure = true;
@@ -362,7 +370,7 @@ async fn broken(what: &str, break_node: impl FnOnce(&str), mend: impl FnOnce(&st
     let begin = Instant::now();
     stop(&group).await;
     println!("    {what}: the group stopped in {:.2} s", begin.elapsed().as_secs_f64());
-    cluster.shutdown(Duration::from_secs(2)).await.expect("stops");
+    cluster.shutdown(LONG).await.expect("stops");
     println!("    {what}: the cluster stopped in {:.2} s", begin.elapsed().as_secs_f64());
 }
 
@@ -384,7 +392,7 @@ pub(crate) async fn ray_r27_ranks_of_a_lost_machine_restart_elsewhere() {
 
 /// Case 28: a machine is lost, and no other has room. The other ranks serve, and those of the lost machine come back on a machine that is added.
 pub(crate) async fn ray_r28_ranks_wait_for_a_machine_that_is_added() {
-    let Some(address) = cluster_address() else { return };
+    let Some(address) = whole_cluster() else { return };
     let cluster = cluster(spread(&[1, 1]), &address);
     let mut options = options();
     options.restart_on_failure = true;
@@ -393,11 +401,12 @@ pub(crate) async fn ray_r28_ranks_wait_for_a_machine_that_is_added() {
     control(&json!({"do": "kill_node", "node": nodes[1]}));
     let begin = Instant::now();
     until("the rank has ended for the group", || status(&group, 1).state != RankState::Healthy).await;
-    // Ray needs some seconds to notice it; meanwhile and later, calls to the lost rank fail at once, and the other one serves.
+    // Ray needs some seconds to notice it; meanwhile and later, calls to the lost rank fail at once, not at their deadline, and the other one
+    // serves.
     while begin.elapsed() < 3 * LEASE {
-        let asked = Instant::now();
         let error = group.call(Describe, ()).deadline(LONG).await.expect_err("a rank is missing");
-        assert!(asked.elapsed() < Duration::from_secs(5), "{error}");
+        let waited = error.outcomes().iter().any(|outcome| outcome.kind() == Some(FailureKind::Timeout));
+        assert!(!waited, "{error}");
         group.call(Describe, ()).dispatch(Dispatch::rank(0)).deadline(LONG).await.expect("it serves");
         sleep(Duration::from_millis(500)).await;
     }
@@ -411,14 +420,14 @@ pub(crate) async fn ray_r28_ranks_wait_for_a_machine_that_is_added() {
     assert_eq!((status(&group, 0).incarnation.0, status(&group, 1).incarnation.0), (1, 2), "one restart");
     group.call(Describe, ()).deadline(LONG).await.expect("answers");
     stop(&group).await;
-    cluster.shutdown(Duration::from_secs(2)).await.expect("stops");
+    cluster.shutdown(LONG).await.expect("stops");
     control(&json!({"do": "kill_node", "node": "n3"}));
     control(&json!({"do": "start_node", "node": nodes[1]}));
 }
 
 /// A machine is drained before it is taken away: balanced calls go elsewhere, the others go on, and its ranks start elsewhere at the end.
 pub(crate) async fn ray_ranks_of_a_drained_machine_get_no_balanced_calls() {
-    let Some(address) = cluster_address() else { return };
+    let Some(address) = whole_cluster() else { return };
     let cluster = cluster(ClusterSpec::new([1, 1]), &address);
     let mut options = options();
     options.restart_on_failure = true;
@@ -464,13 +473,13 @@ pub(crate) async fn ray_ranks_of_a_drained_machine_get_no_balanced_calls() {
         .collect();
     assert_eq!(ranks.len(), 2, "the new incarnation is on a machine that stays");
     stop(&group).await;
-    cluster.shutdown(Duration::from_secs(2)).await.expect("stops");
+    cluster.shutdown(LONG).await.expect("stops");
     control(&json!({"do": "start_node", "node": nodes[1]}));
 }
 
 /// Case 33: the head is lost, without fault tolerance. The ranks serve; when there is a cluster again, the job is submitted again.
 pub(crate) async fn ray_r33_ranks_serve_without_a_head_and_return_with_the_next_cluster() {
-    let Some(address) = cluster_address() else { return };
+    let Some(address) = whole_cluster() else { return };
     let cluster = cluster(spread(&[1, 1]), &address);
     let mut options = options();
     options.restart_on_failure = true;
@@ -494,13 +503,13 @@ pub(crate) async fn ray_r33_ranks_serve_without_a_head_and_return_with_the_next_
     println!("    a new cluster: both ranks are back after {:.2} s", begin.elapsed().as_secs_f64());
     group.call(Describe, ()).deadline(LONG).await.expect("answers");
     stop(&group).await;
-    cluster.shutdown(Duration::from_secs(2)).await.expect("stops");
-    no_process_of_ours_within(Duration::from_secs(5), "after the stop").await;
+    cluster.shutdown(LONG).await.expect("stops");
+    no_process_of_ours("after the stop").await;
 }
 
 /// Case 34: a head that keeps its state restarts. No rank does, and no call fails.
 pub(crate) async fn ray_ft_r34_nothing_restarts_with_a_head_that_keeps_its_state() {
-    let Some(address) = cluster_address() else { return };
+    let Some(address) = whole_cluster() else { return };
     if std::env::var_os("GYM_RAY_TEST_FAULT_TOLERANT").is_none() {
         println!("  skipped: the head of this cluster keeps no state (`.ci/test ray` starts one that does)");
         return;
@@ -564,8 +573,8 @@ pub(crate) async fn ray_ft_r34_nothing_restarts_with_a_head_that_keeps_its_state
         "none but the killed one restarted"
     );
     stop(&group).await;
-    cluster.shutdown(Duration::from_secs(5)).await.expect("stops");
-    no_process_of_ours_within(Duration::from_secs(5), "after the stop").await;
+    cluster.shutdown(LONG).await.expect("stops");
+    no_process_of_ours("after the stop").await;
 }
 
 /// Case 29: a machine is cut off. Its ranks end by themselves before others start.
@@ -583,7 +592,7 @@ pub(crate) async fn ray_r29_ranks_of_a_machine_that_was_cut_off_end_before_other
 
 /// Case 32: the driver of the job is killed: nothing of it stays, and the job is submitted again.
 pub(crate) async fn ray_r32_a_killed_driver_leaves_no_process_and_the_job_is_submitted_again() {
-    let Some(address) = cluster_address() else { return };
+    let Some(address) = whole_cluster() else { return };
     let cluster = cluster(spread(&[1, 1]), &address);
     let mut options = options();
     options.restart_on_failure = true;
@@ -608,8 +617,8 @@ pub(crate) async fn ray_r32_a_killed_driver_leaves_no_process_and_the_job_is_sub
     until("both ranks are back", || back(0) && back(1)).await;
     println!("    the driver is killed: both ranks are back after {:.2} s", begin.elapsed().as_secs_f64());
     stop(&group).await;
-    cluster.shutdown(Duration::from_secs(2)).await.expect("stops");
-    no_process_of_ours_within(Duration::from_secs(5), "after the stop").await;
+    cluster.shutdown(LONG).await.expect("stops");
+    no_process_of_ours("after the stop").await;
 }
 
 /// The process that gets killed: `be-ray-controller`.
@@ -623,7 +632,7 @@ pub(crate) async fn doomed_controller() {
 
 /// Case 31: the controller is killed: its ranks end with their lease, and then the job.
 pub(crate) async fn ray_r31_a_killed_controller_leaves_nothing() {
-    if cluster_address().is_none() {
+    if whole_cluster().is_none() {
         return;
     }
     let mut child = tokio::process::Command::new(std::env::current_exe().expect("own path"))
@@ -639,11 +648,11 @@ pub(crate) async fn ray_r31_a_killed_controller_leaves_nothing() {
     let begin = Instant::now();
     let ranks = || ["n1", "n2"].iter().flat_map(|node| processes(node, "--gym-worker")).count();
     while ranks() > 0 {
-        assert!(begin.elapsed() < 4 * LEASE, "ranks without a controller");
+        assert!(begin.elapsed() < 10 * LEASE, "ranks without a controller");
         sleep(Duration::from_millis(50)).await;
     }
     println!("    the ranks of a killed controller ended after {:.2} s", begin.elapsed().as_secs_f64());
-    no_process_of_ours_within(Duration::from_secs(30), "after the controller was killed").await;
+    no_process_of_ours("after the controller was killed").await;
 }
 
 /// Two verifiers on each of two nodes, and a table that they fetch from this process.
@@ -659,7 +668,7 @@ async fn verifiers(address: &RayAddress) -> (VirtualCluster, Arc<Group>, verify:
 
 /// Cases 36, 37 and 39: two nodes share the items of a list in bounded batches, and a panic of the verifier fails one item.
 pub(crate) async fn ray_r36_each_node_verifies_its_share_in_batches_and_a_panic_fails_one_item() {
-    let Some(address) = cluster_address() else { return };
+    let Some(address) = whole_cluster() else { return };
     let (cluster, group, table) = verifiers(&address).await;
     let nodes = nodes_of(&group);
     let begin = Instant::now();
@@ -674,12 +683,12 @@ pub(crate) async fn ray_r36_each_node_verifies_its_share_in_batches_and_a_panic_
     verify::batches_are_bounded(&results, 4);
     verify::a_panic_names_its_item(&group, &table).await;
     stop(&group).await;
-    cluster.shutdown(Duration::from_secs(2)).await.expect("stops");
+    cluster.shutdown(LONG).await.expect("stops");
 }
 
 /// Case 38: a machine is lost in mid-run; its batches are handed out again, and each item has one result.
 pub(crate) async fn ray_r38_a_machine_lost_in_mid_run_costs_no_item() {
-    let Some(address) = cluster_address() else { return };
+    let Some(address) = whole_cluster() else { return };
     let (cluster, group, table) = verifiers(&address).await;
     let lost = nodes_of(&group)[2].clone();
     let begin = Instant::now();
@@ -702,12 +711,12 @@ pub(crate) async fn ray_r38_a_machine_lost_in_mid_run_costs_no_item() {
     assert_eq!(status(&group, 0).incarnation.0, 1, "the other node was not touched");
     control(&json!({"do": "start_node", "node": lost}));
     stop(&group).await;
-    cluster.shutdown(Duration::from_secs(2)).await.expect("stops");
+    cluster.shutdown(LONG).await.expect("stops");
 }
 
 /// Case 1: without an address nothing of Ray is tried, which the other cases show; a group without a cluster runs on all nodes.
 pub(crate) async fn ray_ranks_without_a_cluster_run_on_all_nodes() {
-    let Some(address) = cluster_address() else { return };
+    let Some(address) = whole_cluster() else { return };
     let group =
         Group::start(&cx(), &ray(address, ray_options()), spec("obedient", 4), GroupOptions::new(transports())).await;
     let group = group.expect("starts");
@@ -715,5 +724,5 @@ pub(crate) async fn ray_ranks_without_a_cluster_run_on_all_nodes() {
     assert_eq!(nodes.iter().filter(|node| *node == "n1").count(), 2, "{nodes:?}");
     stop(&group).await;
     drop(group);
-    no_process_of_ours_within(Duration::from_secs(15), "after the group was dropped").await;
+    no_process_of_ours("after the group was dropped").await;
 }

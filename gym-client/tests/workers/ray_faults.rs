@@ -13,8 +13,7 @@ use tokio::time::{Instant, sleep};
 
 use super::nodes::{living_ranks, watch_lives};
 use super::ray::{
-    AGENT, cluster_address, control, cx, kill, no_process_of_ours_within, nodes_of, parents, processes, ray,
-    ray_options,
+    AGENT, control, cx, kill, no_process_of_ours, nodes_of, parents, processes, ray, ray_options, whole_cluster,
 };
 use super::types::{Describe, Init};
 use super::{LONG, options, signal, status, stop, until};
@@ -31,7 +30,7 @@ const FAULTS: [&str; 7] = [
 ];
 
 pub(crate) async fn ray_faults_leave_no_orphan_and_no_second_incarnation() {
-    let Some(address) = cluster_address() else { return };
+    let Some(address) = whole_cluster() else { return };
     let number =
         |name: &str, otherwise: u64| std::env::var(name).map_or(otherwise, |text| text.parse().expect("a number"));
     let (faults, first_seed) = (number("GYM_RAY_FAULTS", FAULTS.len() as u64), number("GYM_FAULT_SEED", 1));
@@ -107,8 +106,8 @@ pub(crate) async fn ray_faults_leave_no_orphan_and_no_second_incarnation() {
         assert!(!watcher.is_finished(), "seed {seed}: a rank was alive twice");
     }
     stop(&group).await;
-    cluster.shutdown(Duration::from_secs(5)).await.expect("stops");
-    no_process_of_ours_within(Duration::from_secs(15), "after the stop").await;
+    cluster.shutdown(LONG).await.expect("stops");
+    no_process_of_ours("after the stop").await;
     assert!(living_ranks(&mark).is_empty());
     assert!(!watcher.is_finished(), "a rank was alive twice");
     watcher.abort();
