@@ -302,6 +302,26 @@ async fn a_next_attempt_whose_response_was_lost_ends_with_the_reservation() {
     assert!(fake.stops().contains(&second), "{:?}", fake.stops());
 }
 
+/// The reservation is released while the next attempt is submitted: that one has ended too before the release has.
+#[tokio::test(start_paused = true)]
+async fn a_release_waits_for_the_attempt_that_is_being_submitted_and_stops_it() {
+    let fake = Fake::start().await;
+    let (reservation, first, _agents) = reserved(&fake).await;
+    // A cluster that has just started takes no jobs yet.
+    fake.before(|seen| (seen.line == SUBMIT).then(|| Answer::text(503, "No available agent")));
+    fake.with(|cluster| cluster.jobs.get_mut(&first).expect("a job").fail(-9));
+    fake.until("a submission", |cluster| cluster.requests.iter().filter(|seen| seen.line == SUBMIT).count() > 1).await;
+    let released = async {
+        reservation.release(Duration::from_secs(1)).await.expect("releases");
+        fake.with(|cluster| cluster.jobs[&first.replace("-a1", "-a2")].status)
+    };
+    let (status, ()) = tokio::join!(released, async {
+        sleep(Duration::from_secs(2)).await;
+        fake.with(|cluster| cluster.before = None);
+    });
+    assert_eq!(status, "STOPPED");
+}
+
 /// The agents are released without it, and the job ends when the last of them has ended.
 #[tokio::test(start_paused = true)]
 async fn a_release_without_a_head_gives_the_agents_back_and_says_that_the_job_was_not_stopped() {

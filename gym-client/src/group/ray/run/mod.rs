@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use gym_core::group::watch;
 use gym_core::{CallContext, Code, Error, Execution, Result};
-use tokio::time::{Instant, sleep};
+use tokio::time::{Instant, sleep, timeout};
 use tokio_util::task::AbortOnDropHandle;
 
 use crate::group::ray::RayDriver;
@@ -51,6 +51,8 @@ pub(super) struct RayRun {
     attempt: Mutex<Attempt>,
     state: watch::Sender<RunState>,
     stopped: AtomicBool,
+    /// Held while a further attempt is begun: what stops the job waits for it, and stops that attempt.
+    beginning: tokio::sync::Mutex<()>,
     /// `true` once the job has ended and is not submitted again.
     over: AtomicBool,
     follower: Mutex<Option<AbortOnDropHandle<()>>>,
@@ -83,7 +85,8 @@ impl RayRun {
         let (stopped, over) = (AtomicBool::new(false), AtomicBool::new(false));
         let (attempt, follower) = (Mutex::default(), Mutex::default());
         // Made before the request is sent: from then on Ray may have the job, whose response may be lost, and dropping the run stops it.
-        let run = Arc::new(Self { job, name, attempt, state, stopped, over, follower });
+        let beginning = tokio::sync::Mutex::default();
+        let run = Arc::new(Self { job, name, attempt, state, stopped, beginning, over, follower });
         if let Err(error) = run.begin(cx, id).await {
             // Ray has rejected the job, or the name is that of another one.
             run.stopped.store(error.execution() == Execution::Finished, Ordering::Release);
@@ -328,6 +331,8 @@ impl RayRun {
         if self.stopped.swap(true, Ordering::AcqRel) {
             return Ok(());
         }
+        // An attempt that is being begun is the one to stop. One that takes longer stops itself once it has begun.
+        let _ = timeout(grace + STOP_TIME, self.beginning.lock()).await;
         if let Some(child) = self.attempt().child {
             return child.stop().await;
         }
@@ -580,6 +585,10 @@ impl RayRun {
     }
 
     async fn submit_again(&self, attempt: &mut u32) -> Result<()> {
+        let _beginning = self.beginning.lock().await;
+        if self.stopped.load(Ordering::Acquire) {
+            return Ok(());
+        }
         let id: Arc<str> = format!("{}-a{}", self.name, *attempt + 1).into();
         let begun = self.begin(&CallContext::within(SUBMIT_TIME), Arc::clone(&id)).await;
         let state = || RunState::new(self.job.plan.bundles.len());
@@ -598,7 +607,7 @@ impl RayRun {
         *attempt += 1;
         self.state.send_replace(state());
         if self.stopped.load(Ordering::Acquire) {
-            // It was stopped meanwhile.
+            // It was stopped meanwhile; whoever did so may not have waited for this.
             self.attempt().stop(&self.job.dashboard).await?;
         }
         Ok(())
