@@ -227,6 +227,11 @@ class Cluster:
 
     def launch(self, node, settings):
         """Starts the processes of a node, and does not wait for them."""
+        node.whole = False
+        if node.name == "head" and not self.options.fault_tolerant:
+            # It knows none of them.
+            for other in list(self.nodes.values()):
+                other.whole = False
         node.kill()
         self.connect(node, True)
         node.lives += 1
@@ -353,10 +358,6 @@ class Cluster:
             node.whole = False
             if action == "kill_node":
                 node.kill()
-                if name == "head" and not self.options.fault_tolerant:
-                    # The next head knows none of them.
-                    for other in list(self.nodes.values()):
-                        other.whole = False
             elif action == "drain_node":
                 arguments = ["drain-node", f"--address={HEAD}:{PORT}", f"--node-id={node.node_id}", f"--deadline-remaining-seconds={request['seconds']}"]
                 arguments += ["--reason=DRAIN_NODE_REASON_PREEMPTION", "--reason-message=a test"]

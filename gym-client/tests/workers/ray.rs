@@ -29,6 +29,8 @@ use super::{LONG, options, spec, status, stop, transports, until, verify};
 
 /// Shorter than Ray's detection of a lost node, even of a cluster with short intervals.
 pub(super) const LEASE: Duration = Duration::from_secs(3);
+/// Generous for what happens at once, and less than the time after which agents and ranks that were left behind end by themselves.
+pub(super) const SOON: Duration = Duration::from_secs(30);
 /// The command line of an agent contains it.
 pub(super) const AGENT: &str = "--gym-node-agent";
 
@@ -140,7 +142,7 @@ pub(super) fn nodes_of(group: &Group) -> Vec<String> {
 }
 
 /// Waits until no process of ours is on a node, and prints how long that took.
-pub(super) async fn no_process_of_ours(what: &str) {
+pub(super) async fn no_process_of_ours(limit: Duration, what: &str) {
     let begin = Instant::now();
     loop {
         let left: Vec<_> = ["n1", "n2"].iter().flat_map(|node| processes(node, "--gym-")).collect();
@@ -148,7 +150,7 @@ pub(super) async fn no_process_of_ours(what: &str) {
             println!("    {what}: no process of ours after {:.2} s", begin.elapsed().as_secs_f64());
             return;
         }
-        assert!(begin.elapsed() < LONG, "{what}: {left:?} are left");
+        assert!(begin.elapsed() < limit, "{what}: {left:?} are left");
         sleep(Duration::from_millis(50)).await;
     }
 }
@@ -210,10 +212,10 @@ pub(crate) async fn ray_r11_bundles_spread_over_nodes_and_each_rank_has_its_gpu(
     stop(&group).await;
     // Case 22.
     let begin = Instant::now();
-    cluster.shutdown(LONG).await.expect("stops");
+    cluster.shutdown(Duration::from_secs(2)).await.expect("stops");
     println!("    stopped after {:.2} s", begin.elapsed().as_secs_f64());
     cluster.shutdown(LONG).await.expect("nothing to do");
-    no_process_of_ours("after the stop").await;
+    no_process_of_ours(SOON, "after the stop").await;
     let job =
         dashboard.job(&cx(), ours[0].submission_id.as_deref().expect("an id")).await.expect("asks").expect("known");
     assert!(job.has_ended(), "{job:?}");
@@ -261,7 +263,7 @@ pub(crate) async fn ray_r13_what_cannot_be_placed_is_explained() {
     disks.resources.insert("disk".to_owned(), 1.0);
     let text = refused(spread(&[1]), disks).await;
     assert!(text.contains("1 CPU and 1 GPU and 1 disk") && text.contains("no node can ever have them"), "{text}");
-    no_process_of_ours("after the failures").await;
+    no_process_of_ours(SOON, "after the failures").await;
 }
 
 /// Case 16: a program that cannot be executed is reported with the error of the operating system.
@@ -404,7 +406,7 @@ pub(crate) async fn ray_r28_ranks_wait_for_a_machine_that_is_added() {
     // Ray needs some seconds to notice it; meanwhile and later, calls to the lost rank fail at once, not at their deadline, and the other one
     // serves.
     while begin.elapsed() < 3 * LEASE {
-        let error = group.call(Describe, ()).deadline(LONG).await.expect_err("a rank is missing");
+        let error = group.call(Describe, ()).deadline(SOON).await.expect_err("a rank is missing");
         let waited = error.outcomes().iter().any(|outcome| outcome.kind() == Some(FailureKind::Timeout));
         assert!(!waited, "{error}");
         group.call(Describe, ()).dispatch(Dispatch::rank(0)).deadline(LONG).await.expect("it serves");
@@ -504,7 +506,7 @@ pub(crate) async fn ray_r33_ranks_serve_without_a_head_and_return_with_the_next_
     group.call(Describe, ()).deadline(LONG).await.expect("answers");
     stop(&group).await;
     cluster.shutdown(LONG).await.expect("stops");
-    no_process_of_ours("after the stop").await;
+    no_process_of_ours(SOON, "after the stop").await;
 }
 
 /// Case 34: a head that keeps its state restarts. No rank does, and no call fails.
@@ -574,7 +576,7 @@ pub(crate) async fn ray_ft_r34_nothing_restarts_with_a_head_that_keeps_its_state
     );
     stop(&group).await;
     cluster.shutdown(LONG).await.expect("stops");
-    no_process_of_ours("after the stop").await;
+    no_process_of_ours(SOON, "after the stop").await;
 }
 
 /// Case 29: a machine is cut off. Its ranks end by themselves before others start.
@@ -618,7 +620,7 @@ pub(crate) async fn ray_r32_a_killed_driver_leaves_no_process_and_the_job_is_sub
     println!("    the driver is killed: both ranks are back after {:.2} s", begin.elapsed().as_secs_f64());
     stop(&group).await;
     cluster.shutdown(LONG).await.expect("stops");
-    no_process_of_ours("after the stop").await;
+    no_process_of_ours(SOON, "after the stop").await;
 }
 
 /// The process that gets killed: `be-ray-controller`.
@@ -652,7 +654,7 @@ pub(crate) async fn ray_r31_a_killed_controller_leaves_nothing() {
         sleep(Duration::from_millis(50)).await;
     }
     println!("    the ranks of a killed controller ended after {:.2} s", begin.elapsed().as_secs_f64());
-    no_process_of_ours("after the controller was killed").await;
+    no_process_of_ours(LONG, "after the controller was killed").await;
 }
 
 /// Two verifiers on each of two nodes, and a table that they fetch from this process.
@@ -724,5 +726,5 @@ pub(crate) async fn ray_ranks_without_a_cluster_run_on_all_nodes() {
     assert_eq!(nodes.iter().filter(|node| *node == "n1").count(), 2, "{nodes:?}");
     stop(&group).await;
     drop(group);
-    no_process_of_ours("after the group was dropped").await;
+    no_process_of_ours(SOON, "after the group was dropped").await;
 }

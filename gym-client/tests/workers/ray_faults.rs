@@ -13,7 +13,7 @@ use tokio::time::{Instant, sleep};
 
 use super::nodes::{living_ranks, watch_lives};
 use super::ray::{
-    AGENT, control, cx, kill, no_process_of_ours, nodes_of, parents, processes, ray, ray_options, whole_cluster,
+    AGENT, SOON, control, cx, kill, no_process_of_ours, nodes_of, parents, processes, ray, ray_options, whole_cluster,
 };
 use super::types::{Describe, Init};
 use super::{LONG, options, signal, status, stop, until};
@@ -107,7 +107,7 @@ pub(crate) async fn ray_faults_leave_no_orphan_and_no_second_incarnation() {
     }
     stop(&group).await;
     cluster.shutdown(LONG).await.expect("stops");
-    no_process_of_ours("after the stop").await;
+    no_process_of_ours(SOON, "after the stop").await;
     assert!(living_ranks(&mark).is_empty());
     assert!(!watcher.is_finished(), "a rank was alive twice");
     watcher.abort();

@@ -372,6 +372,39 @@ mod tests {
         assert_eq!(count.0.load(Ordering::Relaxed), 0);
     }
 
+    proptest::proptest! {
+        /// Waiters of a token and of its children come and go in any order, more than there are first slots.
+        #[test]
+        fn whoever_waits_is_woken_once_and_nobody_else(steps in proptest::collection::vec((0..4_u8, proptest::prelude::any::<usize>()), 0..60)) {
+            let token = CancelToken::new();
+            let (mut waiting, mut left) = (Vec::new(), Vec::new());
+            for (step, which) in steps {
+                match step {
+                    0 | 1 => {
+                        let of = if step == 0 { token.clone() } else { token.child_token() };
+                        let (count, waker) = woken();
+                        let mut waiter = Box::pin(of.into_cancelled());
+                        proptest::prop_assert!(waiter.as_mut().poll(&mut Context::from_waker(&waker)).is_pending());
+                        waiting.push((waiter, count));
+                    }
+                    _ if waiting.is_empty() => {}
+                    2 => left.push(waiting.swap_remove(which % waiting.len()).1),
+                    _ => {
+                        // It is polled with another waker, which is the one to wake.
+                        let at = which % waiting.len();
+                        let (count, waker) = woken();
+                        proptest::prop_assert!(waiting[at].0.as_mut().poll(&mut Context::from_waker(&waker)).is_pending());
+                        left.push(std::mem::replace(&mut waiting[at].1, count));
+                    }
+                }
+            }
+            token.cancel();
+            let woken = |counts: &[&Arc<Woken>]| counts.iter().map(|count| count.0.load(Ordering::Relaxed)).collect::<Vec<_>>();
+            proptest::prop_assert_eq!(woken(&waiting.iter().map(|(_, count)| count).collect::<Vec<_>>()), vec![1; waiting.len()]);
+            proptest::prop_assert_eq!(woken(&left.iter().collect::<Vec<_>>()), vec![0; left.len()]);
+        }
+    }
+
     #[test]
     fn a_guard_fires_unless_it_is_disarmed() {
         let token = CancelToken::new();

@@ -94,7 +94,7 @@ impl RunDeduplicator {
         Self { shared: Arc::new(SharedRuns { grace, table: Mutex::default() }) }
     }
 
-    /// Returns the response to `body`, from the matching episode in progress or from the episode that `start` begins, at once and not at the first
+    /// Returns the response to `body`, from the matching episode in progress or from the episode that `start` begins: at this call, not at the first
     /// poll. The future of `start` continues after this call if the caller disconnects.
     pub(crate) fn run<Fut>(
         &self,

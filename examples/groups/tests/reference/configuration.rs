@@ -24,7 +24,9 @@ fn the_page_on_configuration_is_the_generated_one() {
          configuration, which editors read; [cluster.schema.json](cluster.schema.json) is the schema of a cluster file. \
          `rgym config check FILE…` reports an unknown key with the nearest name.\n\n\
          Every value can be an interpolation, such as `${oc.env:NAME,default}` or `${key}`. A number or boolean in the block of a \
-         server can be in quotes. `null` means that the key is absent.",
+         server can be in quotes. `null` means that the key is absent.\n\n\
+         `env.yaml` of a search directory or of the working directory, if there is one, is read after all other files and overrides them; the \
+         command line overrides it. It is for keys of endpoints and for what differs between machines.",
     );
     page.section(
         "Top level",
@@ -143,6 +145,8 @@ fn type_of(schema: &Value) -> String {
     for key in ["anyOf", "oneOf"] {
         if let Some(forms) = schema[key].as_array() {
             let mut forms: Vec<String> = forms.iter().map(type_of).filter(|form| form != "null").collect();
+            // Names come first: "mapping with `a` or `b`" could be read as a mapping with either.
+            forms.sort_by_key(|form| form.starts_with("mapping"));
             forms.dedup();
             return forms.join(" or ");
         }

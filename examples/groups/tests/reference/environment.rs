@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use crate::page::{Page, code, sources};
 
 /// The variables that a user sets: name, reader, meaning.
-const READ: [(&str, &str, &str); 42] = [
+const READ: [(&str, &str, &str); 43] = [
     (
         "CUDA_VISIBLE_DEVICES",
         "worker groups",
@@ -101,6 +101,11 @@ const READ: [(&str, &str, &str); 42] = [
     ("RUST_LOG", "`rgym`", "Log levels per target, such as `warn,gym_client=debug`. It takes precedence over `-v`."),
     ("SSL_CERT_DIR", "feature `tls`", "A directory of trusted certificates, in the place of those of the system."),
     ("SSL_CERT_FILE", "feature `tls`", "A file of trusted certificates, in the place of those of the system."),
+    (
+        "TMPDIR",
+        "all",
+        "The directory for temporary files. Otherwise `/tmp`. A limited program gets its own directory in it.",
+    ),
     ("TOKIO_WORKER_THREADS", "`rgym`", "The number of runtime threads, unless `--threads` is given."),
     (
         "UCX_HANDLE_ERRORS",
@@ -173,7 +178,7 @@ const SET: [(&str, &str, &str); 21] = [
 ];
 
 /// Variables of tests, benchmarks and fuzzing. No program of a user reads them.
-const OF_TESTS: [&str; 50] = [
+const OF_TESTS: [&str; 49] = [
     "CONDA_PREFIX",
     "GYM_ABSENT",
     "GYM_AFFINITY_SEEDS",
@@ -222,7 +227,6 @@ const OF_TESTS: [&str; 50] = [
     "RAY_DASHBOARD_TEST_SENDS",
     "RAY_USAGE_STATS_ENABLED",
     "SIMULATED_HOST",
-    "TMPDIR",
     "WANDB_MODE",
 ];
 

@@ -316,7 +316,7 @@ async fn the_page_on_metrics_is_the_generated_one() {
     page.table(head, servers.iter().map(row));
     page.section(
         "GPUs",
-        "Of processes that `rgym run` starts, and of node agents, on machines with GPUs and `nvidia-smi`.",
+        "Of `rgym run` with the feature `ray`, and of node agents, on machines with GPUs and `nvidia-smi`.",
     );
     page.table(head, gpu.iter().map(row));
     page.section("Nodes", "The agent of a node has these metrics, those of its process and those of its GPUs.");

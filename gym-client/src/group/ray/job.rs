@@ -146,8 +146,13 @@ impl JobTemplate {
     }
 
     /// Submits a job that was prepared.
-    pub(super) async fn submit(&self, cx: &CallContext, job: &JobRequest) -> Result<()> {
-        self.dashboard.submit(cx, job).await?;
+    pub(super) async fn submit(
+        &self,
+        cx: &CallContext,
+        job: &JobRequest,
+        check_wanted: &(dyn Fn() -> Result<()> + Sync),
+    ) -> Result<()> {
+        self.dashboard.submit(cx, job, check_wanted).await?;
         tracing::info!(job = job.submission_id, ray = %self.dashboard.address(), "a job was submitted to Ray");
         Ok(())
     }

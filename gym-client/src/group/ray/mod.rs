@@ -305,6 +305,7 @@ impl Reservation for RayReservation {
     }
 
     async fn release(&self, grace: Duration) -> Result<()> {
+        self.run.begin_no_more();
         let released = self.nodes.release(grace).await;
         let stopped = self.run.stop(grace).await;
         let ended = match &self.head {

@@ -29,8 +29,8 @@ pub struct WorkerGroupConfig {
     pub async_communication: bool,
     /// Balances calls that can run on any worker. The default is `false`.
     pub enable_load_balancing: bool,
-    /// The balancing strategy; `least_outstanding` is another name of `least_pending`. If it is given, calls are balanced even without
-    /// `enable_load_balancing`.
+    /// The balancing strategy; `least_outstanding` is another name of `least_pending`, and `affinity` is rejected, because calls of a group
+    /// have no session. If it is given, calls are balanced even without `enable_load_balancing`.
     pub load_balancing_strategy: Option<Balance>,
     /// The allowed transports to the workers: `auto`, one transport, or a list. The default excludes UCX.
     #[cfg_attr(feature = "schemars", schemars(with = "Option<crate::transport::WrittenTransports>"))]

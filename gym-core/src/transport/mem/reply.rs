@@ -14,7 +14,7 @@ use crate::message::Response;
 
 /// Resolves to the response. Not an async block, which would be three times as large: every rollout in flight waits in one for each hop.
 pub(super) struct InProcessReply {
-    /// `None` after the response.
+    /// `None` after the response, and after the peer has left.
     pub(super) running: Option<RunningCall>,
     pub(super) reply_bytes_max: usize,
     pub(super) faithful: bool,

@@ -31,8 +31,8 @@ pub struct VllmModelConfig {
     /// The URLs of the engines, with their version; one or several. Required.
     pub base_url: OneOrMany,
     /// The choice among several engines: `affinity` by default. The requests of a session, and the attempts at one prompt, use the same
-    /// engine, whose cache has the prompt, unless it is overloaded or rejects them. The others are `least_pending`, `round_robin`,
-    /// `power_of_two_choices` and `{weighted: [3, 1]}`, in the order of `base_url`.
+    /// engine, whose cache has the prompt, unless it is overloaded or rejects them. The others are `least_pending` (or
+    /// `least_outstanding`), `round_robin`, `power_of_two_choices` and `{weighted: [3, 1]}`, in the order of `base_url`.
     #[serde(default)]
     pub load_balancing_strategy: Option<Balance>,
     /// The API key. By default the environment variable `OPENAI_API_KEY`, then `policy_api_key`.

@@ -425,8 +425,13 @@ impl RayDashboard {
         }
     }
 
-    /// Submits a job. A repeated submission of the same job has no effect.
-    pub(super) async fn submit(&self, cx: &CallContext, request: &JobRequest) -> Result<()> {
+    /// Submits a job. A repeated submission of the same job has no effect. While the cluster takes no jobs, `check_wanted` ends the wait with its error.
+    pub(super) async fn submit(
+        &self,
+        cx: &CallContext,
+        request: &JobRequest,
+        check_wanted: &(dyn Fn() -> Result<()> + Sync),
+    ) -> Result<()> {
         let body: Bytes =
             serde_json::to_vec(request).map_err(|error| Error::internal("the job").caused_by(error))?.into();
         let mut starting: Option<Error> = None;
@@ -454,6 +459,7 @@ impl RayDashboard {
             if cx.bound(Execution::NotStarted, pause).await.is_err() {
                 return Err(error);
             }
+            check_wanted()?;
             starting = Some(error);
         };
         // The response to an earlier attempt may have been lost.

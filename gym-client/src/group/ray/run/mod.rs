@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use gym_core::group::watch;
 use gym_core::{CallContext, Code, Error, Execution, Result};
-use tokio::time::{Instant, sleep, timeout};
+use tokio::time::{Instant, sleep};
 use tokio_util::task::AbortOnDropHandle;
 
 use crate::group::ray::RayDriver;
@@ -50,8 +50,11 @@ pub(super) struct RayRun {
     name: String,
     attempt: Mutex<Attempt>,
     state: watch::Sender<RunState>,
+    /// `true` once no further attempt is to be begun.
     stopped: AtomicBool,
-    /// Held while a further attempt is begun: what stops the job waits for it, and stops that attempt.
+    /// `true` once nothing is left to be stopped.
+    gone: AtomicBool,
+    /// Held while a further attempt is begun: whoever stops the job waits for it, and stops that attempt.
     beginning: tokio::sync::Mutex<()>,
     /// `true` once the job has ended and is not submitted again.
     over: AtomicBool,
@@ -82,14 +85,14 @@ impl RayRun {
         let name = format!("gym-{:012x}", fastrand::u64(..) >> 16);
         let id = format!("{name}-a1").into();
         let state = watch::Sender::new(RunState::new(job.plan.bundles.len()));
-        let (stopped, over) = (AtomicBool::new(false), AtomicBool::new(false));
+        let (stopped, gone, over) = (AtomicBool::new(false), AtomicBool::new(false), AtomicBool::new(false));
         let (attempt, follower) = (Mutex::default(), Mutex::default());
         // Made before the request is sent: from then on Ray may have the job, whose response may be lost, and dropping the run stops it.
         let beginning = tokio::sync::Mutex::default();
-        let run = Arc::new(Self { job, name, attempt, state, stopped, beginning, over, follower });
+        let run = Arc::new(Self { job, name, attempt, state, stopped, gone, beginning, over, follower });
         if let Err(error) = run.begin(cx, id).await {
             // Ray has rejected the job, or the name is that of another one.
-            run.stopped.store(error.execution() == Execution::Finished, Ordering::Release);
+            run.gone.store(error.execution() == Execution::Finished, Ordering::Release);
             return Err(error);
         }
         let following = tokio::spawn(follow(Arc::downgrade(&run)));
@@ -103,17 +106,24 @@ impl RayRun {
         if let RayDriver::Child { python } = &self.job.options.driver {
             let spec = self.job.prepare_child(cx, &id).await?;
             let auth_mode = self.job.dashboard.auth_mode(cx).await?;
-            if self.stopped.load(Ordering::Acquire) {
-                return Err(Error::not_started(Code::Cancelled, "the reservation was released"));
-            }
+            self.check_wanted()?;
             let child = ChildDriver::start(cx, python, &self.job.options.name, spec, auth_mode).await?;
             now(Attempt { id, child: Some(child) });
             return Ok(());
         }
         let request = self.job.prepare(cx, &id).await?;
+        self.check_wanted()?;
         // Before the request is sent: if its response is lost, this is the job to stop.
         now(Attempt { id, child: None });
-        self.job.submit(cx, &request).await
+        self.job.submit(cx, &request, &|| self.check_wanted()).await
+    }
+
+    /// Fails once no further attempt is to be begun.
+    fn check_wanted(&self) -> Result<()> {
+        if self.stopped.load(Ordering::Acquire) {
+            return Err(Error::not_started(Code::Cancelled, "the reservation was released"));
+        }
+        Ok(())
     }
 
     /// Returns the identifier of the job.
@@ -326,31 +336,44 @@ impl RayRun {
         if alive.is_empty() { "no node is alive".to_owned() } else { alive.join("; ") }
     }
 
-    /// Stops the job, and waits until it has ended.
+    /// Lets no further attempt begin: the end of the agents is none that the job is to recover from.
+    pub(super) fn begin_no_more(&self) {
+        self.stopped.store(true, Ordering::Release);
+    }
+
+    /// Stops the job, and waits until it has ended. After an error, it can be tried again.
     pub(super) async fn stop(&self, grace: Duration) -> Result<()> {
-        if self.stopped.swap(true, Ordering::AcqRel) {
+        if self.gone.load(Ordering::Acquire) {
             return Ok(());
         }
-        // An attempt that is being begun is the one to stop. One that takes longer stops itself once it has begun.
-        let _ = timeout(grace + STOP_TIME, self.beginning.lock()).await;
+        self.begin_no_more();
+        self.stop_within(&CallContext::within(grace + STOP_TIME))
+            .await
+            .map_err(|error| error.about(format!("stop job {} on Ray", self.id())))?;
+        self.gone.store(true, Ordering::Release);
+        Ok(())
+    }
+
+    async fn stop_within(&self, cx: &CallContext) -> Result<()> {
+        // An attempt that is being begun is the one to stop. If it takes longer than this, it is stopped once it has begun.
+        drop(cx.bound(Execution::Unknown, async { Ok(self.beginning.lock().await) }).await?);
         if let Some(child) = self.attempt().child {
             return child.stop().await;
         }
-        let cx = CallContext::within(grace + STOP_TIME);
-        self.job.dashboard.stop(&cx, &self.id()).await?;
+        self.job.dashboard.stop(cx, &self.id()).await?;
         loop {
-            match self.job.dashboard.job(&cx, &self.id()).await? {
+            match self.job.dashboard.job(cx, &self.id()).await? {
                 Some(job) if !job.has_ended() => sleep(LOOK_SOON).await,
                 _ => return Ok(()),
             }
-            cx.check().map_err(|error| error.about(format!("stop job {} on Ray", self.id())))?;
+            cx.check()?;
         }
     }
 }
 
 impl Drop for RayRun {
     fn drop(&mut self) {
-        if self.stopped.load(Ordering::Acquire) {
+        if self.gone.load(Ordering::Acquire) {
             return;
         }
         let attempt = self.attempt();
@@ -591,6 +614,10 @@ impl RayRun {
         }
         let id: Arc<str> = format!("{}-a{}", self.name, *attempt + 1).into();
         let begun = self.begin(&CallContext::within(SUBMIT_TIME), Arc::clone(&id)).await;
+        if self.stopped.load(Ordering::Acquire) {
+            // Whoever stopped it may not have waited for this, and Ray may have the job whatever the outcome was.
+            return self.attempt().stop(&self.job.dashboard).await;
+        }
         let state = || RunState::new(self.job.plan.bundles.len());
         if let (RayDriver::Child { .. }, Err(error)) = (&self.job.options.driver, &begun)
             && error.code() == Code::FailedPrecondition
@@ -606,10 +633,6 @@ impl RayRun {
         begun?;
         *attempt += 1;
         self.state.send_replace(state());
-        if self.stopped.load(Ordering::Acquire) {
-            // It was stopped meanwhile; whoever did so may not have waited for this.
-            self.attempt().stop(&self.job.dashboard).await?;
-        }
         Ok(())
     }
 }
