@@ -899,14 +899,18 @@ def main():
             raise Failed(f"a worker without --host: {refused.stdout}{refused.stderr}")
 
         def start(names, latency_ms, *arguments):
+            # A process of the earlier campaign has another incarnation.
+            before = {name: roster.now.get(name, (0, ""))[0] for name in names}
             cluster.end_workers()
             cluster.latency_ms = latency_ms
             for name in names:
                 cluster.start_worker(name, *arguments)
-            began = time.time()
-            # Processes of the earlier campaign are gone by then.
-            roster.wait("the workers start", lambda: all(roster.first(name, ["serving"], began) for name in names), 60)
-            roster.serving(*names)
+
+            def serves(name):
+                incarnation, state = roster.now.get(name, (0, ""))
+                return state == "serving" and incarnation != before[name]
+
+            roster.wait("the workers start", lambda: all(map(serves, names)), 60)
 
         if "faults" in wanted:
             # Two turns a rollout: long enough that the faults strike the whole collection.
