@@ -30,6 +30,8 @@ mod ranks;
 #[cfg(feature = "ray")]
 mod ray;
 #[cfg(feature = "ray")]
+mod ray_cluster;
+#[cfg(feature = "ray")]
 mod ray_faults;
 mod start;
 mod tied;

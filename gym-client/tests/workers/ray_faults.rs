@@ -12,8 +12,9 @@ use serde_json::json;
 use tokio::time::{Instant, sleep};
 
 use super::nodes::{living_ranks, watch_lives};
-use super::ray::{
-    AGENT, SOON, control, cx, kill, no_process_of_ours, nodes_of, parents, processes, ray, ray_options, whole_cluster,
+use super::ray::{cx, ray, ray_options};
+use super::ray_cluster::{
+    AGENT, control, kill, no_process_of_ours_within, nodes_of, parents, processes, whole_cluster,
 };
 use super::types::{Describe, Init};
 use super::{LONG, options, signal, status, stop, until};
@@ -107,7 +108,7 @@ pub(crate) async fn ray_faults_leave_no_orphan_and_no_second_incarnation() {
     }
     stop(&group).await;
     cluster.shutdown(LONG).await.expect("stops");
-    no_process_of_ours(SOON, "after the stop").await;
+    no_process_of_ours_within(Duration::from_secs(15), "after the stop").await;
     assert!(living_ranks(&mark).is_empty());
     assert!(!watcher.is_finished(), "a rank was alive twice");
     watcher.abort();

@@ -145,18 +145,6 @@ impl JobTemplate {
         serde_json::to_string(&spec).map_err(|error| Error::internal("the specification of the job").caused_by(error))
     }
 
-    /// Submits a job that was prepared.
-    pub(super) async fn submit(
-        &self,
-        cx: &CallContext,
-        job: &JobRequest,
-        check_wanted: &(dyn Fn() -> Result<()> + Sync),
-    ) -> Result<()> {
-        self.dashboard.submit(cx, job, check_wanted).await?;
-        tracing::info!(job = job.submission_id, ray = %self.dashboard.address(), "a job was submitted to Ray");
-        Ok(())
-    }
-
     /// Puts the driver on a node other than the head, if that is requested. It takes no CPU, because a bundle may need all of a node's.
     async fn driver_resources(&self, cx: &CallContext) -> Result<BTreeMap<String, f64>> {
         if self.options.driver != RayDriver::Worker {

@@ -115,7 +115,10 @@ impl RayRun {
         self.check_wanted()?;
         // Before the request is sent: if its response is lost, this is the job to stop.
         now(Attempt { id, child: None });
-        self.job.submit(cx, &request, &|| self.check_wanted()).await
+        let dashboard = &self.job.dashboard;
+        dashboard.submit(cx, &request, &|| self.check_wanted()).await?;
+        tracing::info!(job = request.submission_id, ray = %dashboard.address(), "a job was submitted to Ray");
+        Ok(())
     }
 
     /// Fails once no further attempt is to be begun.
@@ -609,9 +612,7 @@ impl RayRun {
 
     async fn submit_again(&self, attempt: &mut u32) -> Result<()> {
         let _beginning = self.beginning.lock().await;
-        if self.stopped.load(Ordering::Acquire) {
-            return Ok(());
-        }
+        self.check_wanted()?;
         let id: Arc<str> = format!("{}-a{}", self.name, *attempt + 1).into();
         let begun = self.begin(&CallContext::within(SUBMIT_TIME), Arc::clone(&id)).await;
         if self.stopped.load(Ordering::Acquire) {
