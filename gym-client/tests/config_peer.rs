@@ -9,10 +9,10 @@ use std::process::{Command, Stdio};
 use gym_client::config::{ConfigLoader, GymConfig, Mistake, Overrides};
 use serde_json::{Value, json};
 
-fn peer(test: &str) -> Option<PathBuf> {
+fn peer() -> Option<PathBuf> {
     let python = std::env::var_os("GYM_PEER_PYTHON").map(PathBuf::from);
     if python.is_none() {
-        println!("{test}: skipped, GYM_PEER_PYTHON names no interpreter");
+        println!("NOT RUN: GYM_PEER_PYTHON names no interpreter");
     }
     python
 }
@@ -89,7 +89,7 @@ fn shipped(roots: &Path) -> Vec<String> {
 
 #[test]
 fn shipped_configurations_are_read_as_nemo_gym_reads_them() {
-    let Some(python) = peer("shipped configurations") else { return };
+    let Some(python) = peer() else { return };
     let roots = installed(&python);
     let cwd = tempfile::tempdir().unwrap();
     let cwd_path = cwd.path().canonicalize().unwrap();
@@ -137,7 +137,7 @@ fn shipped_configurations_are_read_as_nemo_gym_reads_them() {
 
 #[test]
 fn the_global_yaml_is_read_back_equal_by_omegaconf() {
-    let Some(python) = peer("global YAML") else { return };
+    let Some(python) = peer() else { return };
     let text = r##"
 awkward: {"1": text, 1.5: f, 2: i, true: b, "a: b": c, "yes": "no", e: "", n: null, "~": "~", "null": "null"}
 strings: ["1e5", "010", "11:30", "2024-01-02", "=", "<<", "- a", " a ", "é\u2028\t\n\x85", "#", "&a", "*a", "'", "\"", "\\", "@x", "%", "${oc.env:HOME}", "y", "0x1F", "1_000", ".5", "!t", "a #b", "[", "{", "?"]

@@ -122,7 +122,7 @@ async fn an_events_file_that_cannot_be_written_is_refused_before_a_file_of_an_ea
 #[tokio::test]
 async fn tensorboards_own_reader_finds_every_scalar() {
     let Some(python) = std::env::var_os("GYM_DATA_PYTHON") else {
-        println!("skipped, GYM_DATA_PYTHON names no interpreter");
+        println!("NOT RUN: GYM_DATA_PYTHON names no interpreter");
         return;
     };
     let terminal =

@@ -273,7 +273,7 @@ async fn a_failures_row_has_class_causes_server_and_nemo_gyms_record_as_fields()
 #[tokio::test(start_paused = true)]
 async fn nemo_gym_validates_its_own_failure_record() {
     let Some(python) = std::env::var_os("GYM_PEER_PYTHON") else {
-        println!("skipped, GYM_PEER_PYTHON names no interpreter");
+        println!("NOT RUN: GYM_PEER_PYTHON names no interpreter");
         return;
     };
     let rows = every_failed_row().await;

@@ -142,7 +142,7 @@ async fn an_error_names_the_file_and_the_row() {
 #[tokio::test]
 async fn the_files_of_arrows_own_writer_are_read_with_every_kind_of_column() {
     let Some(python) = std::env::var_os("GYM_DATA_PYTHON") else {
-        println!("skipped, GYM_DATA_PYTHON names no interpreter");
+        println!("NOT RUN: GYM_DATA_PYTHON names no interpreter");
         return;
     };
     let ground = Ground::new(&[]);

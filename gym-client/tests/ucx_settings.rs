@@ -16,6 +16,7 @@ mod linux {
 
     use gym_client::transport::rdma::UCX_VARIABLES as UCX_SETTINGS;
     use gym_client::{Transports, launch};
+    use libtest_mimic::{Arguments, Trial};
 
     const PROGRAM: &str = "program";
 
@@ -25,11 +26,28 @@ mod linux {
         if arguments.get(1).is_some_and(|role| role == PROGRAM) {
             return program(&arguments);
         }
-        one_restart_brings_the_settings_under_the_same_process_id();
-        a_program_that_is_not_told_to_use_ucx_stays_as_it_is();
-        what_the_user_has_set_is_kept();
-        a_program_whose_settings_are_gone_again_does_not_start_itself_for_ever();
-        println!("test result: ok. 4 passed");
+        let cases: [(&str, fn()); 4] = [
+            (
+                "one_restart_brings_the_settings_under_the_same_process_id",
+                one_restart_brings_the_settings_under_the_same_process_id,
+            ),
+            (
+                "a_program_that_is_not_told_to_use_ucx_stays_as_it_is",
+                a_program_that_is_not_told_to_use_ucx_stays_as_it_is,
+            ),
+            ("what_the_user_has_set_is_kept", what_the_user_has_set_is_kept),
+            (
+                "a_program_whose_settings_are_gone_again_does_not_start_itself_for_ever",
+                a_program_whose_settings_are_gone_again_does_not_start_itself_for_ever,
+            ),
+        ];
+        let trial = |(name, case): (&str, fn())| {
+            Trial::test(name, move || {
+                case();
+                Ok(())
+            })
+        };
+        libtest_mimic::run(&Arguments::from_args(), cases.into_iter().map(trial).collect()).exit()
     }
 
     /// Prints a line at each start, and what it has when it goes on.

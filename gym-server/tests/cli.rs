@@ -26,6 +26,7 @@ use std::process::ExitCode;
 
 use gym_core::{CallContext, Error, ModelResponse, ResourcesServer, Result, SessionId, Verdict};
 use gym_server::Servers;
+use libtest_mimic::{Arguments, Trial};
 use tokio::net::unix::pipe;
 
 const PROGRAM: &str = "GYM_TEST_PROGRAM";
@@ -63,7 +64,10 @@ impl ResourcesServer for Digit {
 
 macro_rules! cases {
     ($($module:ident::$name:ident),* $(,)?) => {
-        &[$((stringify!($name), $module::$name)),*]
+        vec![$(Trial::test(stringify!($name), || {
+            $module::$name();
+            Ok(())
+        })),*]
     };
 }
 
@@ -71,8 +75,7 @@ fn main() -> ExitCode {
     if std::env::var_os(PROGRAM).is_some() {
         return gym_server::cli::main(Servers::stock().resources("digit", |_| Ok(Digit)));
     }
-    let wanted = std::env::args().nth(1).filter(|argument| !argument.starts_with('-')).unwrap_or_default();
-    let cases: &[(&str, fn())] = cases![
+    let mut cases: Vec<Trial> = cases![
         serve::run_announces_serves_and_stops_in_order,
         serve::status_and_workers_show_the_ray_cluster_of_the_configuration,
         serve::a_second_signal_stops_at_once,
@@ -100,20 +103,14 @@ fn main() -> ExitCode {
         summary::status_shows_the_oldest_rollout_in_flight,
     ];
     #[cfg(feature = "ray")]
-    let of_ray: &[(&str, fn())] = cases![
+    cases.extend(cases![
         ray::local_starts_one_ray_head_and_stops_only_that,
         ray::a_collection_with_its_own_servers_has_a_ray_head_until_it_ends,
         ray::a_killed_command_leaves_no_ray_head,
         ray::a_ray_head_that_cannot_start_is_explained,
         ray::a_taken_port_of_the_dashboard_is_named_and_another_one_used,
-    ];
-    #[cfg(not(feature = "ray"))]
-    let of_ray: &[(&str, fn())] = &[];
-    for (name, case) in cases.iter().chain(of_ray) {
-        if name.contains(&wanted) {
-            println!("{name}");
-            case();
-        }
-    }
-    ExitCode::SUCCESS
+    ]);
+    // Each case starts a handful of processes.
+    let arguments = Arguments { test_threads: Some(1), ..Arguments::from_args() };
+    libtest_mimic::run(&arguments, cases).exit_code()
 }

@@ -16,6 +16,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("gym-transport-rdma", &["gym-core"]),
     ("gym-client", &["gym-core", "gym-transport-http", "gym-transport-rdma"]),
     ("gym-server", &["gym-client", "gym-core"]),
+    ("gym-test-runner", &[]),
     ("gym-fuzz", &["gym-core", "gym-transport-http", "gym-transport-rdma"]),
     ("gym-examples", &["gym-client", "gym-core", "gym-server"]),
     ("gym-group-examples", &["gym-client", "gym-core", "gym-examples", "gym-server"]),

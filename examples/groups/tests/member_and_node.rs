@@ -29,8 +29,10 @@ use gym_core::{
 };
 use gym_server::stack::{HEAD_NAME, WorkerOptions};
 use gym_server::{Servers, Stack, StackOptions, cli};
+use libtest_mimic::{Arguments, Trial};
 use tokio::io::{AsyncBufReadExt as _, BufReader, Lines};
 use tokio::process::{Child, ChildStderr, Command};
+use tokio::runtime::Runtime;
 use tokio::time::{interval, timeout};
 
 const SECRET: &str = "a secret of the test";
@@ -67,25 +69,31 @@ fn main() -> ExitCode {
     if arguments.first().is_some_and(|role| role == "rgym") {
         return cli::main_with(Servers::stock().with_workers(workers()), arguments.into_iter().map(Into::into));
     }
-    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().expect("runtime");
     match &arguments[..] {
         [role, name, head, gate] if role == "be-member" => {
-            runtime.block_on(member(name, &Endpoint::parse(head).expect("an endpoint"), gate.into()));
+            runtime().block_on(member(name, &Endpoint::parse(head).expect("an endpoint"), gate.into()));
         }
-        [list, ..] if list == "--list" => CASES.iter().for_each(|(name, _)| println!("{name}: test")),
         _ => {
-            let asked = arguments.iter().find(|argument| !argument.starts_with('-'));
-            for (name, case) in CASES.iter().filter(|(name, _)| asked.is_none_or(|asked| name.contains(asked))) {
-                let ended = runtime.block_on(async { timeout(4 * LONG, case()).await });
-                ended.unwrap_or_else(|_| panic!("{name} hangs"));
-                println!("test {name} ... ok");
-            }
+            // Each case has members of its own, which compute.
+            let arguments = Arguments { test_threads: Some(1), ..Arguments::from_args() };
+            return libtest_mimic::run(&arguments, CASES.map(trial).into()).exit_code();
         }
     }
     ExitCode::SUCCESS
 }
 
 type Case = fn() -> LocalBoxFuture<'static, ()>;
+
+fn runtime() -> Runtime {
+    tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().expect("runtime")
+}
+
+fn trial((name, case): (&str, Case)) -> Trial {
+    Trial::test(name, move || {
+        runtime().block_on(async { timeout(4 * LONG, case()).await }).expect("the case ends");
+        Ok(())
+    })
+}
 
 const CASES: [(&str, Case); 2] = [
     ("a_member_is_a_worker_and_a_node_with_one_membership", || {

@@ -61,12 +61,6 @@ pub(crate) fn cases() -> Vec<Case> {
             &["main.yaml:1: a: '${b}' refers to 'b', which is not set"],
         ),
         config(
-            "an https endpoint without TLS",
-            "m:\n  responses_api_models:\n    openai_model:\n      entrypoint: app.py\n      openai_base_url: \
-             https://api.example.com/v1\n      openai_api_key: sk-secret\n      openai_model: x\n",
-            &["start m", "openai_base_url", "https", "feature `tls`"],
-        ),
-        config(
             "a number instead of a string",
             "m:\n  responses_api_models:\n    openai_model:\n      entrypoint: app.py\n      openai_base_url: 5\n      \
              openai_model: x\n",

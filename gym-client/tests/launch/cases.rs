@@ -54,7 +54,7 @@ pub(crate) fn main() {
         names_are_unique_and_come_free_again,
         wrong_specifications_start_nothing,
     ];
-    run_cases(cases, &arguments, run);
+    run_cases(cases, run)
 }
 
 fn run(case: impl Future<Output = ()>) {

@@ -169,7 +169,7 @@ pub(crate) fn main() {
         ray::ray_ranks_without_a_cluster_run_on_all_nodes,
         ray_faults::ray_faults_leave_no_orphan_and_no_second_incarnation,
     ]);
-    run_cases(cases, &arguments, run);
+    run_cases(cases, run)
 }
 
 fn run(case: impl Future<Output = ()>) {

@@ -422,7 +422,7 @@ pub(crate) async fn ray_r33_ranks_serve_without_a_head_and_return_with_the_next_
 pub(crate) async fn ray_ft_r34_nothing_restarts_with_a_head_that_keeps_its_state() {
     let Some(address) = whole_cluster() else { return };
     if std::env::var_os("GYM_RAY_TEST_FAULT_TOLERANT").is_none() {
-        println!("  skipped: the head of this cluster keeps no state (`.ci/test ray` starts one that does)");
+        println!("NOT RUN: the head of this cluster keeps no state (`.ci/test ray` starts one that does)");
         return;
     }
     let mut on_ray = ray_options();

@@ -21,7 +21,7 @@ pub(super) fn cluster_address() -> Option<RayAddress> {
     match std::env::var("GYM_RAY_TEST_ADDRESS") {
         Ok(address) => Some(RayAddress::parse(&address, "GYM_RAY_TEST_ADDRESS").expect("an address")),
         Err(_) => {
-            println!("  skipped: no Ray cluster (`.ci/test ray` starts one)");
+            println!("NOT RUN: no Ray cluster (`.ci/test ray` starts one)");
             None
         }
     }

@@ -32,7 +32,7 @@ fn open(options: FabricOptions) -> Option<Fabric> {
     match Fabric::open(options) {
         Ok(fabric) => Some(fabric),
         Err(FabricError::Load(error)) if std::env::var_os("GYM_UCX_REQUIRED").is_none() => {
-            let _ = writeln!(std::io::stderr(), "NOT RUN, UCX unavailable: {error}");
+            let _ = writeln!(std::io::stderr(), "NOT RUN: UCX unavailable: {error}");
             None
         }
         Err(error) => panic!("{error}"),

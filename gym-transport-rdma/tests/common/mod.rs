@@ -26,7 +26,7 @@ pub(crate) fn open(options: FabricOptions) -> Option<Fabric> {
         Ok(fabric) => Some(fabric),
         Err(FabricError::Load(error)) if std::env::var_os("GYM_UCX_REQUIRED").is_none() => {
             // Not `eprintln!`, whose output the test harness captures.
-            let _ = writeln!(std::io::stderr(), "NOT RUN, UCX unavailable: {error}");
+            let _ = writeln!(std::io::stderr(), "NOT RUN: UCX unavailable: {error}");
             None
         }
         Err(error) => panic!("{error}"),

@@ -178,7 +178,7 @@ const SET: [(&str, &str, &str); 21] = [
 ];
 
 /// Variables of tests, benchmarks and fuzzing. No program of a user reads them.
-const OF_TESTS: [&str; 49] = [
+const OF_TESTS: [&str; 50] = [
     "CONDA_PREFIX",
     "GYM_ABSENT",
     "GYM_AFFINITY_SEEDS",
@@ -200,6 +200,7 @@ const OF_TESTS: [&str; 49] = [
     "GYM_RAY_TEST_PYTHON",
     "GYM_REFERENCE",
     "GYM_SAFETENSORS_PYTHON",
+    "GYM_TEST_CASE",
     "GYM_TEST_LEDGER_OUTPUT",
     "GYM_TEST_MARK",
     "GYM_TEST_PROGRAM",

@@ -21,6 +21,7 @@ use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
+use libtest_mimic::{Arguments, Trial};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
@@ -46,13 +47,16 @@ fn main() {
         }
         Some("be-collector") => collectors::be_collector(&arguments[2]),
         Some("be-controller") => groups::be_controller(&arguments[2]),
-        Some("--list") => cases.iter().for_each(|(name, _)| println!("{name}: test")),
-        wanted => {
-            let wanted = wanted.filter(|wanted| !wanted.starts_with('-')).unwrap_or_default();
-            for (name, case) in cases.iter().filter(|(name, _)| name.contains(wanted)) {
-                case();
-                println!("test {name} ... ok");
-            }
+        _ => {
+            let trial = |(name, case): (&str, fn())| {
+                Trial::test(name, move || {
+                    case();
+                    Ok(())
+                })
+            };
+            // Each case stops and starts a stack.
+            let arguments = Arguments { test_threads: Some(1), ..Arguments::from_args() };
+            libtest_mimic::run(&arguments, cases.into_iter().map(trial).collect()).exit()
         }
     }
 }

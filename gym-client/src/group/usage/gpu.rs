@@ -288,7 +288,7 @@ mod tests {
         use tokio::io::{AsyncBufReadExt, BufReader};
 
         let Some(sampler) = GpuSampler::shared() else {
-            eprintln!("skipped: no GPU");
+            eprintln!("NOT RUN: no GPU");
             return;
         };
         let mut holder = Command::new("python3");
