@@ -3,7 +3,7 @@
 
     tests/defects.py                  all defects
     tests/defects.py WORD…            those whose name contains a word
-    tests/defects.py --list           the names
+    tests/defects.py --list           the names, each with what has its tests: the gate or a tier
 
 A defect is one replaced text in one file, or several if two places guard against it, and the tests that must then fail. For the simulation, the
 report says how many cases it took, and how many faults were left after shrinking. The script works on a copy of the last commit in a separate work
@@ -236,7 +236,8 @@ def check(tree: Path, defect: tuple, environment: dict[str, str]) -> bool:
 def main() -> int:
     words = sys.argv[1:]
     if words == ["--list"]:
-        print("\n".join(defect[0] for defect in DEFECTS))
+        for defect in DEFECTS:
+            print(f"{'tier simulation' if 'search' in defect[-1] else 'gate':16} {defect[0]}")
         return 0
     if any(word.startswith("-") for word in words):
         print(__doc__)

@@ -20,6 +20,7 @@ mod run;
 use std::collections::BTreeSet;
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail};
 use clap::Parser;
@@ -47,6 +48,9 @@ struct Options {
     /// Beside a process that uses one core.
     #[arg(long)]
     busy: bool,
+    /// Seconds that the processes of a case may outlive it: a watchdog ends some moments after what it watches.
+    #[arg(long, default_value_t = 10)]
+    ending: u64,
     /// File for the numbers of cases that passed, failed and were not run.
     #[arg(long)]
     counts: Option<PathBuf>,
@@ -88,12 +92,13 @@ fn start(options: &Options) -> Result<bool> {
     process::adopt_orphans().context("become the parent of orphans")?;
     process::note_interrupts();
     std::fs::create_dir_all(&options.outputs).with_context(|| options.outputs.display().to_string())?;
+    let ending = Duration::from_secs(options.ending);
     let busy = options.busy.then(process::Busy::start).transpose()?;
     let (mut passed, mut ran) = (true, None);
     for round in 1..=options.repeat {
         let before = remains::Remains::now();
-        let mut outcome = run::run(&cases, options.jobs, &options.outputs)?;
-        outcome.remains = before.added(busy.as_ref());
+        let mut outcome = run::run(&cases, options.jobs, ending, &options.outputs)?;
+        outcome.remains = before.added(ending, busy.as_ref());
         report::print(&outcome);
         if options.repeat > 1 {
             println!("round {round} of {}: {}", options.repeat, report::totals(&outcome));

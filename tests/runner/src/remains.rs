@@ -9,9 +9,6 @@ use rustix::process::getuid;
 
 use crate::process;
 
-/// How long the system may take to remove what ended processes had.
-const ENDING: Duration = Duration::from_secs(10);
-
 /// What is on the machine at one moment.
 pub(crate) struct Remains(BTreeMap<String, Source>);
 
@@ -57,19 +54,22 @@ impl Remains {
         Self(found)
     }
 
-    /// Returns what is new and stays, and the living children of this process but one. Sockets of other programs do not count.
-    pub(crate) fn added(&self, busy: Option<&process::Busy>) -> Vec<String> {
+    /// Returns what is new and stays for this time, and the living children of this process but one, which it kills. Sockets of other programs do
+    /// not count.
+    pub(crate) fn added(&self, ending: Duration, busy: Option<&process::Busy>) -> Vec<String> {
         let begun = Instant::now();
         loop {
-            let processes = process::children().into_iter().filter(|pid| busy.is_none_or(|busy| busy.pid() != *pid));
-            let mut new: Vec<String> = processes.map(process::describe).collect();
+            let mut processes = process::children();
+            processes.retain(|pid| busy.is_none_or(|busy| busy.pid() != *pid));
+            let mut new: Vec<String> = processes.iter().map(|pid| process::describe(*pid)).collect();
             let now = Self::now();
             let unknown: BTreeSet<u64> = now.0.values().filter_map(|source| source.inode()).collect();
             let foreign = foreign(&unknown);
             let added = now.0.iter().filter(|(name, _)| !self.0.contains_key(*name));
             let own = added.filter(|(_, source)| source.inode().is_none_or(|inode| !foreign.contains(&inode)));
             new.extend(own.map(|(name, _)| name.clone()));
-            if new.is_empty() || begun.elapsed() > ENDING {
+            if new.is_empty() || begun.elapsed() > ending {
+                processes.into_iter().for_each(process::kill);
                 return new;
             }
             std::thread::sleep(Duration::from_millis(50));

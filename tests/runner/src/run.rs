@@ -14,9 +14,6 @@ use tempfile::TempDir;
 use crate::cases::Case;
 use crate::process::{self, MARK};
 
-/// How long the processes that a case started may outlive it. A watchdog ends some moments after what it watches.
-const ENDING: Duration = Duration::from_secs(10);
-
 /// Time between two looks at the processes.
 const INTERVAL: Duration = Duration::from_millis(3);
 
@@ -72,7 +69,7 @@ struct Running<'a> {
 
 /// Runs all cases: first those that compute, as many as the machine has cores, then those that wait, so many at a time. None waits beside one that
 /// computes.
-pub(crate) fn run(cases: &[Case], jobs: usize, outputs: &Path) -> Result<Outcome> {
+pub(crate) fn run(cases: &[Case], jobs: usize, ending: Duration, outputs: &Path) -> Result<Outcome> {
     let began = Instant::now();
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let mut results = Vec::new();
@@ -95,7 +92,7 @@ pub(crate) fn run(cases: &[Case], jobs: usize, outputs: &Path) -> Result<Outcome
             reap(&mut running);
             let mut over = Vec::new();
             for (pid, one) in &mut running {
-                if let Some(verdict) = look_at(one) {
+                if let Some(verdict) = look_at(one, ending) {
                     over.push((*pid, verdict));
                 }
             }
@@ -146,8 +143,8 @@ fn reap(running: &mut BTreeMap<i32, Running<'_>>) {
     }
 }
 
-/// Returns the verdict on a case if it is over. Kills what exceeds its limit, and what outlives it.
-fn look_at(one: &mut Running<'_>) -> Option<Verdict> {
+/// Returns the verdict on a case if it is over. Kills it at its limit, and what outlives it for longer than `ending`.
+fn look_at(one: &mut Running<'_>, ending: Duration) -> Option<Verdict> {
     let Some((at, status)) = one.ended else {
         if one.began.elapsed() > one.case.limit && one.hung.is_none() {
             let processes = process::of_case(&one.mark);
@@ -158,7 +155,7 @@ fn look_at(one: &mut Running<'_>) -> Option<Verdict> {
         return None;
     };
     let left = process::of_case(&one.mark);
-    if !left.is_empty() && one.hung.is_none() && at.elapsed() < ENDING {
+    if !left.is_empty() && one.hung.is_none() && at.elapsed() < ending {
         return None;
     }
     let descriptions: Vec<String> = left.iter().map(|pid| process::describe(*pid)).collect();
