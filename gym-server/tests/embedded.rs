@@ -365,7 +365,7 @@ async fn a_blocking_environment_on_threads_of_its_own_stops_no_other_rollout_and
     assert_eq!(quick.next().await.unwrap().unwrap().reward(), Some(1.0), "the only thread of the runtime is free");
     let rollout = slow.next().await.unwrap().unwrap();
     let text = String::from_utf8_lossy(rollout.row.text()).into_owned();
-    assert!(text.contains("POST bank/slow: the deadline has passed after a wait of 0.3 s"), "{text}");
+    assert!(text.contains("POST bank/slow: the deadline has passed after a wait of "), "{text}");
     release.send(()).unwrap();
     stack.stop().await;
 }

@@ -80,7 +80,8 @@ async fn a_connection_serves_many_calls_and_may_be_idle_longer_than_clients_keep
 
 #[tokio::test]
 async fn an_idle_connection_ends_after_its_time() {
-    let config = HttpConfig { keep_alive_timeout: SHORT, ..HttpConfig::default() };
+    // The used connection is in use within this time.
+    let config = HttpConfig { keep_alive_timeout: Duration::from_secs(2), ..HttpConfig::default() };
     let server = Server::start(config, echo());
     let mut unused = server.client().await;
     let mut used = server.client().await;

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use gym_client::group::{GroupOptions, StuckReason};
+use gym_client::group::{GroupOptions, StuckRank, StuckReason};
 use gym_core::CallContext;
 use gym_core::group::{Dispatch, ExitCause, RankState, WorkerGroup, WorkerGroupExt};
 use rustix::process::Signal;
@@ -16,7 +16,8 @@ const MIB: u64 = 1 << 20;
 fn attentive() -> GroupOptions {
     let mut options = options();
     options.heartbeat = Duration::from_millis(20);
-    options.silence_max = Duration::from_millis(400);
+    // A rank that a busy machine does not run for a while is not silent.
+    options.silence_max = LONG;
     options.stall = Duration::from_millis(300);
     options
 }
@@ -62,17 +63,17 @@ pub(crate) async fn usage_is_measured_with_what_a_rank_started() {
 }
 
 pub(crate) async fn a_stopped_process_is_stuck_and_recovers() {
-    let group = group(2, attentive()).await;
-    assert_eq!(group.detect_stuck_workers(), []);
+    let mut options = attentive();
+    options.silence_max = Duration::from_secs(3);
+    let group = group(2, options).await;
     freeze(pid(&group, 1)).await;
-    until("it is silent", || !group.detect_stuck_workers().is_empty()).await;
-    let stuck = group.detect_stuck_workers().swap_remove(0);
-    assert_eq!((stuck.rank, stuck.reason), (1, StuckReason::NoHeartbeat));
+    let silent = |stuck: StuckRank| (stuck.rank, stuck.reason) == (1, StuckReason::NoHeartbeat);
+    until("it is silent", || group.detect_stuck_workers().into_iter().any(silent)).await;
     until("it is not called", || status(&group, 1).state == RankState::Suspect).await;
     let error = group.call(Describe, ()).deadline(LONG).await.expect_err("suspect");
     assert!(error.to_string().contains("suspect"), "{error}");
     signal(pid(&group, 1), Signal::CONT);
-    until("it is back", || status(&group, 1).state == RankState::Healthy).await;
+    until("it is back", || group.worker_status().iter().all(|rank| rank.state == RankState::Healthy)).await;
     group.call(Describe, ()).deadline(LONG).await.expect("answers");
     stop(&group).await;
 }
@@ -81,10 +82,14 @@ pub(crate) async fn a_call_without_progress_is_stuck_and_one_with_it_is_not() {
     let group = group(2, attentive()).await;
     let jobs = [true, false].map(|tells| Job { ms: 3_600_000, tells });
     let running = group.call_each(Work, jobs.to_vec()).deadline(LONG).start().await.expect("started");
-    until("one does not move", || !group.detect_stuck_workers().is_empty()).await;
-    let stuck = group.detect_stuck_workers();
-    assert_eq!(stuck.iter().map(|rank| (rank.rank, rank.reason)).collect::<Vec<_>>(), [(1, StuckReason::NoProgress)]);
-    assert_eq!(stuck[0].method.as_deref(), Some("work"));
+    // Both have run for several times the limit, and one of them has not moved. A busy machine may hold up the other, or its heartbeat, for a while.
+    let mut stuck = Vec::new();
+    until("one does not move", || {
+        stuck = group.detect_stuck_workers();
+        matches!(&stuck[..], [one] if one.rank == 1 && one.still > 5 * attentive().stall)
+    })
+    .await;
+    assert_eq!((stuck[0].reason, stuck[0].method.as_deref()), (StuckReason::NoProgress, Some("work")));
     assert_eq!(status(&group, 0).running[0].method, "work");
     drop(running);
     until("an idle rank is not stuck", || group.detect_stuck_workers().is_empty()).await;
@@ -118,15 +123,15 @@ pub(crate) async fn a_rank_that_hangs_is_named_by_the_failed_call_and_comes_back
     let error = hangs.await.expect_err("it never comes back");
     assert_eq!(error.unanswered().collect::<Vec<_>>(), [1]);
     let text = error.to_string();
-    let late =
-        "call deafen of policy: the deadline has passed; rank 1 (incarnation 1): no answer to deafen for 3.0 s; ";
-    assert!(text.starts_with(&format!("{late}it has run deafen for ")), "{text}");
-    assert!(text.contains(", without progress; fix: ") && text.contains("`group.restart_workers("), "{text}");
+    let late = "call deafen of policy: the deadline has passed; rank 1 (incarnation 1): no answer to deafen for ";
+    assert!(text.starts_with(late), "{text}");
+    assert!(text.contains(" s; it has run deafen for ") && text.contains(" s, without progress; fix: "), "{text}");
+    assert!(text.contains("`group.restart_workers("), "{text}");
     let cx = CallContext::within(LONG);
     assert_eq!(group.restart_workers(&cx, error.unanswered()).await.expect("restarts"), [1]);
     // A stopped process answers nothing either.
     freeze(pid(&group, 1)).await;
-    let stopped = group.call(Describe, ()).deadline(Duration::from_millis(300)).await.expect_err("one is stopped");
+    let stopped = group.call(Describe, ()).deadline(Duration::from_secs(3)).await.expect_err("one is stopped");
     assert_eq!(stopped.unanswered().collect::<Vec<_>>(), [1], "{stopped}");
     assert_eq!(group.restart_workers(&cx, stopped.unanswered()).await.expect("restarts"), [1]);
     let ranks = group.call(Describe, ()).deadline(LONG).await.expect("all answer").into_values();

@@ -1,4 +1,4 @@
-//! `kill -9` of workers at random moments, most of them while a call runs: every call ends in time with the right result or
+//! `kill -9` of workers at random moments, half of them during a call that only the kill ends: every call ends in time with the right result or
 //! the right error, restarts stay in their budget, no process is left over, no life is taken for another.
 //!
 //! `GYM_WORKER_KILLS` says how often (20 unless set; the long run has 200), `GYM_KILL_SEED` where the seeds begin. One line is
@@ -16,8 +16,10 @@ use super::types::{Breed, Job, Work};
 use super::{LONG, alive, group, options, pid, signal, status, stop, until};
 
 const RANKS: u32 = 3;
-/// A call that nobody disturbs.
+/// The duration of every second call. The kill comes in this time, but on a busy machine such a call may have ended before.
 const CALL: Duration = Duration::from_millis(60);
+/// The duration of the others: they run when the kill comes.
+const ENDLESS: Duration = Duration::from_secs(3_600);
 
 pub(crate) async fn workers_killed_during_calls_leave_no_doubt() {
     let number =
@@ -45,7 +47,9 @@ pub(crate) async fn workers_killed_during_calls_leave_no_doubt() {
                 .iter()
                 .map(|pid| i32::try_from(*pid).expect("fits")),
         );
-        let job = Job { ms: u64::try_from(CALL.as_millis()).expect("fits"), tells: true };
+        let endless = seed.is_multiple_of(2);
+        let time = if endless { ENDLESS } else { CALL };
+        let job = Job { ms: u64::try_from(time.as_millis()).expect("fits"), tells: true };
         let call = group.call(Work, job).deadline(LONG);
         let running = if idle { None } else { Some(tokio::spawn(call.start().await.expect("handed over"))) };
         sleep(CALL.mul_f64(random.f64() * 0.9)).await;
@@ -54,6 +58,7 @@ pub(crate) async fn workers_killed_during_calls_leave_no_doubt() {
             Some(_) => "after",
             None => "idle",
         };
+        assert!(idle || !endless || phase == "during", "seed {seed}: only the kill ends the call, and it is {phase}");
         during += u64::from(phase == "during");
         let killed = Instant::now();
         signal(pid(&group, rank), Signal::KILL);
@@ -64,6 +69,7 @@ pub(crate) async fn workers_killed_during_calls_leave_no_doubt() {
             ended = killed.elapsed();
             came_to = match outcome {
                 Ok(gathered) => {
+                    assert!(!endless, "seed {seed}: a rank of the call was killed");
                     assert_eq!(gathered.into_values(), lives, "seed {seed}: the lives that were called answer");
                     "result"
                 }
@@ -99,5 +105,4 @@ pub(crate) async fn workers_killed_during_calls_leave_no_doubt() {
     assert!(group.view().borrow().members().iter().all(|member| member.state == RankState::Healthy));
     stop(&group).await;
     until("no process is left", || !ever.iter().any(|pid| alive(*pid))).await;
-    assert!(during * 10 >= kills * 8, "only {during} of {kills} kills while a call ran");
 }

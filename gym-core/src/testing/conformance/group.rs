@@ -31,7 +31,7 @@ pub use rogues::group_rogues;
 pub use workers::{TestBlockingWorker, TestWorker};
 
 /// A deadline that no call is meant to reach.
-const FAR: Duration = Duration::from_secs(20);
+const FAR: Duration = Duration::from_secs(60);
 /// A deadline that a call is meant to reach.
 const NEAR: Duration = Duration::from_millis(100);
 

@@ -23,7 +23,7 @@ pub use members::{MemberFixture, members};
 pub use transport::{TransportPair, TransportSetup, ordered_transport, transport};
 
 /// The deadline of one case. Only a case that hangs reaches it.
-const CASE_TIMEOUT: Duration = Duration::from_secs(30);
+const CASE_TIMEOUT: Duration = Duration::from_secs(90);
 
 async fn run_case(suite: &str, name: &str, case: impl Future<Output = ()>) {
     tracing::debug!(suite, name, "conformance case");

@@ -25,7 +25,7 @@ use crate::transport::Handler;
 use crate::transport::{ConnectOptions, Connector, Endpoint, Listener};
 
 /// A deadline that no call reaches.
-const FAR: Duration = Duration::from_secs(20);
+const FAR: Duration = Duration::from_secs(60);
 /// A deadline that a call reaches.
 const NEAR: Duration = Duration::from_millis(60);
 
