@@ -7,6 +7,7 @@ mod support;
 
 use std::time::Duration;
 
+use gym_core::testing::free_port;
 use rustix::process::Signal;
 use serde_json::Value;
 use support::collections::{Collecting, Server};
@@ -25,7 +26,8 @@ struct Cluster {
 impl Cluster {
     async fn new() -> Self {
         let folder = tempfile::tempdir().unwrap();
-        let (head, url) = start_head(&folder, 0).await;
+        // Another head gets the port later.
+        let (head, url) = start_head(&folder, free_port()).await;
         Self { folder, head, url }
     }
 

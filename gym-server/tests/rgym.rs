@@ -317,16 +317,11 @@ fn a_configuration_is_shown_merged_and_masked() {
 
 #[test]
 fn a_head_that_is_not_there_ends_with_1() {
-    let head = format!("http://127.0.0.1:{}", unused_port());
+    let head = format!("http://127.0.0.1:{}", gym_core::testing::free_port());
     for arguments in [&["status", "--head-url", &head][..], &["collect", "-i", "i", "-o", "o", "--head-url", &head]] {
         let error = refused(arguments, 1);
         assert!(error.contains(&head) && error.contains("--head-url"), "{arguments:?}: {error}");
     }
-}
-
-/// Returns a port on which nothing listens at the moment.
-fn unused_port() -> u16 {
-    std::net::TcpListener::bind(("127.0.0.1", 0)).unwrap().local_addr().unwrap().port()
 }
 
 #[test]
@@ -365,7 +360,7 @@ fn messages_name_the_program_that_runs() {
         let (out, error) = texts(&command.output().unwrap());
         out + &error
     };
-    let head = format!("http://127.0.0.1:{}", unused_port());
+    let head = format!("http://127.0.0.1:{}", gym_core::testing::free_port());
     for arguments in [&["status", "--head-url", &head][..], &["collect", "-i", "i", "-o", "o", "--head-url", &head]] {
         let text = said(arguments);
         assert!(text.contains("start servers with `bank run`") && !text.contains("rgym"), "{text}");

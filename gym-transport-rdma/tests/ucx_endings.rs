@@ -212,7 +212,7 @@ fn a_peer_that_does_not_come_in_time_is_told_as_lost_and_its_token_is_void() {
 #[test]
 fn nobody_listening_is_told_as_lost() {
     let Some(caller) = open(Way::Network.calling()) else { return };
-    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    let port = (std::net::Ipv4Addr::LOCALHOST, gym_core::testing::free_port()).into();
     let here = connect(&caller, Names::new().connect(Target::Network(port)));
     let error = lost(here.ended());
     assert_eq!((error.code(), error.execution()), (Code::Unavailable, gym_core::Execution::NotStarted), "{error}");

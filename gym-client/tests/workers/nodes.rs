@@ -17,6 +17,7 @@ use gym_client::values::{Values, ValuesOptions};
 use gym_core::group::cluster::{ClusterSpec, NodeResources};
 use gym_core::group::{ExitCause, RankState, WorkerGroup, WorkerGroupExt};
 use gym_core::registry::{MemberRegistry, MemoryRegistry};
+use gym_core::testing::free_port;
 use gym_core::{CallContext, Code, Endpoint, Result};
 use rustix::process::Signal;
 use tempfile::TempDir;
@@ -92,7 +93,7 @@ struct AgentProcess {
 
 impl AgentProcess {
     async fn start(name: &'static str) -> Self {
-        Self::start_at(name, "0", Arc::new(tempfile::tempdir().expect("a directory"))).await
+        Self::start_at(name, &free_port().to_string(), Arc::new(tempfile::tempdir().expect("a directory"))).await
     }
 
     async fn start_at(name: &'static str, port: &str, values: Arc<TempDir>) -> Self {

@@ -8,6 +8,7 @@
 //! | [`figures`] | measurements of a transport |
 //! | [`bad_input`] | tables of bad inputs and the errors that they cause |
 //! | [`Storm`] | calls that are dropped at arbitrary points |
+//! | [`free_port`] | ports that are known before anybody listens there |
 
 pub mod bad_input;
 pub mod conformance;
@@ -15,8 +16,10 @@ pub mod figures;
 mod files;
 mod group;
 pub mod net;
+mod ports;
 mod storm;
 
 pub use files::{FileCounts, FileEnd, FileFault, SimFiles};
 pub use net::{Faults, SimHost, SimNet};
+pub use ports::free_port;
 pub use storm::{Storm, with_segment};

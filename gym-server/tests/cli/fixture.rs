@@ -8,6 +8,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
+use gym_core::testing::free_port;
+
 use crate::PROGRAM;
 
 pub(crate) const CONFIG: &str = "\
@@ -43,10 +45,8 @@ impl TestFolder {
     pub(crate) fn new() -> Self {
         let directory = tempfile::tempdir().unwrap();
         std::fs::write(directory.path().join("gym.yaml"), CONFIG).unwrap();
-        // The configuration needs the port before the head server listens. If another process takes the port meanwhile, the test
-        // fails.
-        let head_port = TcpListener::bind(("127.0.0.1", 0)).unwrap().local_addr().unwrap().port();
-        Self { directory, head_port }
+        // The configuration needs the port before the head server listens.
+        Self { directory, head_port: free_port() }
     }
 
     pub(crate) fn file(&self, name: &str) -> PathBuf {
@@ -147,16 +147,32 @@ impl TestFolder {
 
     /// Reports the state until it is as the test expects it.
     #[track_caller]
-    #[expect(clippy::disallowed_methods, reason = "another process has no event to wait for")]
     pub(crate) fn status_until(&self, condition: impl Fn(&serde_json::Value) -> bool) {
-        let began = Instant::now();
-        loop {
-            // Takes the time of a program's start, so nothing spins.
+        until(|| {
             let status = self.status();
-            if condition(&status) {
-                return;
-            }
-            assert!(began.elapsed() < Duration::from_secs(60), "it did not happen: {status}");
+            if condition(&status) { Ok(()) } else { Err(status.to_string()) }
+        });
+    }
+
+    /// Runs a command until it ends with 0 and says these words: a server on a busy machine may answer it too late. Returns all that it said.
+    #[track_caller]
+    pub(crate) fn says_in_the_end(&self, arguments: &[&str], words: &str) -> String {
+        until(|| {
+            let (out, _) = ended_with(&self.run(arguments), 0);
+            if out.contains(words) { Ok(out) } else { Err(out) }
+        })
+    }
+}
+
+/// Looks again and again. What it does takes the time of a program's start, so nothing spins.
+#[track_caller]
+#[expect(clippy::disallowed_methods, reason = "another process has no event to wait for")]
+pub(crate) fn until<T>(mut look: impl FnMut() -> Result<T, String>) -> T {
+    let began = Instant::now();
+    loop {
+        match look() {
+            Ok(found) => return found,
+            Err(instead) => assert!(began.elapsed() < Duration::from_secs(60), "it did not happen: {instead}"),
         }
     }
 }
@@ -213,11 +229,6 @@ pub(crate) fn ended_with(output: &Output, code: i32) -> (String, String) {
     let error = String::from_utf8(output.stderr.clone()).unwrap();
     assert_eq!(output.status.code(), Some(code), "{out}{error}");
     (out, error)
-}
-
-/// Returns a port on which nothing listens.
-pub(crate) fn free_port() -> u16 {
-    TcpListener::bind(("127.0.0.1", 0)).unwrap().local_addr().unwrap().port()
 }
 
 /// Answers requests for the list of models, and all other requests with this status and body, until the program ends.

@@ -4,7 +4,7 @@ use std::io::{BufRead, BufReader};
 use std::net::TcpStream;
 use std::process::Stdio;
 
-use crate::fixture::{SERVICES, Started, TestFolder, ended_with, get, row, said_until};
+use crate::fixture::{SERVICES, Started, TestFolder, ended_with, get, row, said_until, until};
 
 pub(crate) fn run_announces_serves_and_stops_in_order() {
     for signal in [rustix::process::Signal::INT, rustix::process::Signal::TERM] {
@@ -18,12 +18,12 @@ pub(crate) fn run_announces_serves_and_stops_in_order() {
         let health = get(folder.head_port, "/health");
         assert!(health.starts_with("HTTP/1.1 200") && health.contains(r#"{"status":"ok"}"#), "{health}");
 
-        let status = folder.status();
-        let servers = status["servers"].as_array().unwrap();
-        assert_eq!(servers.len(), 4);
-        assert!(servers.iter().all(|server| server["healthy"] == true && server["in_flight"] == 0), "{status}");
-        let (table, _) = ended_with(&folder.run(&["ng_status", &folder.port()]), 0);
-        assert!(table.contains("4 of 4 servers healthy"), "{table}");
+        folder.status_until(|status| {
+            let servers = status["servers"].as_array().unwrap();
+            assert_eq!(servers.len(), 4);
+            servers.iter().all(|server| server["healthy"] == true && server["in_flight"] == 0)
+        });
+        folder.says_in_the_end(&["ng_status", &folder.port()], "4 of 4 servers healthy");
 
         started.signal(signal);
         assert_eq!(started.child.wait().unwrap().code(), Some(0));
@@ -38,9 +38,11 @@ pub(crate) fn status_and_workers_show_the_ray_cluster_of_the_configuration() {
     for (command, rest) in [("status", "4 of 4 servers healthy"), ("workers", "no worker has joined")] {
         let port = folder.port();
         let mut command = folder.command(&[command, &port]);
-        let output = command.env("RAY_ADDRESS", "http://127.0.0.1:1").output().unwrap();
-        let (text, _) = ended_with(&output, 0);
-        assert!(text.contains(rest), "{text}");
+        command.env("RAY_ADDRESS", "http://127.0.0.1:1");
+        let text = until(|| {
+            let (text, _) = ended_with(&command.output().unwrap(), 0);
+            if text.contains(rest) { Ok(text) } else { Err(text) }
+        });
         let ray = "Ray at http://127.0.0.1:1, address http://127.0.0.1:1 (RAY_ADDRESS): ";
         assert!(text.contains(ray) && text.contains("does not respond") && text.contains("fix: "), "{text}");
         let (text, _) = ended_with(&command.env_remove("RAY_ADDRESS").output().unwrap(), 0);

@@ -16,17 +16,17 @@ mod groups;
 mod servers;
 
 use std::io::{BufRead as _, BufReader};
-use std::net::TcpListener;
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
+use gym_core::testing::free_port;
 use libtest_mimic::{Arguments, Trial};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
 /// Generous: the machine may be busy with other builds.
-const LONG: Duration = Duration::from_secs(120);
+const LONG: Duration = Duration::from_secs(60);
 
 fn main() {
     groups::workers().enter();
@@ -83,12 +83,18 @@ impl Drop for Running {
     }
 }
 
+/// Stops a process, and waits until each of its threads has stopped: a thread on another core runs on for a moment.
 fn stop(pid: i32) {
     kill_process(Pid::from_raw(pid).expect("not zero"), Signal::STOP).expect("stops");
-}
-
-fn free_port() -> u16 {
-    TcpListener::bind(("127.0.0.1", 0)).expect("listens").local_addr().expect("a port").port()
+    let stands = |task: std::fs::DirEntry| {
+        let stat = std::fs::read_to_string(task.path().join("stat")).unwrap_or_default();
+        stat.rsplit_once(") ").is_none_or(|(_, rest)| rest.starts_with('T'))
+    };
+    let began = Instant::now();
+    while !std::fs::read_dir(format!("/proc/{pid}/task")).expect("a process").flatten().all(stands) {
+        assert!(began.elapsed() < LONG, "process {pid} does not stop");
+        std::thread::sleep(Duration::from_millis(5));
+    }
 }
 
 impl Ground {
@@ -153,14 +159,20 @@ impl Ground {
         }
     }
 
-    /// Checks that some chain has a hop with these words.
+    /// Asks `rgym stuck` until some chain has a hop with these words.
     fn expect_hop(&self, stall: &str, words: &str) {
-        let text = self.leaf(None, &["no leaf has this"]).expect_err("the report");
-        let report: Value = serde_json::from_str(&text).expect("JSON");
-        let chains = report["chains"].as_array().into_iter().flatten();
-        let mut hops = chains.flat_map(|chain| chain["hops"].as_array().into_iter().flatten());
-        let found = hops.any(|hop| hop["text"].as_str().is_some_and(|text| text.contains(words)));
-        assert!(found, "{stall}: no hop has {words:?}: {text}");
+        let began = Instant::now();
+        loop {
+            let text = self.leaf(None, &["no leaf has this"]).expect_err("the report");
+            let report: Value = serde_json::from_str(&text).unwrap_or_default();
+            let chains = report["chains"].as_array().into_iter().flatten();
+            let mut hops = chains.flat_map(|chain| chain["hops"].as_array().into_iter().flatten());
+            if hops.any(|hop| hop["text"].as_str().is_some_and(|text| text.contains(words))) {
+                return;
+            }
+            assert!(began.elapsed() < LONG, "{stall}: no hop has {words:?}: {text}");
+            std::thread::sleep(Duration::from_millis(100));
+        }
     }
 
     fn leaf(&self, rollout: Option<&str>, words: &[&str]) -> Result<String, String> {

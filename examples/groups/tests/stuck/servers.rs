@@ -5,12 +5,13 @@ use std::net::TcpListener;
 use std::time::Duration;
 
 use gym_core::RawObject;
+use gym_core::testing::free_port;
 use gym_server::Servers;
 use gym_server::model::ScriptedItem;
 use gym_server::prelude::*;
 use serde_json::json;
 
-use crate::{Ground, free_port, stop};
+use crate::{Ground, stop};
 
 const CONFIG: &str = "\
 policy_model: {responses_api_models: {scripted_model: {entrypoint: app.py}}}

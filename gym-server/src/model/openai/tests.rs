@@ -95,14 +95,13 @@ async fn a_spent_quota_or_a_wrong_key_is_not_tried_again_and_stops_nobody_else()
 }
 
 /// Returns a URL at which nothing listens.
-async fn dead_url() -> String {
-    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
-    format!("http://{}/v1", listener.local_addr().unwrap())
+fn dead_url() -> String {
+    format!("http://127.0.0.1:{}/v1", gym_core::testing::free_port())
 }
 
 #[tokio::test]
 async fn one_budget_covers_a_call_to_a_dead_endpoint_and_no_caller_repeats_it() {
-    let url = dead_url().await;
+    let url = dead_url();
     let mut config = OpenAiModelConfig::new(url.clone(), "m");
     (config.retry_budget_seconds, config.retry_backoff_ms, config.retry_backoff_max_ms) = (0.05, 1, 5);
     let model = OpenAiModel::new(config, &world()).unwrap();
@@ -176,7 +175,7 @@ async fn a_probe_says_whether_the_endpoint_serves_the_model() {
         assert!(report.reason.contains(says) && report.reason.is_empty() == report.fix.is_empty(), "{report:?}");
         assert!(mock.request(0).starts_with("GET /v1/models HTTP/1.1\r\n") && mock.count() == 1);
     }
-    let dead = OpenAiModel::new(OpenAiModelConfig::new(dead_url().await, "m"), &world()).unwrap();
+    let dead = OpenAiModel::new(OpenAiModelConfig::new(dead_url(), "m"), &world()).unwrap();
     let report = dead.probe(&CallContext::default()).await.remove(0);
     assert_eq!((report.state, report.reason.as_str()), (EndpointState::Unavailable, "connection refused"));
 }
