@@ -35,7 +35,7 @@ impl Cluster {
         let mut command = gym_examples(self.folder.path());
         command.arg("run").arg("--config").arg(examples().join("configs/quickstart.yaml")).arg(LATENCY_MS);
         command.args(["--worker", "--head-url", &self.url, "--name", name, "--pull-capacity", "8"]);
-        command.args(["--heartbeat-interval", "1", "--worker-timeout", "3"]);
+        command.args(["--heartbeat-interval", "1", "--worker-timeout", "5"]);
         let mut worker = Server::start(&mut command);
         worker.says("ready: ").await;
         worker

@@ -220,7 +220,7 @@ async fn verifications_of_an_agent_run_on_any_worker() {
         AGENT.replace("name: math}", "name: choice_anywhere}").replace("math_simple_agent", "choice_simple_agent");
     let text = text.replace(
         "math: {resources_servers: {math: {entrypoint: app.py, domain: math}}}",
-        "choice_anywhere: {resources_servers: {pool: {entrypoint: app.py, domain: knowledge, worker_timeout_seconds: 2, \
+        "choice_anywhere: {resources_servers: {pool: {entrypoint: app.py, domain: knowledge, worker_timeout_seconds: 10, \
          resources_server: {type: resources_servers, name: choice}}}}",
     );
     let agent = machines.file("agents", "agent.yaml", &format!("{MODEL}{text}"));

@@ -25,7 +25,7 @@ impl Ground {
         let pool = folder.path().join("pool.yaml");
         std::fs::write(
             &pool,
-            "math_pool: {environment_servers: {pool: {entrypoint: app.py, worker_timeout_seconds: 2, agent_server: {type: \
+            "math_pool: {environment_servers: {pool: {entrypoint: app.py, worker_timeout_seconds: 10, agent_server: {type: \
              responses_api_agents, name: math_simple_agent}}}}\nmath_environment_server: null\n",
         )
         .unwrap();

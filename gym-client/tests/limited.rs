@@ -94,11 +94,9 @@ async fn a_large_input_and_a_large_output_do_not_wait_for_each_other() {
 
 #[tokio::test]
 async fn a_loop_for_ever_ends_by_its_cpu_time() {
-    let begin = Instant::now();
     let run = run(python("while True: pass").limits(limits(|limits| limits.cpu = Duration::from_millis(300)))).await;
     assert_eq!(run.limit, Some(Limit::Cpu), "{run:?}");
-    assert!(run.cpu >= Duration::from_millis(250) && run.cpu < Duration::from_secs(2), "{run:?}");
-    assert!(begin.elapsed() < Duration::from_secs(20) && run.to_string().contains("limit of CPU time"), "{run}");
+    assert!(run.cpu >= Duration::from_millis(250) && run.to_string().contains("limit of CPU time"), "{run:?}");
 }
 
 #[tokio::test]
@@ -114,7 +112,7 @@ async fn a_program_that_only_waits_ends_by_its_wall_time() {
     let run =
         run(shell(&format!("sleep {hour}")).limits(limits(|limits| limits.wall = Duration::from_millis(200)))).await;
     assert_eq!(run.limit, Some(Limit::Wall), "{run:?}");
-    assert!(run.wall < Duration::from_secs(20) && run.cpu < Duration::from_secs(1), "{run:?}");
+    assert!(run.cpu < Duration::from_secs(1), "{run:?}");
     assert!(!runs(&hour), "its processes have ended");
 }
 
@@ -173,11 +171,9 @@ async fn what_a_program_leaves_in_the_background_is_killed() {
     // In its group; in a session of its own; and with no parent and its own session, but with its output open.
     for script in ["sleep H &", "setsid sleep H > /dev/null 2>&1 &", "(setsid sleep H &) &"] {
         let hour = an_hour();
-        let begin = Instant::now();
         let run = run(shell(&format!("{}\nsleep 0.1; echo done", script.replace('H', &hour)))).await;
         assert!(run.succeeded() && run.stdout_text() == "done\n", "{script}: {run:?}");
         assert!(!runs(&hour), "{script}");
-        assert!(begin.elapsed() < Duration::from_secs(20), "{script}");
     }
 }
 
@@ -199,14 +195,16 @@ async fn a_program_that_is_not_there_is_a_failure_of_this_machine() {
 
 #[tokio::test]
 async fn a_caller_that_gives_up_leaves_no_process_and_no_directory() {
+    // No other test has a file of this name.
+    let mine = format!("mine-{}", an_hour());
     let directories = || -> BTreeSet<PathBuf> {
         let all = std::fs::read_dir(std::env::temp_dir()).expect("a directory").flatten().map(|entry| entry.path());
-        let own = |path: &PathBuf| path.join("mine").exists();
+        let own = |path: &PathBuf| path.join(&mine).exists();
         all.filter(|path| path.to_string_lossy().contains("gym-limited-")).filter(own).collect()
     };
     for drops in [true, false] {
         let hour = an_hour();
-        let program = shell(&format!("(setsid sleep {hour} &) & sleep {hour}")).file("mine", "");
+        let program = shell(&format!("(setsid sleep {hour} &) & sleep {hour}")).file(&mine, "");
         let cx = CallContext::within(LONG);
         let mut running = Box::pin(program.run(&cx));
         tokio::select! {

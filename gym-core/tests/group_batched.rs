@@ -206,16 +206,16 @@ async fn an_item_that_breaks_its_rank_takes_few_others_along() {
 #[tokio::test]
 async fn a_list_waits_for_a_rank_that_comes_back() {
     let (group, balancer) = verifiers(1, 1).await;
-    let budgets = RetryBudgets { backoff_min: Duration::from_secs(30), ..RetryBudgets::default() };
+    // Only the rank ends the pause: it is longer than the deadline.
+    let pause = Duration::from_secs(3_600);
+    let budgets = RetryBudgets { backoff_min: pause, backoff_max: pause, ..RetryBudgets::default() };
     let balancer = balancer.again(budgets);
     group.kill(0).unwrap();
-    let begin = Instant::now();
     let (results, ()) = tokio::join!(check(&balancer, items(30, 1_000)), async {
         tokio::time::sleep(Duration::from_millis(20)).await;
         group.restart::<Verifier>(0, 1).await.unwrap();
     });
     in_order(results);
-    assert!(begin.elapsed() < Duration::from_secs(20), "the rank ends the pause: {:?}", begin.elapsed());
 }
 
 #[tokio::test(start_paused = true)]

@@ -65,7 +65,7 @@ impl Handles<Pass> for BusyWorker {
     }
 }
 
-const SOON: Duration = Duration::from_secs(20);
+const SOON: Duration = Duration::from_secs(60);
 
 /// Delays the start of later incarnations until the test permits it.
 struct Late;

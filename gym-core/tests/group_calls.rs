@@ -62,7 +62,7 @@ impl Handles<Record> for Recorder {
     }
 }
 
-const SOON: Duration = Duration::from_secs(20);
+const SOON: Duration = Duration::from_secs(60);
 
 async fn line(ranks: usize) -> Arc<InProcessGroup> {
     started(RankLayout::line(ranks).expect("the test is right")).await

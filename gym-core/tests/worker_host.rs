@@ -11,7 +11,7 @@ use gym_core::group::{HandlesBlocking, HostOptions, Method, Methods, Payload, Wo
 use gym_core::{CallContext, Code, Execution, Handler, Request, Result};
 use tokio::time::timeout;
 
-const SOON: Duration = Duration::from_secs(20);
+const SOON: Duration = Duration::from_secs(60);
 
 /// Blocks until the test releases it, even if it is cancelled. Returns whether it was cancelled.
 #[derive(Clone, Copy, Debug)]

@@ -58,7 +58,7 @@ async fn a_batch_reaches_every_rank_and_comes_back_in_the_memory_it_was_made_in(
     let region = Region::new(ALLOCATOR);
     let dispatch = Dispatch::shard("data").replicate(["tensor"]);
     let answers =
-        group.call(Where, ()).batch(batch).dispatch(dispatch).deadline(Duration::from_secs(20)).await.unwrap();
+        group.call(Where, ()).batch(batch).dispatch(dispatch).deadline(Duration::from_secs(60)).await.unwrap();
     let allocated = region.change();
 
     for reply in answers.replies() {

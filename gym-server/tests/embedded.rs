@@ -250,7 +250,8 @@ async fn dropping_the_stream_stops_what_is_in_flight() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_episode_whose_calls_never_wait_can_be_stopped() {
-    const TURNS_MAX: u32 = 1_000;
+    // More than there are before a busy machine drops the rollouts.
+    const TURNS_MAX: u32 = 100_000;
     let turns = Arc::new(AtomicU32::new(0));
     let counted = Arc::clone(&turns);
     let policy = move |_: &RawObject, _: &mut fastrand::Rng| match counted.fetch_add(1, Ordering::Relaxed) {
@@ -329,25 +330,33 @@ fn row(input: &str) -> RawObject {
     RawObject::parse(serde_json::json!({"responses_create_params": {"input": input}}).to_string()).expect("an object")
 }
 
-fn one_attempt_within(timeout: Duration) -> DriverOptions {
-    DriverOptions { attempts_max: 1, attempt_timeout: timeout, ..DriverOptions::default() }
+/// Long enough that an attempt reaches the tool before.
+const ATTEMPT: Duration = Duration::from_secs(3);
+
+fn one_attempt() -> DriverOptions {
+    DriverOptions { attempts_max: 1, attempt_timeout: ATTEMPT, ..DriverOptions::default() }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_tool_that_blocks_its_thread_is_reported_while_it_blocks_and_named_by_the_failed_rollout() {
     let (release, released) = std::sync::mpsc::sync_channel(1);
     let stack = banking(Bank(released.into())).await;
-    let options = one_attempt_within(Duration::from_millis(300));
-    let mut rollouts = stack.rollouts_with("bank_agent", [row("slowly")], options).unwrap();
+    let mut rollouts = stack.rollouts_with("bank_agent", [row("slowly")], one_attempt()).unwrap();
     let counted = r#"gym_handler_stalls_total{server="bank",route="/slow"} 1"#;
-    while !stack.metrics().text().contains(counted) {
-        tokio::task::yield_now().await;
-    }
+    let reported = async {
+        while !stack.metrics().text().contains(counted) {
+            tokio::task::yield_now().await;
+        }
+    };
+    tokio::time::timeout(Duration::from_secs(60), reported).await.expect("the stall is reported");
+    let blocks = tokio::time::Instant::now();
     assert!(stack.metrics().text().contains(r#"gym_handler_stalled_seconds{server="bank",route="/slow",thread="#));
     let health = stack.client().get(&CallContext::default(), "policy", "/health").await.unwrap();
     let health: serde_json::Value = serde_json::from_slice(&health.message.head.to_bytes()).unwrap();
     assert_eq!(health["stalls"][0]["server"], "bank", "{health}");
     assert_eq!(health["stalls"][0]["route"], "/slow", "{health}");
+    // The attempt has begun before, so its deadline passes while the tool blocks.
+    tokio::time::sleep_until(blocks + ATTEMPT).await;
     release.send(()).unwrap();
     let rollout = rollouts.next().await.unwrap().unwrap();
     let text = String::from_utf8_lossy(rollout.row.text()).into_owned();
@@ -359,8 +368,7 @@ async fn a_tool_that_blocks_its_thread_is_reported_while_it_blocks_and_named_by_
 async fn a_blocking_environment_on_threads_of_its_own_stops_no_other_rollout_and_is_named_at_its_deadline() {
     let (release, released) = std::sync::mpsc::sync_channel(1);
     let stack = banking(gym_core::server::Blocking::new(Bank(released.into()))).await;
-    let options = one_attempt_within(Duration::from_millis(300));
-    let mut slow = stack.rollouts_with("bank_agent", [row("slowly")], options).unwrap();
+    let mut slow = stack.rollouts_with("bank_agent", [row("slowly")], one_attempt()).unwrap();
     let mut quick = stack.rollouts("bank_agent", [row("quickly")]).unwrap();
     assert_eq!(quick.next().await.unwrap().unwrap().reward(), Some(1.0), "the only thread of the runtime is free");
     let rollout = slow.next().await.unwrap().unwrap();

@@ -214,7 +214,7 @@ async fn a_peer_that_says_nothing_of_shared_memory_leaves_time_for_the_network()
             tokio::spawn(incoming.serve(bootstrap.clone(), Default::default()));
         }
     });
-    let config = UcxConfig { fabric, connect_timeout: Duration::from_secs(2), ..UcxConfig::default() };
+    let config = UcxConfig { fabric, connect_timeout: Duration::from_secs(10), ..UcxConfig::default() };
     let connector = UcxConnector::new(Arc::new(names), config);
     let connected = soon(connector.connect(&CallContext::within(FAR), &endpoint, &ConnectOptions::default())).await;
     let said = connected.unwrap_err().to_string();

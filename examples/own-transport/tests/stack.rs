@@ -42,7 +42,7 @@ async fn a_peer_without_quic_is_refused_with_its_reason() {
     let policy = gym_core::transport::TransportPolicy::auto().require("quic");
     let connecting = transports("stack").with_policy(policy);
     let endpoint = gym_core::Endpoint::parse(&url).expect("an endpoint");
-    let cx = CallContext::within(Duration::from_secs(20));
+    let cx = CallContext::within(Duration::from_secs(60));
     let error =
         connecting.connect(&cx, &[endpoint], &gym_core::transport::ConnectOptions::default()).await.unwrap_err();
     let text = error.to_string();

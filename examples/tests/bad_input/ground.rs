@@ -29,7 +29,7 @@ pub(crate) const BODY_BYTES_MAX: usize = 1 << 20;
 /// Maximum silence of a client.
 pub(crate) const SILENCE_MAX: Duration = Duration::from_secs(1);
 /// The limit of one wait in a case.
-const PATIENCE: Duration = Duration::from_secs(20);
+pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
 /// Maximum characters of a message in the table.
 const SHOWN_CHARS: usize = 220;
 

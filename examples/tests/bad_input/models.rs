@@ -58,8 +58,8 @@ pub(crate) fn cases() -> Vec<Case> {
             BUSY,
             &["http://127.0.0.1:9/dead/v1/responses", "`retry_budget_seconds`", "refused"],
         ),
-        asked("never responds", "hang", 1, LATE, &["hang/v1/responses", "`max_seconds` = 1"]),
-        asked("a byte now and then, forever", "drip", 1, LATE, &["drip/v1/responses", "`max_seconds` = 1"]),
+        asked("never responds", "hang", 1, LATE, &["hang/v1/responses", "`max_seconds` = 3"]),
+        asked("a byte now and then, forever", "drip", 1, LATE, &["drip/v1/responses", "`max_seconds` = 3"]),
         asked(
             "garbage instead of JSON",
             "garbage",

@@ -65,7 +65,7 @@ pub(crate) fn configuration(upstream: &str) -> String {
             "a_{name}:\n  responses_api_agents:\n    simple_agent:\n      entrypoint: app.py\n      max_seconds: {}\n      \
              resources_server: {{type: resources_servers, name: {resources}}}\n      model_server: {{type: \
              responses_api_models, name: {model}}}\n",
-            if matches!(name, "hang" | "drip" | "endless") { 1 } else { 10 },
+            if matches!(name, "hang" | "drip" | "endless") { 3 } else { 10 },
         )
     };
     for manner in MANNERS {

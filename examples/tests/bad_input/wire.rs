@@ -5,7 +5,7 @@ use std::time::Duration;
 use tokio::io::AsyncWriteExt;
 use tokio::time::{Instant, sleep, timeout};
 
-use super::ground::{BODY_BYTES_MAX, SILENCE_MAX, connect, read_answer, request};
+use super::ground::{BODY_BYTES_MAX, PATIENCE, SILENCE_MAX, connect, read_answer, request};
 use super::{Case, Got};
 
 fn body(
@@ -40,8 +40,7 @@ fn silent(name: &'static str, sent: &'static str, outcome: &'static str, says: &
             let mut stream = connect(ground.address("math")).await;
             stream.write_all(sent.as_bytes()).await.unwrap();
             let answer = read_answer(&mut stream).await;
-            let took = began.elapsed();
-            assert!(took >= SILENCE_MAX && took < SILENCE_MAX * 10, "{took:?}");
+            assert!(began.elapsed() >= SILENCE_MAX, "{:?}", began.elapsed());
             if answer.status == 0 {
                 return Got::new("closed", "the connection is closed after head_timeout");
             }
@@ -152,7 +151,7 @@ pub(crate) fn cases() -> Vec<Case> {
                         sleep(Duration::from_millis(20)).await;
                     }
                 };
-                match timeout(SILENCE_MAX * 10, drip).await {
+                match timeout(PATIENCE, drip).await {
                     Ok(()) => Got::new("closed", "the connection is closed after head_timeout"),
                     Err(_) => Got::new("open", "the connection is still open"),
                 }
@@ -232,9 +231,9 @@ pub(crate) fn cases() -> Vec<Case> {
                     sleep(Duration::from_millis(5)).await;
                 }
             };
-            timeout(Duration::from_secs(10), open(1)).await.expect("the model is asked");
+            timeout(PATIENCE, open(1)).await.expect("the model is asked");
             drop(stream);
-            timeout(Duration::from_secs(5), open(0)).await.expect("the model is asked no longer");
+            timeout(PATIENCE, open(0)).await.expect("the model is asked no longer");
             Got::new("cancelled", "the model's call ends with the caller, before the agent's ten seconds are over")
         })
     }));

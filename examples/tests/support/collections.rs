@@ -105,7 +105,7 @@ impl<'a> Collecting<'a> {
         input
     }
 
-    /// Collects, and runs `disturb` when a quarter of the rows is there. Returns the rows and the classes of failed attempts.
+    /// Collects, and runs `disturb` when a tenth of the rows is there. Returns the rows and the classes of failed attempts.
     pub(crate) async fn run(&self, options: &[&str], disturb: impl FnOnce()) -> (Rows, BTreeMap<String, usize>) {
         let (rows, failures, _) = self.run_logged(options, disturb).await;
         (rows, failures)
@@ -134,7 +134,7 @@ impl<'a> Collecting<'a> {
                     ended = &mut collecting => break ended.unwrap(),
                     _ = looks.tick() => {
                         let rows = std::fs::read(&output).map_or(0, |text| memchr_count(&text));
-                        if rows >= ROLLOUTS / 4 && let Some(disturb) = disturb.take() {
+                        if rows >= ROLLOUTS / 10 && let Some(disturb) = disturb.take() {
                             disturb();
                         }
                     }

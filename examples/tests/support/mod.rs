@@ -14,7 +14,7 @@ use gym_server::{Servers, Stack, StackOptions};
 use tokio::process::Command;
 
 /// Maximum wait of these tests; anything that takes longer is considered hung.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(120);
+pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
 
 /// Returns the directory of the examples.
 pub(crate) fn examples() -> PathBuf {

@@ -64,7 +64,8 @@ fn run(case: impl Future<Output = ()>) {
         .enable_all()
         .build()
         .expect("runtime");
-    runtime.block_on(async { timeout(2 * LONG, case).await.expect("the case hangs") });
+    // It says so before the test runner kills it.
+    runtime.block_on(async { timeout(Duration::from_secs(100), case).await.expect("the case hangs") });
 }
 
 // ── what the cases share ──
@@ -464,7 +465,7 @@ async fn interrupt_comes_once_and_first() {
         "trap 'echo interrupt' INT; trap 'echo terminate; exit 7' TERM; echo ready; while :; do sleep 0.02; done";
     let child = launcher.spawn(sh("polite", script)).await.expect("starts");
     lines.after("ready").await;
-    let ChildState::Stopped(Some(report)) = child.stop(Duration::from_secs(2)).await.expect("stops") else {
+    let ChildState::Stopped(Some(report)) = child.stop(Duration::from_secs(8)).await.expect("stops") else {
         panic!("was stopped")
     };
     // On standard error the shell reports its own child's end.
@@ -503,7 +504,10 @@ async fn the_starting_thread_may_end() {
     let thread = Path::new("/proc").join(thread);
     until("the thread is gone", || !thread.exists()).await;
     lines.after("ready").await;
-    let state = child.events().borrow().clone();
+    // The first line may arrive before the start is reported.
+    let mut events = child.events();
+    let started = |state: &ChildState| !matches!(state, ChildState::Starting { .. });
+    let state = timeout(LONG, events.wait_for(started)).await.expect("in time").expect("supervised").clone();
     let ChildState::Running { pid, incarnation: 1 } = state else { panic!("still runs: {state:?}") };
     assert!(alive(i32::try_from(pid).expect("fits")));
     end(&launcher).await;

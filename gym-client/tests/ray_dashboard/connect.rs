@@ -28,9 +28,7 @@ async fn a_dashboard_that_refuses_the_connection_is_named_with_the_fix() {
     socket.bind("127.0.0.1:0".parse().expect("an address")).expect("a port");
     let url = format!("http://{}", socket.local_addr().expect("an address"));
     let address = RayAddress::parse(&url, "env.yaml:3").expect("an address");
-    let begin = Instant::now();
     let error = refused(&cx(), &address).await;
-    assert!(begin.elapsed() < Duration::from_secs(3), "{:?}", begin.elapsed());
     assert_eq!(error.code(), Code::Unavailable);
     let text = error.to_string();
     for part in [&*url, "env.yaml:3", "refused", "fix: ", "--dashboard-host=0.0.0.0", "ray_dashboard_address"] {

@@ -15,7 +15,10 @@ use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
 
 /// The largest step of a paused clock. Without it, the clock would jump to the deadline of a request whose bytes are on the way.
-const TICK: Duration = Duration::from_millis(2);
+const TICK: Duration = Duration::from_millis(10);
+/// Real time between two steps, in which bytes arrive that are on the way. The runtime finds nothing to do meanwhile, so without it a busy machine, which
+/// runs the kernel or the thread of a file late, would see seconds of the clock pass in a moment.
+const PAUSE: Duration = Duration::from_micros(200);
 /// The limit of every wait of a test.
 pub(crate) const LONG: Duration = Duration::from_secs(60);
 
@@ -225,6 +228,8 @@ impl Fake {
         tasks.spawn(async {
             loop {
                 sleep(TICK).await;
+                // A paused clock stands still while a blocking task runs.
+                let _ = tokio::task::spawn_blocking(|| std::thread::park_timeout(PAUSE)).await;
             }
         });
         tasks.spawn(accept(listener, Arc::clone(&cluster)));

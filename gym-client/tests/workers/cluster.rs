@@ -86,12 +86,12 @@ pub(crate) async fn colocation_is_off_open_or_in_turns() {
         let generation = second.expect("admitted");
         let long = Job { ms: 3_600_000, tells: false };
         let training = policy.call(Work, long).deadline(LONG).start().await.expect("started");
-        let short = || generation.call(Describe, ()).deadline(Duration::from_millis(200));
+        let scored = |time| generation.call(Describe, ()).deadline(time);
         if colocation.is_none() {
-            short().await.expect("no turns are kept");
+            scored(LONG).await.expect("no turns are kept");
             continue;
         }
-        let error = short().await.expect_err("it is not its turn");
+        let error = scored(Duration::from_millis(200)).await.expect_err("it is not its turn");
         assert_eq!(error.outcomes()[0].kind(), Some(FailureKind::Timeout), "{error:?}");
         assert_eq!(error.execution(), gym_core::Execution::NotStarted, "it never had the bundles: {error:?}");
         let said = error.outcomes()[0].error().expect("it failed").to_string();

@@ -44,7 +44,7 @@ use harness::{Case, Running, run_cases};
 use types::{Init, workers};
 
 /// Generous: the machine may be busy with other builds. Every wait ends far earlier when things work.
-const LONG: Duration = Duration::from_secs(120);
+const LONG: Duration = Duration::from_secs(60);
 
 macro_rules! cases {
     ($($module:ident::$name:ident),* $(,)?) => {
@@ -174,8 +174,14 @@ pub(crate) fn main() {
 
 fn run(case: impl Future<Output = ()>) {
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().expect("runtime");
-    // The kills bring their own bound; the others end in a moment.
-    runtime.block_on(async { timeout(30 * LONG, case).await.expect("the case hangs") });
+    runtime.block_on(async { timeout(case_limit(), case).await.expect("the case hangs") });
+}
+
+/// A case of the gate says so before the test runner kills it. Longer runs and those on Ray have other limits.
+fn case_limit() -> Duration {
+    let longer = ["GYM_WORKER_KILLS", "GYM_NODE_KILLS", "GYM_RAY_TEST_ADDRESS"];
+    let longer = longer.iter().any(|name| std::env::var_os(name).is_some());
+    Duration::from_secs(if longer { 3_600 } else { 100 })
 }
 
 // ── what the cases share ──
@@ -282,9 +288,13 @@ fn alive(pid: i32) -> bool {
 }
 
 /// Looks until `condition` holds.
-async fn until(what: &str, mut condition: impl FnMut() -> bool) {
+async fn until(what: &str, condition: impl FnMut() -> bool) {
+    until_within(LONG, what, condition).await;
+}
+
+async fn until_within(limit: Duration, what: &str, mut condition: impl FnMut() -> bool) {
     let mut look = interval(Duration::from_millis(5));
-    timeout(LONG, async {
+    timeout(limit, async {
         while !condition() {
             look.tick().await;
         }

@@ -95,7 +95,7 @@ async fn says_what_is_missing(provisioner: &dyn Provisioner) {
     let mut cluster = ClusterSpec::new([100_000]);
     cluster.use_gpus = false;
     cluster.placement_group_strategy = PlacementStrategy::StrictPack;
-    let error = provisioner.reserve(&CallContext::within(Duration::from_secs(2)), &ReserveRequest::new(cluster)).await;
+    let error = provisioner.reserve(&CallContext::within(Duration::from_secs(20)), &ReserveRequest::new(cluster)).await;
     let error = error.expect_err("nobody has that many CPUs");
     assert_eq!(error.code(), Code::ResourceExhausted, "{error}");
     assert!(error.to_string().contains("100000 CPUs") || error.to_string().contains("do not fit"), "{error}");

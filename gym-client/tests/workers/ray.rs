@@ -23,11 +23,11 @@ use tokio::io::AsyncBufReadExt as _;
 use tokio::time::{Instant, sleep, timeout};
 
 use super::ray_cluster::{
-    AGENT, cluster_address, control, kill, no_process_of_ours_within, nodes_of, parents, processes, python,
+    AGENT, LONG, cluster_address, control, kill, no_process_of_ours, nodes_of, parents, processes, python, until,
     whole_cluster,
 };
 use super::types::{Describe, Init, workers};
-use super::{LONG, options, spec, status, stop, transports, until, verify};
+use super::{options, spec, status, stop, transports, verify};
 
 /// Shorter than Ray's detection of a lost node, even of a cluster with short intervals.
 pub(super) const LEASE: Duration = Duration::from_secs(3);
@@ -121,10 +121,10 @@ pub(crate) async fn ray_r11_bundles_spread_over_nodes_and_each_rank_has_its_gpu(
     stop(&group).await;
     // Case 22.
     let begin = Instant::now();
-    cluster.shutdown(Duration::from_secs(2)).await.expect("stops");
+    cluster.shutdown(LONG).await.expect("stops");
     println!("    stopped after {:.2} s", begin.elapsed().as_secs_f64());
     cluster.shutdown(LONG).await.expect("nothing to do");
-    no_process_of_ours_within(Duration::from_secs(1), "after the stop").await;
+    no_process_of_ours("after the stop").await;
     let job =
         dashboard.job(&cx(), ours[0].submission_id.as_deref().expect("an id")).await.expect("asks").expect("known");
     assert!(job.has_ended(), "{job:?}");
@@ -172,7 +172,7 @@ pub(crate) async fn ray_r13_what_cannot_be_placed_is_explained() {
     disks.resources.insert("disk".to_owned(), 1.0);
     let text = refused(spread(&[1]), disks).await;
     assert!(text.contains("1 CPU and 1 GPU and 1 disk") && text.contains("no node can ever have them"), "{text}");
-    no_process_of_ours_within(Duration::from_secs(5), "after the failures").await;
+    no_process_of_ours("after the failures").await;
 }
 
 /// Case 16: a program that cannot be executed is reported with the error of the operating system.
@@ -415,7 +415,7 @@ pub(crate) async fn ray_r33_ranks_serve_without_a_head_and_return_with_the_next_
     group.call(Describe, ()).deadline(LONG).await.expect("answers");
     stop(&group).await;
     cluster.shutdown(LONG).await.expect("stops");
-    no_process_of_ours_within(Duration::from_secs(5), "after the stop").await;
+    no_process_of_ours("after the stop").await;
 }
 
 /// Case 34: a head that keeps its state restarts. No rank does, and no call fails.
@@ -485,7 +485,7 @@ pub(crate) async fn ray_ft_r34_nothing_restarts_with_a_head_that_keeps_its_state
     );
     stop(&group).await;
     cluster.shutdown(LONG).await.expect("stops");
-    no_process_of_ours_within(Duration::from_secs(5), "after the stop").await;
+    no_process_of_ours("after the stop").await;
 }
 
 /// Case 29: a machine is cut off. Its ranks end by themselves before others start.
@@ -529,7 +529,7 @@ pub(crate) async fn ray_r32_a_killed_driver_leaves_no_process_and_the_job_is_sub
     println!("    the driver is killed: both ranks are back after {:.2} s", begin.elapsed().as_secs_f64());
     stop(&group).await;
     cluster.shutdown(LONG).await.expect("stops");
-    no_process_of_ours_within(Duration::from_secs(5), "after the stop").await;
+    no_process_of_ours("after the stop").await;
 }
 
 /// The process that gets killed: `be-ray-controller`.
@@ -563,7 +563,7 @@ pub(crate) async fn ray_r31_a_killed_controller_leaves_nothing() {
         sleep(Duration::from_millis(50)).await;
     }
     println!("    the ranks of a killed controller ended after {:.2} s", begin.elapsed().as_secs_f64());
-    no_process_of_ours_within(Duration::from_secs(30), "after the controller was killed").await;
+    no_process_of_ours("after the controller was killed").await;
 }
 
 /// Two verifiers on each of two nodes, and a table that they fetch from this process.
@@ -635,5 +635,5 @@ pub(crate) async fn ray_ranks_without_a_cluster_run_on_all_nodes() {
     assert_eq!(nodes.iter().filter(|node| *node == "n1").count(), 2, "{nodes:?}");
     stop(&group).await;
     drop(group);
-    no_process_of_ours_within(Duration::from_secs(15), "after the group was dropped").await;
+    no_process_of_ours("after the group was dropped").await;
 }

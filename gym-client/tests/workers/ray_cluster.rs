@@ -11,7 +11,12 @@ use gym_client::group::ray::RayAddress;
 use serde_json::{Value, json};
 use tokio::time::{Instant, sleep};
 
-use super::LONG;
+/// Generous, and more than [`super::LONG`]: Ray notices slowly what it lost. Each of its cases runs alone, without the limit of the test runner.
+pub(super) const LONG: Duration = Duration::from_secs(120);
+/// What the program does for [`control`] includes starts of nodes.
+const CONTROL: Duration = Duration::from_secs(300);
+/// How long processes may remain that must end.
+const REMAIN: Duration = Duration::from_secs(30);
 
 /// The command line of an agent contains it.
 pub(super) const AGENT: &str = "--gym-node-agent";
@@ -43,7 +48,7 @@ pub(super) fn python() -> PathBuf {
 pub(super) fn control(request: &Value) -> Value {
     let path = std::env::var("GYM_RAY_TEST_CONTROL").expect("a cluster");
     let mut stream = UnixStream::connect(path).expect("the program that runs the cluster");
-    stream.set_read_timeout(Some(3 * LONG)).expect("a timeout");
+    stream.set_read_timeout(Some(CONTROL)).expect("a timeout");
     writeln!(stream, "{request}").expect("sends");
     let mut line = String::new();
     BufReader::new(stream).read_line(&mut line).expect("a reply");
@@ -91,8 +96,13 @@ pub(super) fn nodes_of(group: &Group) -> Vec<String> {
     group.worker_status().iter().map(|rank| node(rank.node_name.as_deref().expect("it is on a node"))).collect()
 }
 
+/// Looks until `condition` holds.
+pub(super) async fn until(what: &str, condition: impl FnMut() -> bool) {
+    super::until_within(LONG, what, condition).await;
+}
+
 /// Waits until no process of ours is on a node, and prints how long that took.
-pub(super) async fn no_process_of_ours_within(limit: Duration, what: &str) {
+pub(super) async fn no_process_of_ours(what: &str) {
     let begin = Instant::now();
     loop {
         let left: Vec<_> = ["n1", "n2"].iter().flat_map(|node| processes(node, "--gym-")).collect();
@@ -100,7 +110,7 @@ pub(super) async fn no_process_of_ours_within(limit: Duration, what: &str) {
             println!("    {what}: no process of ours after {:.2} s", begin.elapsed().as_secs_f64());
             return;
         }
-        assert!(begin.elapsed() < limit, "{what}: {left:?} are left");
+        assert!(begin.elapsed() < REMAIN, "{what}: {left:?} are left");
         sleep(Duration::from_millis(50)).await;
     }
 }

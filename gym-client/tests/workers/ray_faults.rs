@@ -14,10 +14,10 @@ use tokio::time::{Instant, sleep};
 use super::nodes::{living_ranks, watch_lives};
 use super::ray::{cx, ray, ray_options};
 use super::ray_cluster::{
-    AGENT, control, kill, no_process_of_ours_within, nodes_of, parents, processes, whole_cluster,
+    AGENT, LONG, control, kill, no_process_of_ours, nodes_of, parents, processes, until, whole_cluster,
 };
 use super::types::{Describe, Init};
-use super::{LONG, options, signal, status, stop, until};
+use super::{options, signal, status, stop};
 
 /// The faults. Each has the place of a rank.
 const FAULTS: [&str; 7] = [
@@ -108,7 +108,7 @@ pub(crate) async fn ray_faults_leave_no_orphan_and_no_second_incarnation() {
     }
     stop(&group).await;
     cluster.shutdown(LONG).await.expect("stops");
-    no_process_of_ours_within(Duration::from_secs(15), "after the stop").await;
+    no_process_of_ours("after the stop").await;
     assert!(living_ranks(&mark).is_empty());
     assert!(!watcher.is_finished(), "a rank was alive twice");
     watcher.abort();

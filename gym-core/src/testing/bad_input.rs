@@ -14,7 +14,7 @@ use tokio::time::timeout;
 use crate::base::error::{Error, Result};
 
 /// The deadline of one case; none takes longer than a few seconds.
-const PATIENCE: Duration = Duration::from_secs(60);
+const PATIENCE: Duration = Duration::from_secs(90);
 /// If this environment variable is set, a run writes the document.
 const WRITES: &str = "GYM_BAD_INPUT_TABLE";
 

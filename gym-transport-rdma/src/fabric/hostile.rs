@@ -16,7 +16,7 @@ use crate::ucx::{
     Arrival, Context, Endpoint, EndpointKey, HEADER_ROOM, Outgoing, Protocol, Receiver, UnhandledIds, Worker,
 };
 
-const SOON: Duration = Duration::from_secs(30);
+const SOON: Duration = Duration::from_secs(60);
 
 fn fabric() -> Option<Fabric> {
     open(FabricOptions {

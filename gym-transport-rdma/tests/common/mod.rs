@@ -18,7 +18,7 @@ use gym_transport_rdma::fabric::{
 };
 
 /// Timeout of all operations on a busy machine.
-pub(crate) const SOON: Duration = Duration::from_secs(30);
+pub(crate) const SOON: Duration = Duration::from_secs(60);
 
 /// Opens a fabric. Returns `None`, with a message on stderr, if there is no UCX and none is required.
 pub(crate) fn open(options: FabricOptions) -> Option<Fabric> {

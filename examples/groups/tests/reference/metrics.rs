@@ -255,7 +255,7 @@ async fn of_group() -> String {
     registry.register_collector(Box::new(group.metrics()));
     let mut text = String::new();
     encode(&mut text, &registry).unwrap();
-    cluster.shutdown(Duration::from_secs(5)).await.unwrap();
+    cluster.shutdown(PATIENCE).await.unwrap();
     text
 }
 

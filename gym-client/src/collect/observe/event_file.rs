@@ -276,7 +276,7 @@ mod tests {
         let path = folder.path().join("events.jsonl");
         let events = start(&path).await;
         events.observer().observe(started(0));
-        let deadline = Instant::now() + Duration::from_secs(30);
+        let deadline = Instant::now() + Duration::from_secs(60);
         while lines(&std::fs::read(&path).unwrap()).len() < 2 {
             assert!(Instant::now() < deadline, "the line is not in the file");
             tokio::task::yield_now().await;

@@ -193,7 +193,7 @@ fn harms() -> Vec<Case> {
             "fails: timeout",
             &["call work of policy", "deadline", "rank 1 (incarnation 1): no answer to work", "group.restart_workers("],
             "obedient",
-            async |group| outcome::called(group.call(Work, HOURS).deadline(Duration::from_millis(200)).await),
+            async |group| outcome::called(group.call(Work, HOURS).deadline(Duration::from_secs(1)).await),
         ),
         harm(
             WORKER,
@@ -202,7 +202,7 @@ fn harms() -> Vec<Case> {
             &["deadline", "rank 1 (incarnation 1): no answer to deafen"],
             "obedient",
             async |group| {
-                let got = outcome::called(group.call(Deafen, ()).deadline(Duration::from_millis(200)).await);
+                let got = outcome::called(group.call(Deafen, ()).deadline(Duration::from_secs(1)).await);
                 // What it does not hear cannot be told to it: only its end helps.
                 for rank in 0..2 {
                     group.kill(rank).await.expect("it lives");

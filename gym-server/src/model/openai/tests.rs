@@ -18,7 +18,7 @@ fn model(mock: &MockEndpoint, change: impl FnOnce(&mut OpenAiModelConfig)) -> Op
 }
 
 async fn ask(model: &OpenAiModel, body: &str) -> Result<Rope> {
-    ask_within(model, body, Duration::from_secs(20)).await
+    ask_within(model, body, Duration::from_secs(60)).await
 }
 
 async fn ask_within(model: &OpenAiModel, body: &str, limit: Duration) -> Result<Rope> {

@@ -26,7 +26,7 @@ use crate::frames::connection::send_queue::FrameSendQueue;
 use crate::frames::connection::socket::Socket;
 
 /// Far longer than any operation here takes, so that only a hang reaches it.
-const FAR: Duration = Duration::from_secs(20);
+const FAR: Duration = Duration::from_secs(60);
 /// Maximum number of calls in flight over a server's connections.
 const CALLS_MAX: usize = 1_000_000;
 

@@ -175,7 +175,7 @@ mod tests {
         });
         for number in 0..100 {
             sender.push(number).unwrap();
-            assert_eq!(received.recv_timeout(std::time::Duration::from_secs(10)), Ok(number));
+            assert_eq!(received.recv_timeout(std::time::Duration::from_secs(60)), Ok(number));
         }
         sender.close();
         taking.join().unwrap();
