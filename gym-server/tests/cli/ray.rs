@@ -26,6 +26,8 @@ assert options["dashboard-host"] == "127.0.0.1" and os.environ["RAY_ADDRESS"] ==
 (pathlib.Path(options["temp-dir"]) / "session_latest").mkdir()
 gcs = socket.create_server(("127.0.0.1", int(options["port"])))
 child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+signal.signal(signal.SIGINT, lambda *_: sys.exit(0))
+signal.signal(signal.SIGTERM, lambda *_: (child.kill(), sys.exit(0)))
 with open(here / "pids", "a") as file:
     file.write(f"{os.getpid()}\n{child.pid}\n")
 (here / "temp-dir").write_text(options["temp-dir"])
@@ -38,8 +40,6 @@ class Dashboard(http.server.BaseHTTPRequestHandler):
         self.send_header("content-length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
-signal.signal(signal.SIGINT, lambda *_: sys.exit(0))
-signal.signal(signal.SIGTERM, lambda *_: (child.kill(), sys.exit(0)))
 http.server.ThreadingHTTPServer(("127.0.0.1", int(options["dashboard-port"])), Dashboard).serve_forever()
 "#;
 
@@ -66,6 +66,16 @@ impl FakeRay {
     fn pids(&self) -> Vec<u32> {
         let text = std::fs::read_to_string(self.file("pids")).unwrap_or_default();
         text.lines().map(|line| line.parse().unwrap()).collect()
+    }
+
+    /// Waits until a head has its child, which it ends from now on when it is told to end.
+    #[expect(clippy::disallowed_methods, reason = "another process has no event to wait for")]
+    fn until_it_runs(&self) {
+        let began = Instant::now();
+        while self.pids().len() < 2 {
+            assert!(began.elapsed() < Duration::from_secs(60), "the head does not start");
+            std::thread::sleep(Duration::from_millis(20));
+        }
     }
 
     /// Returns the command `rgym run` with this program in `PATH`.
@@ -120,16 +130,16 @@ fn until_gone(pids: &[u32]) {
 pub(crate) fn local_starts_one_ray_head_and_stops_only_that() {
     let ray = FakeRay::new();
     // A head of somebody else, which must survive.
-    let other = FakeRay::new();
+    let others = FakeRay::new();
     let temporary = tempfile::tempdir().unwrap();
     std::fs::set_permissions(temporary.path(), std::fs::Permissions::from_mode(0o700)).unwrap();
     let port = free_port();
     let mut other = Started {
-        child: Command::new(other.file("ray"))
+        child: Command::new(others.file("ray"))
             .args(["start", "--head", "--block", "--dashboard-host=127.0.0.1", &format!("--port={port}")])
             .args([
                 format!("--temp-dir={}", temporary.path().display()),
-                format!("--dashboard-port={}", other.dashboard),
+                format!("--dashboard-port={}", others.dashboard),
             ])
             .env("RAY_ADDRESS", format!("127.0.0.1:{port}"))
             .stderr(Stdio::null())
@@ -137,6 +147,7 @@ pub(crate) fn local_starts_one_ray_head_and_stops_only_that() {
             .unwrap(),
         said: Vec::new(),
     };
+    others.until_it_runs();
 
     let first = TestFolder::new();
     let (mut owner, said, mut error) = ray.start(&first);
@@ -164,7 +175,9 @@ pub(crate) fn local_starts_one_ray_head_and_stops_only_that() {
     let folder = std::fs::read_to_string(ray.file("temp-dir")).unwrap();
     assert!(!PathBuf::from(&folder).exists(), "{folder} is removed");
     assert!(other.child.try_wait().unwrap().is_none(), "the other head lives");
+    // It ends its child, unless it is killed before.
     other.signal(Signal::TERM);
+    other.child.wait().unwrap();
 }
 
 pub(crate) fn a_collection_with_its_own_servers_has_a_ray_head_until_it_ends() {

@@ -5,13 +5,14 @@
 
 use std::fmt;
 use std::fs::File;
-use std::net::TcpListener;
+use std::net::{Ipv4Addr, SocketAddr};
 use std::os::unix::fs::DirBuilderExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::{Duration, SystemTime};
 
 use gym_core::{CallContext, Code, Error, Execution, Result};
+use tokio::net::TcpSocket;
 use tokio::task::JoinHandle;
 
 use crate::group::ray::address::RayAddress;
@@ -142,8 +143,12 @@ impl LocalHead {
         loop {
             let (ports, note) = HeadPorts::choose(address.dashboard_port())?;
             match Self::start_at(cx, address, program, &ports).await {
-                // Another program, perhaps another head, has taken a port since.
-                Err(error) if error.code() == Code::FailedPrecondition && attempt < ATTEMPTS && !ports.are_free() => {
+                // Another program, perhaps another head, has taken a port since, and may have ended already.
+                Err(error)
+                    if error.code() == Code::FailedPrecondition
+                        && attempt < ATTEMPTS
+                        && (!ports.are_free() || error.to_string().contains(IN_USE)) =>
+                {
                     tracing::debug!(%error, attempt, "a port of the Ray head was taken; starting it with others");
                     attempt += 1;
                 }
@@ -312,9 +317,16 @@ impl HeadPorts {
     }
 }
 
-/// Returns `true` if no program listens on this port of this machine.
+/// What each program says whose port another one has (`EADDRINUSE`).
+const IN_USE: &str = "ddress already in use";
+
+/// Returns `true` if no program listens on this port of this machine. Does not listen itself, not even for a moment: a head that starts now could not.
 fn is_free(port: u16) -> bool {
-    TcpListener::bind(("0.0.0.0", port)).is_ok()
+    let bind = |socket: TcpSocket| {
+        socket.set_reuseaddr(true)?;
+        socket.bind(SocketAddr::from((Ipv4Addr::UNSPECIFIED, port)))
+    };
+    TcpSocket::new_v4().and_then(bind).is_ok()
 }
 
 fn first_free(from: u16) -> Result<u16> {
@@ -462,7 +474,26 @@ fn of_launch(error: LaunchError) -> Error {
 
 #[cfg(test)]
 mod tests {
+    use std::net::TcpListener;
+    use std::sync::atomic::{AtomicBool, Ordering};
+
     use super::*;
+
+    #[test]
+    fn looking_for_a_free_port_keeps_nobody_from_listening_there() {
+        let port = gym_core::testing::free_port();
+        let listened = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                while !listened.load(Ordering::Relaxed) {
+                    is_free(port);
+                }
+            });
+            let all = (0..5_000).all(|_| TcpListener::bind(("127.0.0.1", port)).is_ok());
+            listened.store(true, Ordering::Relaxed);
+            assert!(all, "a program could not listen");
+        });
+    }
 
     #[test]
     fn a_taken_port_is_replaced_by_the_next_free_one_and_named() {
