@@ -62,6 +62,8 @@ pub mod registry;
 pub mod transport;
 pub mod work;
 
+#[doc(hidden)]
+pub use client::url as client_url;
 pub use client::values;
 pub use client::{CallOptions, CookieJar, ServerClient, Session};
 pub use transport::Transports;

@@ -6,6 +6,7 @@ use std::io;
 use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
+use gym_core::base::is_out_of_descriptors;
 use gym_core::{CallContext, Code, Error, Execution, Result};
 pub use http::{HeaderMap, HeaderName, HeaderValue, Method};
 use reqwest::Client;
@@ -60,7 +61,7 @@ impl HttpsClient {
     ///
     /// # Errors
     /// `Unavailable` if there is no response, with `NotStarted` if the peer has received nothing; `ResourceExhausted` if the body is larger than
-    /// `cx.reply_bytes_max`; `DeadlineExceeded`.
+    /// `cx.reply_bytes_max`, and with `NotStarted` if this process has no file descriptor left; `DeadlineExceeded`.
     ///
     /// # Cancel safety
     /// Dropping the future closes the connection; the peer may have received the request.
@@ -123,10 +124,10 @@ pub fn distrusts_certificate(error: &Error) -> bool {
 
 /// Converts an error, and reports whether the peer can have received the request. Omits the URL, which may contain credentials.
 fn of_reqwest(error: reqwest::Error) -> Error {
-    let (execution, text) = if error.is_connect() {
-        (Execution::NotStarted, "cannot connect")
-    } else {
-        (Execution::Unknown, "the connection was lost before the answer was complete")
+    let (code, execution, text) = match error.is_connect() {
+        true if is_out_of_descriptors(&error) => (Code::ResourceExhausted, Execution::NotStarted, "cannot connect"),
+        true => (Code::Unavailable, Execution::NotStarted, "cannot connect"),
+        false => (Code::Unavailable, Execution::Unknown, "the connection was lost before the answer was complete"),
     };
-    Error::new(Code::Unavailable, execution, text).caused_by(error.without_url())
+    Error::new(code, execution, text).caused_by(error.without_url())
 }

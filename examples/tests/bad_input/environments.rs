@@ -66,7 +66,7 @@ pub(crate) fn cases() -> Vec<Case> {
             "a string as the reward",
             "a_text_reward",
             NOT_A_NUMBER,
-            &["reward \"high\", which is not a number"],
+            &["reward \"high\", which is not a finite number"],
         ),
         // As in NeMo Gym, a row without a score is counted as such, and not included in any mean.
         rolled(NONSENSE, "null as the reward", "a_null_reward", "recorded: 1 without reward", &["\"reward\":null"]),

@@ -50,7 +50,13 @@ pub(crate) fn cases() -> Vec<Case> {
             ERROR,
             &["max_tokens/v1/chat/completions", "answered 400: max_tokens must be at least 1, got -186."],
         ),
-        asked("a response whose generation failed", "failed", 1, ERROR, &["with the status `failed`: the GPU is gone"]),
+        asked(
+            "a response whose generation failed",
+            "failed",
+            1,
+            ERROR,
+            &["the engine ended the response with the error", "the GPU is gone"],
+        ),
         asked(
             "no endpoint at all",
             "dead",

@@ -7,6 +7,7 @@ mod pending;
 mod replicas;
 mod server_client;
 mod session;
+pub mod url;
 pub mod values;
 
 pub use cookies::CookieJar;

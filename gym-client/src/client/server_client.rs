@@ -27,7 +27,11 @@ use tokio::time::Instant;
 use crate::client::background::BackgroundTasks;
 use crate::client::pending::PendingCallGuard;
 use crate::client::replicas::{Replica, ReplicaLoss, ReplicaSet, SessionAffinity, replica};
+use crate::client::url::EndpointUrl;
 use crate::transport::Transports;
+
+/// Maximum redirects of one call.
+const HOPS_MAX: usize = 3;
 
 /// Time until a resolved name is resolved again. A failed call resolves the name at once; this limit bounds the time in which a
 /// *new* replica receives no calls.
@@ -279,8 +283,58 @@ impl ServerClient {
         Box::pin(async move { retry_after(error, cx, &self.inner.policy, &mut rng, idempotent, attempt).await })
     }
 
-    /// Calls a replica once.
+    /// Calls a replica once, and follows its redirects: those that keep method and body, on the same host and port.
     pub(super) fn call<'a>(
+        &'a self,
+        server: &'a str,
+        replica: &'a Arc<Replica>,
+        request: &'a Request,
+    ) -> impl Future<Output = Result<Response>> + Send + use<'a> {
+        self.call_once(server, replica, request).and_then(move |response| match response.status.0 {
+            // Boxed, because a redirect is rare.
+            300..400 => Either::Right(Box::pin(self.redirected(server, replica, request, response))),
+            _ => Either::Left(ready(Ok(response))),
+        })
+    }
+
+    /// Returns the response to which a redirect leads. Another redirect would change the method, lose the body, or send cookies to another
+    /// server; and a response with a status 3xx has no content, which a caller could take for an empty answer.
+    async fn redirected(
+        &self,
+        server: &str,
+        replica: &Arc<Replica>,
+        request: &Request,
+        mut response: Response,
+    ) -> Result<Response> {
+        let http = replica.peer.endpoints().iter().find(|endpoint| endpoint.scheme() == "http");
+        let origin = http.and_then(|endpoint| EndpointUrl::parse(&endpoint.to_string()).ok());
+        let mut again = request.clone();
+        for hop in 0.. {
+            let (status, place) = (response.status.0, response.metadata.get("location").unwrap_or_default().to_owned());
+            if !(300..400).contains(&status) {
+                break;
+            }
+            let target = origin.as_ref().filter(|_| matches!(status, 307 | 308) && !place.is_empty());
+            let target = target.and_then(|origin| origin.redirected(again.route.as_str(), &place));
+            let why = match target {
+                Some(target) if hop < HOPS_MAX => {
+                    again.route = Route::from(target);
+                    response = self.call_once(server, replica, &again).await?;
+                    continue;
+                }
+                Some(_) => format!("after {HOPS_MAX} redirects, it refers to {place}: a loop"),
+                None if place.is_empty() => "it refers to nothing".to_owned(),
+                None => format!("it refers to {place}"),
+            };
+            let text = format!(
+                "answered {status}, and {why}; only 307 and 308 to the same host and port are followed: correct the server's route, or the address under which it is registered"
+            );
+            return Err(about(Error::finished(Code::Internal, text), server, request));
+        }
+        Ok(response)
+    }
+
+    fn call_once<'a>(
         &'a self,
         server: &'a str,
         replica: &'a Arc<Replica>,

@@ -12,7 +12,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use futures_util::future::BoxFuture;
-use gym_core::base::Files;
+use gym_core::base::{Files, raise_descriptors};
 use gym_core::{CallContext, CancelToken, Code, Error, Result, World};
 use tokio::sync::mpsc;
 
@@ -273,9 +273,10 @@ impl RolloutCollector {
             // Before the first rollout of this run, which would be counted twice.
             let recorded_bytes = std::fs::metadata(&files.rollouts).map_or(0, |found| found.len());
             let ledger = Arc::new(ledger);
-            let mut driver =
-                Driver::new(self.client.clone(), Arc::clone(&ledger) as _, &self.world, options.driver.clone())
-                    .counting_in(Arc::clone(&self.progress));
+            let mut limits = options.driver.clone();
+            limits.concurrency = limits.concurrency.min(rollouts_by_descriptors(limits.concurrency));
+            let mut driver = Driver::new(self.client.clone(), Arc::clone(&ledger) as _, &self.world, limits)
+                .counting_in(Arc::clone(&self.progress));
             match (&self.pool, &self.pulled) {
                 (Some(pool), None) => driver = driver.dispatching_over(Arc::new(pool.clone())),
                 (Some(pool), Some(servers)) => {
@@ -471,6 +472,28 @@ impl RolloutCollector {
         };
         blocking(reading).await
     }
+}
+
+/// Descriptors of a process for everything but connections of rollouts: files, listeners, the runtime, child processes.
+const DESCRIPTORS_OF_OTHERS: u64 = 128;
+
+/// Descriptors of a rollout: a connection that it uses, and one that the pool of another server keeps.
+const DESCRIPTORS_PER_ROLLOUT: u64 = 2;
+
+/// Returns the rollouts in flight for which the hard limit on file descriptors has room, and warns if that is fewer than `wanted`.
+fn rollouts_by_descriptors(wanted: usize) -> usize {
+    let descriptors = raise_descriptors();
+    let room = descriptors.saturating_sub(DESCRIPTORS_OF_OTHERS) / DESCRIPTORS_PER_ROLLOUT;
+    let room = usize::try_from(room).unwrap_or(usize::MAX).max(1);
+    if room < wanted {
+        tracing::warn!(
+            wanted,
+            room,
+            descriptors,
+            "the concurrency is reduced: this process may open few files, and each rollout needs two; raise the hard limit (`ulimit -Hn`)"
+        );
+    }
+    room
 }
 
 fn run_started(options: &CollectOptions, driver: &Driver, rollouts: u64, already_completed: u64) -> RunStarted {

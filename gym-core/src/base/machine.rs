@@ -1,5 +1,9 @@
 //! This machine: its name, and the limit on file descriptors. Each connection needs one, and many systems start programs with 1,024.
 
+use std::error::Error;
+use std::io;
+
+use rustix::io::Errno;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 /// Returns the name of this machine; `localhost` if it has none.
@@ -19,4 +23,22 @@ pub fn raise_descriptors() -> u64 {
         tracing::debug!(%error, ?limit, "limit on file descriptors not raised");
     }
     getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX)
+}
+
+/// Returns `true` if an error, or one of its causes, is that this process or this machine has no file descriptor left (`EMFILE`, `ENFILE`).
+#[must_use]
+pub fn is_out_of_descriptors(error: &(dyn Error + 'static)) -> bool {
+    let mut next = Some(error);
+    while let Some(error) = next {
+        if let Some(error) = error.downcast_ref::<io::Error>() {
+            if matches!(Errno::from_io_error(error), Some(Errno::MFILE | Errno::NFILE)) {
+                return true;
+            }
+            // The source of an I/O error is that of the error in it, not this error itself.
+            next = error.get_ref().map(|inner| inner as &(dyn Error + 'static));
+        } else {
+            next = error.source();
+        }
+    }
+    false
 }

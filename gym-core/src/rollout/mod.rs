@@ -10,6 +10,7 @@ mod episode;
 mod ledger;
 pub mod metrics;
 mod phases;
+mod reward;
 mod task;
 pub mod work;
 
@@ -17,4 +18,5 @@ pub use crate::base::FailureClass;
 pub use episode::{EPISODE_KEY, EPISODE_METADATA, EpisodeRecord};
 pub use ledger::{KeyState, Ledger, Outcome};
 pub use phases::{Phase, PhaseSpan, Phases};
+pub use reward::non_finite_reward;
 pub use task::{Attempt, TaskKey};

@@ -17,7 +17,7 @@ pub use blocking::Blocking;
 pub use harness::{Harness, HarnessEpisode};
 pub use responses::{
     Content, ContentPart, FunctionCall, FunctionCallOutput, Ignored, IncompleteDetails, ModelResponse, OutputItem,
-    OutputMessage, ResponseOutline,
+    OutputMessage, ResponseEnd, ResponseOutline,
 };
 pub use role::{
     AgentServer, EndpointReport, EndpointState, EnvironmentServer, GymnasiumServer, ModelEndpoints, ModelServer,

@@ -2,8 +2,11 @@
 //!
 //! Source: OpenAI's Responses API reference, and NeMo Gym's training fields on output items.
 
+mod ending;
+
 use std::fmt;
 
+pub use ending::ResponseEnd;
 use serde::de::value::SeqAccessDeserializer;
 use serde::de::{SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer};

@@ -11,6 +11,9 @@ use crate::base::failure::FailureClass;
 use crate::message::{CODE_METADATA, Message, Response, Status};
 use crate::server::validation::{ValidationProblem, unprocessable};
 
+/// The status of a response without a body.
+const NO_CONTENT: u16 = 204;
+
 /// The start of the message of an unknown tool, which gets the body of FastAPI's 404.
 pub(super) const UNKNOWN_TOOL: &str = "there is no tool `";
 
@@ -48,8 +51,12 @@ impl ToolErrors {
     /// # Errors
     /// The error of the response if it must fail the attempt.
     pub fn admit(self, response: Response) -> Result<(Response, Option<ToolErrorCause>)> {
-        if response.status.is_success() {
+        if response.status.is_success() && response.status.0 != NO_CONTENT {
             return Ok((response, None));
+        }
+        if response.status.0 == NO_CONTENT {
+            let text = "answered 204, so there is no output for the model; return a body, such as `null`";
+            return Err(Error::finished(Code::DataLoss, text).with_class(FailureClass::ToolError));
         }
         let foreign = response.metadata.get(CODE_METADATA).is_none();
         let Err(error) = response.clone().into_result() else { return Ok((response, None)) };

@@ -9,8 +9,8 @@ use futures_util::{FutureExt, TryFutureExt};
 use gym_client::{CallOptions, CookieJar, ServerClient, Session};
 use gym_core::message::TraceContext;
 use gym_core::rollout::metrics::STATISTICS_METADATA;
-use gym_core::rollout::{EPISODE_METADATA, EpisodeRecord, FailureClass, Phase};
-use gym_core::server::ToolErrors;
+use gym_core::rollout::{EPISODE_METADATA, EpisodeRecord, FailureClass, Phase, non_finite_reward};
+use gym_core::server::{ResponseEnd, ResponseOutline, ToolErrors};
 use gym_core::{
     CallContext, CancelToken, Code, Error, Execution, Message, Metadata, ModelResponse, RawObject, Response, Result,
     Rope, Route,
@@ -20,7 +20,7 @@ use tokio::time::Instant;
 
 use crate::agent::config::OutputLimits;
 use crate::agent::observation::ToolRules;
-use crate::agent::turn::{TokenUsage, Turn, truncation, yield_after};
+use crate::agent::turn::{TokenUsage, Turn, yield_after};
 use crate::role::resources::{SESSION_METADATA, TOOLS_KEY};
 use crate::role::route::{classified, tool_route};
 
@@ -111,7 +111,16 @@ impl Episode {
             self.course.record.add_tokens(input, output);
         }
         self.course.record.truncated = None;
-        if let Some(reason) = truncation(&answer) {
+        let end = ResponseEnd::of_response(&answer).truncation().and_then(|end| {
+            // As the verifier will read it: what it cannot read is the model's fault.
+            let readable = answer.outline::<ResponseOutline>();
+            readable
+                .map(|_| end)
+                .map_err(|error| Error::finished(Code::DataLoss, "the response cannot be read").caused_by(error))
+        });
+        let of_model =
+            |error: Error| error.or_class(FailureClass::ModelError).about(format!("POST {model}/v1/responses"));
+        if let Some(reason) = end.map_err(of_model)? {
             self.course.record.truncate(&reason);
         }
         Ok(ModelResponse(answer))
@@ -447,16 +456,21 @@ pub(super) fn of_inner(error: Error, server: &str, route: &str) -> Error {
 /// Returns the verifier's response if it is a row with a reward.
 pub(super) fn scored(text: Rope) -> Result<Rope> {
     let lost = |what: String| Error::finished(Code::DataLoss, what);
-    let row = text.to_object().map_err(|error| lost(format!("the response is not a row: {error}")))?;
+    let invalid = |reward: &[u8]| {
+        let text =
+            format!("the response's `reward` is {}, which is not a finite number", String::from_utf8_lossy(reward));
+        lost(text).or_class(FailureClass::InvalidReward)
+    };
+    let row = text.to_object().map_err(|error| match non_finite_reward(&text.to_bytes()) {
+        Some(reward) => invalid(reward.as_bytes()),
+        None => lost(format!("the response is not a row: {error}")),
+    })?;
     let reward = row.get("reward").ok_or_else(|| lost("the response has no `reward`".into()))?;
     // Follows pydantic's conversion of a reward that is not written as a number.
-    match reward.first() {
-        Some(b'-' | b'0'..=b'9') => Ok(text),
-        Some(b't') => Ok(row.edit().set("reward", "1.0").to_rope()),
-        Some(b'f') => Ok(row.edit().set("reward", "0.0").to_rope()),
-        _ => {
-            let error = lost(format!("the response's `reward` is {}", String::from_utf8_lossy(&reward)));
-            Err(error.or_class(FailureClass::InvalidReward))
-        }
+    match &reward[..] {
+        b"true" => Ok(row.edit().set("reward", "1.0").to_rope()),
+        b"false" => Ok(row.edit().set("reward", "0.0").to_rope()),
+        number if serde_json::from_slice::<f64>(number).is_ok_and(f64::is_finite) => Ok(text),
+        other => Err(invalid(other)),
     }
 }

@@ -131,7 +131,7 @@ impl GymnasiumAgent {
                 let reason = match (ended, step.truncated) {
                     (false, _) => Some("max_steps".to_owned()),
                     (true, true) => Some("environment".to_owned()),
-                    (true, false) => turn.truncation(),
+                    (true, false) => turn.truncation().map(str::to_owned),
                 };
                 if let Some(reason) = reason {
                     record.truncate(&reason);

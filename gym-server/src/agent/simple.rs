@@ -103,7 +103,7 @@ impl SimpleAgent {
                     NextStep::Tools(calls) => calls,
                     NextStep::Stop => {
                         if let Some(reason) = turn.truncation() {
-                            record.truncate(&reason);
+                            record.truncate(reason);
                         }
                         return conversation.finish(&turn, None);
                     }
@@ -163,6 +163,7 @@ impl SimpleAgent {
         let message = message.map_err(|error| of_inner(error, server, route.as_str()))?;
         String::from_utf8(message.head.to_bytes().into()).map_err(|_| {
             Error::finished(Code::DataLoss, format!("tool `{}`: the response is not UTF-8", call.name))
+                .or_class(FailureClass::ToolError)
                 .about(server.to_owned())
         })
     }

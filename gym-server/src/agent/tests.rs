@@ -36,7 +36,7 @@ impl ModelServer for ObedientModel {
             Some(("call", tool)) => json!({"type": "function_call", "call_id": "c", "name": tool, "arguments": "{}"}),
             _ => json!({"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": order}]}),
         };
-        let response = json!({"id": "r", "object": "response", "output": [item], "usage": null});
+        let response = json!({"id": "r", "object": "response", "status": "completed", "output": [item], "usage": null});
         Ok(ModelResponse(RawObject::parse(response.to_string())?))
     }
 
@@ -384,7 +384,7 @@ async fn an_environment_replies_as_a_user_up_to_the_limit() {
     let user = |text: &str| json!({"content": text, "role": "user", "type": "message"});
     let expected = json!({
         "responses_create_params": {"input": [user("start"), user("say first")]},
-        "response": {"id": "r", "object": "response", "output": [
+        "response": {"id": "r", "object": "response", "status": "completed", "output": [
             message("say first"),
             {"type": "function_call_output", "call_id": "c", "output": "out"},
             user("say second"),

@@ -4,7 +4,7 @@ use std::fmt;
 use std::marker::PhantomData;
 
 use bytes::{BufMut, Bytes, BytesMut};
-use gym_core::server::IncompleteDetails;
+use gym_core::server::{ResponseEnd, ResponseOutline};
 use gym_core::{Code, Error, ModelResponse, RawObject, Result, Rope};
 use serde::de::{IgnoredAny, MapAccess, SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer};
@@ -30,6 +30,7 @@ pub(super) struct Turn {
     response: RawObject,
     outline: TurnOutline,
     calls: Vec<FunctionCall>,
+    truncation: Option<String>,
 }
 
 /// The step after a response.
@@ -54,8 +55,6 @@ pub(super) struct FunctionCall {
 #[derive(Debug, Deserialize)]
 struct TurnOutline {
     output: Vec<TurnItem>,
-    #[serde(default)]
-    incomplete_details: Option<IgnoredAny>,
     #[serde(default)]
     usage: Option<TokenUsage>,
 }
@@ -108,6 +107,9 @@ impl Turn {
         };
         let response = text.to_object().map_err(|error| invalid(error.to_string()))?;
         let mut outline: TurnOutline = response.outline().map_err(|error| invalid(error.to_string()))?;
+        let truncation = ResponseEnd::of_response(&response).truncation()?;
+        // As the verifier will read it: what it cannot read is the model's fault.
+        response.outline::<ResponseOutline>().map_err(|error| invalid(error.to_string()))?;
         let mut calls = Vec::new();
         for item in &mut outline.output {
             if item.kind == ItemKind::FunctionCall {
@@ -118,7 +120,7 @@ impl Turn {
                 calls.push(FunctionCall { call_id, name, arguments });
             }
         }
-        Ok(Self { response, outline, calls })
+        Ok(Self { response, outline, calls, truncation })
     }
 
     /// Returns the response of the model.
@@ -137,16 +139,15 @@ impl Turn {
     }
 
     /// Returns the reason why the model's response is incomplete, if it is.
-    pub(super) fn truncation(&self) -> Option<String> {
-        self.outline.incomplete_details.as_ref()?;
-        truncation(&self.response)
+    pub(super) fn truncation(&self) -> Option<&str> {
+        self.truncation.as_deref()
     }
 
     pub(super) fn next(&self) -> NextStep<'_> {
         let answered = |item: &TurnItem| {
             item.kind == ItemKind::Message && item.role.0.as_deref().is_some_and(|role| role == "assistant")
         };
-        if self.outline.incomplete_details.is_some() {
+        if self.truncation.is_some() {
             NextStep::Stop
         } else if !self.calls.is_empty() {
             NextStep::Tools(&self.calls)
@@ -158,13 +159,6 @@ impl Turn {
             NextStep::Nothing("incomplete_reasoning")
         }
     }
-}
-
-/// Returns the reason in the `incomplete_details` of a response; `None` if the response is complete.
-pub(super) fn truncation(response: &RawObject) -> Option<String> {
-    let details = response.get("incomplete_details").filter(|details| &details[..] != b"null")?;
-    let reason = serde_json::from_slice::<IncompleteDetails>(&details).ok().and_then(|details| details.reason);
-    Some(reason.unwrap_or_else(|| "incomplete".to_owned()))
 }
 
 /// The conversation so far: the input of the task, and the items that follow it.

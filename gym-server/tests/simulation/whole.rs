@@ -115,7 +115,7 @@ impl ModelServer for Policy {
                 Some(group) => match self.turn(&group).await {
                     Ok(()) => {
                         self.audit.count(TURN);
-                        return Ok(ModelResponse(RawObject::parse(r#"{"output":[]}"#)?));
+                        return Ok(ModelResponse(RawObject::parse(r#"{"status":"completed","output":[]}"#)?));
                     }
                     Err(error) => error,
                 },

@@ -25,7 +25,7 @@ use tokio_rustls::rustls::pki_types::{CertificateDer, PrivateKeyDer};
 /// The variable that makes a process send a request: contains the endpoint.
 const ROLE: &str = "GYM_TLS_TEST_ENDPOINT";
 const KEY: &str = "sk-only-over-tls";
-const ANSWER: &str = r#"{"output":[],"n":1E5}"#;
+const ANSWER: &str = r#"{"status":"completed","output":[],"n":1E5}"#;
 const PATIENCE: Duration = Duration::from_secs(60);
 
 /// Accepts one connection after another, and answers one request on each if it carries the key.

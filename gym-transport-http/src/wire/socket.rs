@@ -3,8 +3,8 @@
 use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;
 
+use gym_core::base::is_out_of_descriptors;
 use gym_core::{Code, Error, Result};
-use rustix::io::Errno;
 use tokio::net::TcpStream;
 
 use crate::wire::address::HostPort;
@@ -20,10 +20,7 @@ pub(crate) async fn connect(address: &HostPort) -> Result<TcpStream> {
         Err(_) => TcpStream::connect((host.as_str(), *port)).await,
     };
     let stream = connected.map_err(|error| {
-        let code = match Errno::from_io_error(&error) {
-            Some(Errno::MFILE | Errno::NFILE) => Code::ResourceExhausted,
-            _ => Code::Unavailable,
-        };
+        let code = if is_out_of_descriptors(&error) { Code::ResourceExhausted } else { Code::Unavailable };
         Error::not_started(code, "cannot connect").caused_by(error)
     })?;
     // Without these options, small requests wait for acknowledgements, and the loss of a peer without power is never noticed.

@@ -6,7 +6,8 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use gym_core::message::{CODE_METADATA, JsonFields};
-use gym_core::rollout::{Attempt, EPISODE_METADATA, EpisodeRecord, FailureClass, Outcome};
+use gym_core::rollout::{Attempt, EPISODE_METADATA, EpisodeRecord, FailureClass, Outcome, non_finite_reward};
+use gym_core::server::ResponseEnd;
 use gym_core::{Code, Error, RawObject, Response, Result};
 use serde::Deserialize;
 use serde_json::Value;
@@ -19,6 +20,9 @@ use crate::collect::run::row::RolloutRow;
 /// Maximum number of bytes of a failed response's body in the failures file; NeMo Gym keeps the same number of
 /// characters.
 const BODY_KEPT_MAX: usize = 2_000;
+
+/// The key by which NeMo Gym's agent marks a response that has neither a message nor a tool call.
+const TERMINATION_REASON: &str = "ng_termination_reason";
 
 /// The result of an attempt.
 #[derive(Debug)]
@@ -44,8 +48,6 @@ impl AttemptResult {
 /// The fields of a result that decide its class.
 #[derive(Deserialize)]
 struct ResultFields {
-    #[serde(default)]
-    reward: Option<Value>,
     #[serde(default, rename = "_ng_failure_class")]
     failure_class: Option<String>,
     #[serde(default, rename = "_ng_failure_terminal")]
@@ -104,9 +106,17 @@ pub(super) fn classify(
         let error = Error::internal(why);
         failed(FailureClass::VerifierError, &error, Evidence::Observed, Some((status, &body)))
     };
+    let invalid_reward = |reward: &str| {
+        let error =
+            Error::internal(format!("the response to `/run` has the reward {reward}, which is not a finite number"));
+        failed(FailureClass::InvalidReward, &error, Evidence::Observed, Some((status, &body)))
+    };
     let result = match response.message.head.to_object() {
         Ok(result) => result,
-        Err(error) => return bad(format!("the response to `/run` is not a JSON object: {error}")),
+        Err(error) => match non_finite_reward(&body) {
+            Some(reward) => return invalid_reward(reward),
+            None => return bad(format!("the response to `/run` is not a JSON object: {error}")),
+        },
     };
     // The training arrays of a large row were not parsed on the way, and a line of invalid JSON would corrupt the file.
     if let Err(error) = result.check() {
@@ -131,18 +141,20 @@ pub(super) fn classify(
         let row = failure.write(&row, wanted, attempt, run_id, &told)?;
         return Ok(AttemptResult::Failed { failure: Box::new(failure), terminal, row });
     }
-    match number(fields.reward) {
-        Ok(reward) => {
+    if let Some(ResponseEnd::Interrupted(how)) = end_of(&row) {
+        let error = Error::internal(format!("the response of the model was ended by {how}, and is not scored"));
+        return failed(FailureClass::ModelError, &error, Evidence::Observed, Some((status, &body)));
+    }
+    let reward = result.get("reward");
+    let value = reward.as_deref().map(serde_json::from_slice).transpose();
+    match value.ok().and_then(|value| number(value).ok()) {
+        Some(reward) => {
             let masked = fields.mask_sample.as_ref().is_some_and(truth);
             let episode = record.as_ref().map(EpisodeFigures::from);
             let figures = RolloutFigures { reward: reward.filter(|_| !masked), took: Some(took), episode };
             Ok(AttemptResult::Completed { row, figures })
         }
-        Err(other) => {
-            let error =
-                Error::internal(format!("the response to `/run` has the reward {other}, which is not a number"));
-            failed(FailureClass::InvalidReward, &error, Evidence::Observed, Some((status, &body)))
-        }
+        None => invalid_reward(&String::from_utf8_lossy(&reward.unwrap_or_default())),
     }
 }
 
@@ -223,10 +235,23 @@ pub(super) fn without_truncated(
     failed(wanted, attempt, run_id, (FailureClass::Truncated, &error, Evidence::Observed), Some((200, row.text())))
 }
 
+/// Returns how the last model response of a row ended; `None` if the row does not say. Agents of other implementations make responses of their
+/// own, which need no status; and a response without message and tool call is incomplete, although its model ended it.
+fn end_of(row: &RawObject) -> Option<ResponseEnd> {
+    let response = row.get_object("response").ok().flatten()?;
+    let has = |key: &str| response.get(key).is_some_and(|value| value != "null");
+    let says = has("status") || has("error") || has("incomplete_details");
+    let is_empty =
+        || response.get_object("metadata").is_ok_and(|kept| kept.is_some_and(|kept| kept.contains(TERMINATION_REASON)));
+    (says && (has("incomplete_details") || !is_empty())).then(|| ResponseEnd::of_response(&response))
+}
+
 /// Returns why the last model response of a row was cut off; `None` if it was not.
 pub(super) fn cut_off(row: &RawObject) -> Option<IncompleteDetails> {
+    let Some(ResponseEnd::Truncated(reason)) = end_of(row) else { return None };
     let response = row.get_object("response").ok().flatten()?;
-    response.get_as::<Option<IncompleteDetails>>("incomplete_details").ok()?.flatten()
+    let details = response.get_as::<Option<IncompleteDetails>>("incomplete_details").ok().flatten().flatten();
+    Some(details.unwrap_or(IncompleteDetails { reason: Some(reason), code: None, message: None }))
 }
 
 #[derive(Deserialize)]

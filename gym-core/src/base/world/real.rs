@@ -17,10 +17,14 @@ use bytes::Bytes;
 
 use super::{FileLock, Files};
 use crate::base::error::{Code, Error, Execution, Result};
+use crate::base::is_out_of_descriptors;
 
 /// Files that stay open for appending. A collector writes three. Beyond this number the least recently used file is
 /// closed, because file descriptors are limited.
 const OPEN_MAX: usize = 64;
+
+/// Spare descriptors: a collector opens its failures file and its index when they get their first line.
+const SPARE: usize = 4;
 
 /// The file system of this machine. Clones share the open files.
 #[derive(Clone, Debug, Default)]
@@ -32,9 +36,18 @@ pub struct RealFiles {
 struct Handles {
     /// Files that are open for appending, the most recently used last.
     open: Vec<(PathBuf, Arc<Mutex<File>>)>,
+    /// Descriptors for files that are opened when connections have taken all others: rows that cannot be written would end the collection.
+    spare: Option<Vec<File>>,
     /// Files whose length is unknown because an append failed. Appends to them fail until they are truncated or
     /// replaced.
     broken: BTreeSet<PathBuf>,
+}
+
+impl Handles {
+    /// Returns the spare descriptors, which are taken when the first file is opened: before the first connection.
+    fn spare(&mut self) -> &mut Vec<File> {
+        self.spare.get_or_insert_with(|| (0..SPARE).map_while(|_| File::open("/dev/null").ok()).collect())
+    }
 }
 
 impl RealFiles {
@@ -81,13 +94,19 @@ impl RealFiles {
                 "the length is unknown because an earlier write failed; truncate the file first",
             ));
         }
+        handles.spare();
         if let Some(at) = handles.open.iter().position(|(known, _)| known == path) {
             let entry = handles.open.remove(at);
             let file = Arc::clone(&entry.1);
             handles.open.push(entry);
             return Ok(file);
         }
-        let file = Arc::new(Mutex::new(open_or_create(path)?));
+        let file = loop {
+            match open_or_create(path) {
+                Err(error) if is_out_of_descriptors(&error) && handles.spare().pop().is_some() => {}
+                opened => break Arc::new(Mutex::new(opened?)),
+            }
+        };
         if handles.open.len() >= OPEN_MAX {
             handles.open.remove(0);
         }
@@ -384,9 +403,4 @@ fn file_error(doing: &'static str, path: &Path, error: io::Error) -> Error {
         _ => (Code::Internal, "failed".to_owned()),
     };
     Error::finished(code, message).about(format!("{doing} {}", path.display())).caused_by(error)
-}
-
-/// Returns `true` for `EMFILE` and `ENFILE`, for which std has no `ErrorKind`.
-fn is_out_of_descriptors(error: &io::Error) -> bool {
-    matches!(error.raw_os_error(), Some(23 | 24))
 }

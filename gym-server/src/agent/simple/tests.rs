@@ -171,12 +171,12 @@ fn value(response: &Response) -> Value {
 }
 
 const ROW: &str = r#"{"responses_create_params":{"input":"add","temperature":1E0},"big":12345678901234567890123,"_ng_task_index":1,"_ng_rollout_index":0}"#;
-const DONE: &str = r#"{"id":"r2","output":[{"type":"message","role":"assistant","content":[{"type":"output_text","text":"done"}],"generation_log_probs":[-1E5,-0.0]}],"usage":{"input_tokens":5,"input_tokens_details":{"cached_tokens":2},"output_tokens":7,"output_tokens_details":{"reasoning_tokens":null},"total_tokens":12},"tools":[]}"#;
+const DONE: &str = r#"{"id":"r2","status":"completed","output":[{"type":"message","role":"assistant","content":[{"type":"output_text","text":"done"}],"generation_log_probs":[-1E5,-0.0]}],"usage":{"input_tokens":5,"input_tokens_details":{"cached_tokens":2},"output_tokens":7,"output_tokens_details":{"reasoning_tokens":null},"total_tokens":12},"tools":[]}"#;
 
 fn asks(tool: &str, arguments: &str) -> String {
     let arguments = Value::from(arguments);
     format!(
-        r#"{{"id":"r1","output":[{{"type":"reasoning","summary":[]}},{{"type":"function_call","call_id":"c1","name":"{tool}","arguments":{arguments},"prompt_token_ids":[1,2],"x":1e2}}],"usage":{{"input_tokens":1,"input_tokens_details":{{"cached_tokens":1}},"output_tokens":2,"output_tokens_details":{{"reasoning_tokens":3}},"total_tokens":3,"extra":1E5}}}}"#
+        r#"{{"id":"r1","status":"completed","output":[{{"type":"reasoning","summary":[]}},{{"type":"function_call","call_id":"c1","name":"{tool}","arguments":{arguments},"prompt_token_ids":[1,2],"x":1e2}}],"usage":{{"input_tokens":1,"input_tokens_details":{{"cached_tokens":1}},"output_tokens":2,"output_tokens_details":{{"reasoning_tokens":3}},"total_tokens":3,"extra":1E5}}}}"#
     )
 }
 
@@ -200,7 +200,8 @@ async fn a_tool_s_answer_goes_to_the_model_and_every_text_is_kept() {
     let last = r#"{"type":"message","role":"assistant","content":[{"type":"output_text","text":"done"}],"generation_log_probs":[-1E5,-0.0]}"#;
     let usage = r#"{"input_tokens":6,"input_tokens_details":{"cached_tokens":3},"output_tokens":9,"output_tokens_details":{"reasoning_tokens":null},"total_tokens":15,"extra":1E5}"#;
     let row = ROW.strip_suffix('}').unwrap();
-    let response = format!(r#"{{"id":"r2","output":[{items},{last}],"usage":{usage},"tools":[]}}"#);
+    let response =
+        format!(r#"{{"id":"r2","status":"completed","output":[{items},{last}],"usage":{usage},"tools":[]}}"#);
     assert_eq!(text(&answer), format!(r#"{row},"response":{response},"reward":1.0}}"#));
     let user = r#"{"role":"user","content":"add"}"#;
     assert_eq!(stack.asked()[1], format!(r#"{{"input":[{user},{items}],"temperature":1E0}}"#));
@@ -306,7 +307,8 @@ impl AgentServer for OneCall {
         let tool: String = row.get_as("tool")?.unwrap();
         let mut episode = crate::agent::Episode::seed(cx, &self.0, "env", row).await?;
         let output = episode.call_tool(&tool, "{}").await?;
-        let answer = json!({"output": [], "said": String::from_utf8_lossy(&output.head.to_bytes())});
+        let answer =
+            json!({"status": "completed", "output": [], "said": String::from_utf8_lossy(&output.head.to_bytes())});
         episode.verify(ModelResponse(RawObject::parse(answer.to_string())?)).await
     }
 }
@@ -538,14 +540,22 @@ fn plain(value: Value) -> Value {
     }
 }
 
-/// `golden.json` was recorded from NeMo Gym 0.7.0's `simple_agent` with the same responses of model and tools.
+/// `golden.json` was recorded from NeMo Gym 0.7.0's `simple_agent` with the same responses of model and tools. It does not look at the status of a
+/// response, which this agent requires: `completed` is added where the recorded ones have none.
 #[tokio::test(start_paused = true)]
 async fn episodes_are_those_of_nemo_gym_s_agent() {
     let golden: Value = serde_json::from_str(include_str!("golden.json")).unwrap();
+    let completed = |response: &Value| {
+        let mut response = response.clone();
+        if response["status"].is_null() && response["incomplete_details"].is_null() {
+            response["status"] = json!("completed");
+        }
+        response
+    };
     for (name, case) in golden.as_object().unwrap() {
         let (model, mut net) = (RecordingModel::default(), TestNetwork::new());
         let answers = case["answers"].as_array().unwrap();
-        model.0.lock().unwrap().answers = answers.iter().map(|answer| Ok(answer.to_string())).collect();
+        model.0.lock().unwrap().answers = answers.iter().map(|answer| Ok(completed(answer).to_string())).collect();
         let client = net.client(&["model", "env", "agent"]);
         let mut config = SimpleAgentConfig::new("model", "env");
         config.max_steps = serde_json::from_value(case["max_steps"].clone()).unwrap();
@@ -560,7 +570,7 @@ async fn episodes_are_those_of_nemo_gym_s_agent() {
         net.serve("agent", RoleServer::agent(SimpleAgent::new(config, client.clone()), &context("agent")));
         let request = Request::post(CallContext::default(), "/v1/responses", case["params"].to_string());
         let answer = client.send("agent", &request, CallOptions::default()).await.unwrap();
-        assert_eq!(plain(value(&answer)), plain(case["response"].clone()), "{name}");
+        assert_eq!(plain(value(&answer)), plain(completed(&case["response"])), "{name}");
         let asked: Vec<Value> =
             model.0.lock().unwrap().asked.iter().map(|(_, text)| serde_json::from_str(text).unwrap()).collect();
         let requests = case["requests"].as_array().unwrap();

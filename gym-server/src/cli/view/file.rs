@@ -42,6 +42,8 @@ pub(super) struct RolloutFile {
     rows: Vec<RowPlace>,
     /// The number of rows before the filter.
     pub(super) total: usize,
+    /// Lines that are no rows, such as the last one of a file that is being written.
+    pub(super) unreadable: Vec<String>,
 }
 
 #[derive(Debug)]
@@ -56,13 +58,19 @@ impl RolloutFile {
     /// Opens a file, and its failures file if there is one beside it. Rows are in the order of tasks, repeats and attempts.
     ///
     /// # Errors
-    /// `Usage` if a file cannot be read, or a line of it is not a JSON object.
+    /// `Usage` if a file cannot be read, or no line of it is a JSON object.
     pub(super) fn open(path: &Path, filter: &Filter) -> Result<Self, Failure> {
-        let mut file = Self { files: Vec::new(), rows: Vec::new(), total: 0 };
+        let mut file = Self { files: Vec::new(), rows: Vec::new(), total: 0, unreadable: Vec::new() };
         file.add(path, filter)?;
         let failures = OutputFiles::beside(path).failures;
         if failures.is_file() {
             file.add(&failures, filter)?;
+        }
+        if let (0, Some(first)) = (file.total, file.unreadable.first()) {
+            let program = console::program();
+            return Err(Failure::Usage(format!(
+                "{first}\n  fix: name a file of rollouts, which `{program} collect` writes"
+            )));
         }
         file.rows.sort_by_key(|row| (row.label.task, row.label.repeat, row.label.attempt));
         Ok(file)
@@ -83,16 +91,16 @@ impl RolloutFile {
             }
             number += 1;
             if !line.trim_ascii().is_empty() {
-                let label = RowLabel::of(&line).map_err(|error| {
-                    Failure::Usage(format!(
-                        "{}, line {number}: not a JSON object: {error}\n  fix: name a file of rollouts, which `{} collect` writes",
-                        path.display(),
-                        console::program()
-                    ))
-                })?;
-                self.total += 1;
-                if filter.takes(&label) {
-                    self.rows.push(RowPlace { label, file: self.files.len(), offset, bytes });
+                match RowLabel::of(&line) {
+                    Ok(label) => {
+                        self.total += 1;
+                        if filter.takes(&label) {
+                            self.rows.push(RowPlace { label, file: self.files.len(), offset, bytes });
+                        }
+                    }
+                    Err(error) => {
+                        self.unreadable.push(format!("{}, line {number}: not a JSON object: {error}", path.display()))
+                    }
                 }
             }
             offset += bytes;
@@ -185,8 +193,30 @@ mod tests {
 
     #[test]
     fn a_line_that_is_no_row_is_named() {
-        let (_folder, path) = folder("{\"reward\":1}\nnot json\n", "");
+        let (_folder, path) = folder("{\"reward\":1}\nnot json\n{\"reward\":0.5,\"resp", "");
+        let file = RolloutFile::open(&path, &Filter::default()).unwrap();
+        assert_eq!((file.len(), file.total, file.unreadable.len()), (1, 1, 2));
+        assert!(file.unreadable[0].contains("rollouts.jsonl, line 2: not a JSON object"), "{:?}", file.unreadable);
+        let (_folder, path) = folder("not json\n", "");
         let failure = RolloutFile::open(&path, &Filter::default()).unwrap_err();
-        assert!(failure.text().contains("rollouts.jsonl, line 2: not a JSON object"), "{}", failure.text());
+        assert!(failure.text().contains("rollouts.jsonl, line 1: not a JSON object"), "{}", failure.text());
+    }
+
+    #[test]
+    fn an_odd_row_hides_no_other() {
+        let odd = [
+            r#"{"reward":1.0,"response":{"output":[{"type":"message","role":"assistant","content":[{"text":"a\ud83db"}]}]}}"#.to_owned(),
+            format!(r#"{{"reward":1.0,"x":{}{}}}"#, "[".repeat(200), "]".repeat(200)),
+            r#"{"reward":1e400,"_ng_task_index":"three","agent_ref":"a","_ng_failure_class":5}"#.to_owned(),
+            r#"{"reward":{},"_ng_task_index":-1,"agent_ref":{"name":3},"response":5,"responses_create_params":[],"_gym_episode":7}"#.to_owned(),
+            r#"{"reward":null,"response":{"output":{}},"_ng_failure_class":"x","_ng_failure_causes":[3,null,{}]}"#.to_owned(),
+            "{}".to_owned(),
+        ];
+        let (_folder, path) = folder(&(odd.join("\n") + "\n" + ROLLOUTS), FAILURES);
+        let mut file = RolloutFile::open(&path, &Filter::default()).unwrap();
+        assert_eq!((file.len(), file.unreadable.len()), (odd.len() + 3, 0));
+        for position in 0..file.len() {
+            file.read(position).unwrap_or_else(|failure| panic!("{}", failure.text()));
+        }
     }
 }

@@ -14,12 +14,21 @@ use crate::cli::exit::{Failure, Outcome};
 use crate::cli::view::file::{Filter, RolloutFile};
 use crate::cli::view::text::Style;
 
+/// Lines that cannot be read of which each has a warning.
+const UNREADABLE_MAX: usize = 5;
+
 /// Runs `rgym view`.
 pub(in crate::cli) fn view(args: ViewArgs) -> Outcome {
     let path = args.file;
     let filter =
         Filter { task: args.task, agent: args.agent, class: args.class, reward: args.reward, failed: args.failed };
     let mut file = RolloutFile::open(&path, &filter)?;
+    for line in file.unreadable.iter().take(UNREADABLE_MAX) {
+        eprintln!("warning: {line}; it is left out");
+    }
+    if file.unreadable.len() > UNREADABLE_MAX {
+        eprintln!("warning: {} further lines are left out", file.unreadable.len() - UNREADABLE_MAX);
+    }
     if file.len() == 0 {
         return Err(Failure::Usage(none_of(&path, file.total)));
     }

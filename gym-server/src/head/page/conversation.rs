@@ -3,8 +3,11 @@
 use gym_client::collect::TokenUsage;
 use gym_core::base::ErrorLink;
 use gym_core::rollout::{EPISODE_KEY, Phase, Phases};
+use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
+
+use crate::head::page::repair::repaired;
 
 /// One rollout or failed attempt, without the parts that only programs read.
 #[derive(Clone, Debug, Serialize)]
@@ -110,27 +113,26 @@ pub(crate) enum ItemKind {
     Other,
 }
 
-/// The keys of a row that label it. All are optional: a row may come from another program.
+/// The keys of a row that label it. All are optional and of any type: a row may come from another program.
 #[derive(Deserialize)]
 struct LabelKeys {
     #[serde(default, rename = "_ng_task_index")]
-    task: Option<u64>,
+    task: Value,
     #[serde(default, rename = "_ng_rollout_index")]
-    repeat: Option<u64>,
+    repeat: Value,
     #[serde(default, rename = "_ng_attempt_index")]
-    attempt: Option<u64>,
+    attempt: Value,
     #[serde(default)]
-    agent_ref: Option<AgentRef>,
+    agent_ref: Value,
     #[serde(default)]
-    reward: Option<Value>,
+    reward: Value,
     #[serde(default, rename = "_ng_failure_class")]
-    class: Option<String>,
+    class: Value,
 }
 
-#[derive(Deserialize)]
-struct AgentRef {
-    #[serde(default)]
-    name: String,
+/// Reads a line, repaired if it is JSON that cannot be read as it is: one odd row must not hide its file.
+fn read_line<T: DeserializeOwned>(line: &[u8]) -> Result<T, serde_json::Error> {
+    serde_json::from_slice(line).or_else(|_| serde_json::from_str(&repaired(line)))
 }
 
 impl RowLabel {
@@ -139,17 +141,21 @@ impl RowLabel {
     /// # Errors
     /// The error of the JSON parser.
     pub(crate) fn of(line: &[u8]) -> Result<Self, serde_json::Error> {
-        let keys: LabelKeys = serde_json::from_slice(line)?;
+        let keys: LabelKeys = read_line(line)?;
         Ok(Self {
-            task: keys.task.unwrap_or_default(),
-            repeat: keys.repeat.unwrap_or_default(),
-            attempt: keys.attempt.unwrap_or_default(),
-            agent: keys.agent_ref.map(|agent| agent.name).unwrap_or_default(),
-            reward: keys.reward.and_then(|reward| match reward {
+            task: keys.task.as_u64().unwrap_or_default(),
+            repeat: keys.repeat.as_u64().unwrap_or_default(),
+            attempt: keys.attempt.as_u64().unwrap_or_default(),
+            agent: keys.agent_ref["name"].as_str().unwrap_or_default().to_owned(),
+            reward: match keys.reward {
                 Value::Bool(reward) => Some(f64::from(u8::from(reward))),
                 other => other.as_f64(),
-            }),
-            class: keys.class,
+            },
+            class: match keys.class {
+                Value::Null => None,
+                Value::String(class) => Some(class),
+                other => Some(other.to_string()),
+            },
         })
     }
 
@@ -186,7 +192,7 @@ impl Rollout {
     /// # Errors
     /// The error of the JSON parser.
     pub(crate) fn of(label: RowLabel, line: &[u8]) -> Result<Self, serde_json::Error> {
-        let row: Map<String, Value> = serde_json::from_slice(line)?;
+        let row: Map<String, Value> = read_line(line)?;
         let mut items = Vec::new();
         if let Some(params) = row.get("responses_create_params") {
             if let Some(text) = params.get("instructions").and_then(Value::as_str) {

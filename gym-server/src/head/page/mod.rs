@@ -8,6 +8,7 @@
 //! | `GET /ui/rollout?collection=ID&task=T&repeat=R[&attempt=A&failed=1]` | the conversation of one rollout, which the collector reads from its file |
 
 pub(crate) mod conversation;
+mod repair;
 
 use std::time::Duration;
 

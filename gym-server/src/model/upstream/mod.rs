@@ -11,10 +11,11 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use bytes::Bytes;
+use gym_client::client_url::EndpointUrl;
 use gym_core::base::waits::{Wait, WaitKind, recorded};
 use gym_core::message::readable;
 use gym_core::rollout::FailureClass;
-use gym_core::server::{EndpointReport, EndpointState};
+use gym_core::server::{EndpointReport, EndpointState, ResponseEnd};
 use gym_core::{CallContext, Code, Error, Execution, RawObject, Result, World};
 use http::header::{AUTHORIZATION, CONTENT_TYPE, HeaderMap, HeaderName, HeaderValue};
 use tokio::sync::Semaphore;
@@ -28,7 +29,6 @@ mod response;
 pub(super) mod retry;
 #[cfg(feature = "tls")]
 mod tls;
-mod url;
 
 use crate::model::secret::Secret;
 use crate::role::model::EndpointRejection;
@@ -38,10 +38,9 @@ pub(super) use keys::EndpointKeys;
 #[cfg(feature = "http")]
 use plain::PlainClient;
 pub(super) use response::EndpointResponse;
-use retry::{Attempts, EndpointRetries, NextAttempt};
+use retry::{Attempts, EndpointRetries, NextAttempt, is_local};
 #[cfg(feature = "tls")]
 use tls::TlsClient;
-use url::EndpointUrl;
 
 /// Maximum connections to one endpoint; further requests wait, up to their deadlines. With a dozen servers in one process, more
 /// connections would reach the limit of 20,000 file descriptors, which some machines cannot raise.
@@ -250,6 +249,7 @@ impl Upstream {
                 NextAttempt::After(wait) => {
                     match &result {
                         Ok(answer) => state.note(answer),
+                        Err(error) if is_local(error) => {}
                         Err(error) => state.health.failed(state.keys.no_response(error)),
                     }
                     if may_leave && result.as_ref().map_or(true, EndpointResponse::is_rejection) {
@@ -314,10 +314,18 @@ impl Upstream {
             return Err(wrong(format!("with a JSON object that has no list `{key}`, so it is no response of a model")));
         }
         state.health.responded();
-        // OpenAI's own form of a generation that failed.
-        if object.get("status").is_some_and(|status| status == "\"failed\"") {
-            let text = format!("answered {} with the status `failed`: {}", answer.status, readable(&answer.body));
-            return Err(Error::finished(Code::Internal, text).about(subject()).with_class(FailureClass::ModelError));
+        let ends: Vec<ResponseEnd> = match key {
+            "output" => vec![ResponseEnd::of_response(&object)],
+            "choices" => {
+                let choices: Vec<RawObject> = serde_json::from_slice(&object.get(key).unwrap_or_default())
+                    .map_err(|error| wrong(format!("with `choices` that cannot be read ({error})")))?;
+                choices.iter().map(ResponseEnd::of_choice).collect()
+            }
+            _ => Vec::new(),
+        };
+        for end in ends {
+            // A truncated response is the caller's.
+            end.truncation().map_err(|error| error.about(subject()))?;
         }
         Ok(object)
     }
@@ -341,6 +349,9 @@ impl UpstreamState {
     /// Returns the final error of a call without a response. It is `Finished`, so that no caller repeats the call once more: the
     /// budget covers the whole call.
     fn gave_up(&self, error: Error, attempts: &str) -> Error {
+        if is_local(&error) {
+            return error.with_class(FailureClass::TransportLocalResource);
+        }
         if error.code() != Code::Unavailable {
             return error;
         }

@@ -152,6 +152,11 @@ impl Attempts {
     }
 }
 
+/// Returns `true` if this machine has no room for a connection. The endpoint is not to blame, and calls that end make room.
+pub(super) fn is_local(error: &Error) -> bool {
+    (error.code(), error.execution()) == (Code::ResourceExhausted, Execution::NotStarted)
+}
+
 /// How often a failure allows the same request again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Repeats {
@@ -166,6 +171,7 @@ impl Repeats {
         match result {
             // The client does not trust the endpoint's certificate.
             Err(error) if error.class() == Some(FailureClass::ModelError) => None,
+            Err(error) if is_local(error) => Some(Self::NotSent),
             Err(error) if error.code() == Code::Unavailable => Some(match error.execution() {
                 Execution::NotStarted => Self::NotSent,
                 // A generation has no side effects, so a lost response can be requested again.

@@ -2,6 +2,7 @@
 //! log-probabilities are never parsed as numbers: their text is moved.
 
 use bytes::Bytes;
+use gym_core::server::ResponseEnd;
 use gym_core::{Code, Error, RawObject, Result, World};
 use serde::Deserialize;
 use serde_json::value::RawValue;
@@ -41,16 +42,6 @@ impl Completion {
             .get_object("message")
             .map_err(|error| broken(format!("the engine's message: {error}")))?
             .ok_or_else(|| broken("the engine's first choice has no `message`"))?;
-        // The engine gave up: what it generated until then is no answer of the model.
-        if let Some(reason) =
-            choices[0].get("finish_reason").filter(|reason| reason == "\"abort\"" || reason == "\"error\"")
-        {
-            let reason = String::from_utf8_lossy(&reason).into_owned();
-            return Err(Error::finished(
-                Code::Internal,
-                format!("the engine ended the response with finish_reason {reason}"),
-            ));
-        }
         Ok(Self { whole, choices, message })
     }
 
@@ -225,6 +216,9 @@ const REPEATED: [&str; 16] = [
     "parallel_tool_calls",
 ];
 
+/// The finish reasons of OpenAI's reference, which the status of a response or its items tell.
+const FINISH_REASONS: [&str; 5] = ["stop", "length", "tool_calls", "function_call", "content_filter"];
+
 /// The settings that a response depends on.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct ResponseForm<'a> {
@@ -248,12 +242,7 @@ pub(super) fn to_response(
     let completion = Completion::parse(chat)?;
     let output = output(&completion, form.uses_parser, form.tokens, world)?;
     let choice = &completion.choices[0];
-    let finish_reason = choice.get_as::<Value>("finish_reason")?.unwrap_or_default();
-    let incomplete = match finish_reason.as_str() {
-        Some("length") => Some("max_output_tokens"),
-        Some("content_filter") => Some("content_filter"),
-        _ => None,
-    };
+    let incomplete = ResponseEnd::of_choice(choice).truncation()?;
     let text = |bytes: Bytes| String::from_utf8_lossy(&bytes).into_owned();
     let mut answer = ObjectText::default();
     answer.add("id", &format!(r#""resp_{}""#, world.unique_id()));
@@ -283,7 +272,11 @@ pub(super) fn to_response(
     }
     let usage = completion.whole.get_as::<Value>("usage")?.filter(Value::is_object);
     answer.add("usage", &usage.map(|usage| usage_of(&usage)).unwrap_or_default().to_string());
-    if let Some(native) = choice.get_as::<Value>("native_finish_reason")?.filter(|native| !native.is_null()) {
+    // The engine's own word, where it says more than the status.
+    let native = choice.get_as::<Value>("native_finish_reason")?.filter(|native| !native.is_null());
+    let finish_reason =
+        choice.get_as::<Value>("finish_reason")?.filter(|reason| !FINISH_REASONS.iter().any(|known| reason == known));
+    if let Some(native) = native.or(finish_reason) {
         let native = native.as_str().map_or_else(|| native.to_string(), str::to_owned);
         answer.add("native_finish_reason", &Value::from(native).to_string());
     }

@@ -93,25 +93,28 @@ async fn token_ids_and_log_probabilities_keep_their_text() {
 
 #[tokio::test]
 async fn token_ids_of_the_engine_s_answer_need_no_second_request() {
-    let chat = r#"{"created":1,"prompt_token_ids":[5, 6],"choices":[{"token_ids":[11],"message":{"role":"assistant","content":"x"},"logprobs":{"content":[{"token":"token_id:11","logprob":-2.50}]}}]}"#;
+    let chat = r#"{"created":1,"prompt_token_ids":[5, 6],"choices":[{"finish_reason":"stop","token_ids":[11],"message":{"role":"assistant","content":"x"},"logprobs":{"content":[{"token":"token_id:11","logprob":-2.50}]}}]}"#;
     let mock = MockEndpoint::new(vec![answer(200, chat)]).await;
     let model = model(&mock, |config| config.return_token_id_information = true);
     let body = RawObject::parse(r#"{"messages":[{"role":"user","content":"x"}]}"#).unwrap();
     let got = model.chat_completions(&CallContext::default(), &SessionId::new("s"), &body).await.unwrap();
     assert_eq!(
         got.text(),
-        r#"{"created":1,"choices":[{"message":{"role":"assistant","content":"x","prompt_token_ids":[5, 6],"generation_token_ids":[11],"generation_log_probs":[-2.50]}}]}"#
+        r#"{"created":1,"choices":[{"finish_reason":"stop","message":{"role":"assistant","content":"x","prompt_token_ids":[5, 6],"generation_token_ids":[11],"generation_log_probs":[-2.50]}}]}"#
     );
 }
 
 #[tokio::test]
 async fn token_metadata_that_disagree_or_miss_are_errors() {
-    let choice = r#""message":{"role":"assistant","content":"x"},"logprobs":{"content":[{"token":"token_id:11","logprob":-2.5}]}"#;
+    let choice = r#""finish_reason":"stop","message":{"role":"assistant","content":"x"},"logprobs":{"content":[{"token":"token_id:11","logprob":-2.5}]}"#;
     for (chat, says) in [
         (format!(r#"{{"prompt_token_ids":[1],"choices":[{{{choice}}}]}}"#), "missing: choice.token_ids"),
         (format!(r#"{{"prompt_token_ids":[1],"choices":[{{"token_ids":[12],{choice}}}]}}"#), "disagree"),
-        (r#"{"choices":[{"message":{"role":"assistant","content":"x"}}]}"#.into(), "gave none"),
-        (r#"{"choices":[{"message":{"role":"assistant","prompt_token_ids":[1]}}]}"#.into(), "partial"),
+        (r#"{"choices":[{"finish_reason":"stop","message":{"role":"assistant","content":"x"}}]}"#.into(), "gave none"),
+        (
+            r#"{"choices":[{"finish_reason":"stop","message":{"role":"assistant","prompt_token_ids":[1]}}]}"#.into(),
+            "partial",
+        ),
         (choice_with_token("11"), "token_id:<int>"),
         (r#"{"choices":[]}"#.into(), "no `choices`"),
     ] {
@@ -125,7 +128,7 @@ async fn token_metadata_that_disagree_or_miss_are_errors() {
 
 fn choice_with_token(token: &str) -> String {
     format!(
-        r#"{{"choices":[{{"message":{{"role":"assistant"}},"logprobs":{{"content":[{{"token":"{token}","logprob":-1}}]}}}}]}}"#
+        r#"{{"choices":[{{"finish_reason":"stop","message":{{"role":"assistant"}},"logprobs":{{"content":[{{"token":"{token}","logprob":-1}}]}}}}]}}"#
     )
 }
 

@@ -1,22 +1,35 @@
-//! The URL of a model endpoint, and the redirects that stay on its host and port.
+//! The URL of an HTTP server, and the redirects that stay on its host and port. Used for calls of servers by name, and for model endpoints.
+
+use std::fmt;
 
 use http::uri::Authority;
 
 /// A URL `scheme://[user:password@]host[:port][/path]`.
 #[derive(Clone, PartialEq, Eq)]
-pub(super) struct EndpointUrl {
-    pub(super) https: bool,
+pub struct EndpointUrl {
+    /// The scheme is https.
+    pub https: bool,
     /// `user:password`, as written.
-    pub(super) credentials: Option<String>,
+    pub credentials: Option<String>,
     /// `host[:port]` in lower case, without the default port of the scheme.
-    pub(super) authority: String,
+    pub authority: String,
     /// Path and query: empty, or starting with a slash.
-    pub(super) path: String,
+    pub path: String,
+}
+
+impl fmt::Debug for EndpointUrl {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        // Without its credentials.
+        write!(f, "{}{}", self.origin(), self.path)
+    }
 }
 
 impl EndpointUrl {
-    /// Parses a URL and drops its fragment. Errors do not show credentials.
-    pub(super) fn parse(text: &str) -> Result<Self, String> {
+    /// Parses a URL and drops its fragment.
+    ///
+    /// # Errors
+    /// What is wrong with the text, without its credentials.
+    pub fn parse(text: &str) -> Result<Self, String> {
         // A string that cannot be parsed may contain a password.
         let shown = if text.contains('@') { "the value" } else { text };
         let wrong = |why: &str| format!("`{shown}` {why}");
@@ -49,13 +62,15 @@ impl EndpointUrl {
     }
 
     /// Returns scheme, host and port.
-    pub(super) fn origin(&self) -> String {
+    #[must_use]
+    pub fn origin(&self) -> String {
         format!("{}://{}", self.scheme(), self.authority)
     }
 
     /// Resolves a redirect from the path `from` (RFC 3986, section 5.2). Returns its path and query if the target is on this host
     /// and port.
-    pub(super) fn redirected(&self, from: &str, reference: &str) -> Option<String> {
+    #[must_use]
+    pub fn redirected(&self, from: &str, reference: &str) -> Option<String> {
         let reference = reference.split('#').next().unwrap_or_default();
         let from = from.split('?').next().unwrap_or_default();
         let first = reference.split(['/', '?']).next().unwrap_or_default();
