@@ -77,6 +77,13 @@ impl Machines {
         folder.join(name).display().to_string()
     }
 
+    /// Runs a command to its end; returns its status and what it printed.
+    async fn says(&self, machine: &str, arguments: &[&str]) -> (i32, String) {
+        let output: Output = timeout(PATIENCE, self.command(machine).args(arguments).output()).await.unwrap().unwrap();
+        let text = [output.stdout, output.stderr].map(|text| String::from_utf8_lossy(&text).into_owned()).concat();
+        (output.status.code().unwrap(), text)
+    }
+
     async fn ends(&self, machine: &str, arguments: &[&str]) -> (i32, String) {
         let output: Output = timeout(PATIENCE, self.command(machine).args(arguments).output()).await.unwrap().unwrap();
         (output.status.code().unwrap(), String::from_utf8(output.stderr).unwrap())
@@ -241,7 +248,8 @@ async fn verifications_of_an_agent_run_on_any_worker() {
         "32",
     ]);
     command.arg("--input").arg(input).arg("--output").arg(&output).args(["--progress", "none"]);
-    let collecting = command.output();
+    let log = machines.folder.path().join("collect.log");
+    let mut collecting = command.stderr(std::fs::File::create(&log).unwrap()).kill_on_drop(true).spawn().unwrap();
     let killing = async {
         let rows = || std::fs::read_to_string(&output).map_or(0, |text| text.lines().count());
         while rows() < 200 {
@@ -249,9 +257,13 @@ async fn verifications_of_an_agent_run_on_any_worker() {
         }
         first.signal(Signal::KILL);
     };
-    let (ended, ()) = timeout(PATIENCE, async { tokio::join!(collecting, killing) }).await.unwrap();
-    let ended = ended.unwrap();
-    assert!(ended.status.success(), "{}", String::from_utf8_lossy(&ended.stderr));
+    let said = || std::fs::read_to_string(&log).unwrap();
+    let Ok((ended, ())) = timeout(PATIENCE, async { tokio::join!(collecting.wait(), killing) }).await else {
+        let (_, stuck) = machines.says("asking", &["stuck", "--head-url", &url, "--older", "0.5"]).await;
+        let (_, workers) = machines.says("asking", &["workers", "--head-url", &url]).await;
+        panic!("the collection does not end: {}\n{workers}\n{stuck}", said());
+    };
+    assert!(ended.unwrap().success(), "{}", said());
     let rows = std::fs::read_to_string(&output).unwrap();
     assert_eq!(rows.lines().count(), 960);
     assert!(rows.lines().all(|row| row.contains("\"reward\":")), "a row without a verdict");

@@ -80,6 +80,7 @@ fn main() -> ExitCode {
         serve::status_and_workers_show_the_ray_cluster_of_the_configuration,
         serve::a_second_signal_stops_at_once,
         serve::services_run_in_processes_of_their_own,
+        serve::servers_are_reached_at_an_ipv6_address,
         transports::ucx_is_chosen_by_configuration_alone,
         transports::servers_of_one_process_call_each_other_over_ucx,
         transports::a_required_transport_fails_without_fallback,

@@ -100,6 +100,48 @@ fn wrong_usage_ends_with_2_and_a_hint() {
 }
 
 #[test]
+fn an_empty_variable_is_unset_and_an_invalid_one_is_named() {
+    let folder = folder();
+    let with = |arguments: &[&str], name: &str, value: &str| {
+        let mut rgym = Command::new(env!("CARGO_BIN_EXE_rgym"));
+        rgym.args(arguments).current_dir(folder.path()).env(name, value).output().unwrap()
+    };
+    let check = ["config", "check", "--config", "model.yaml"];
+    for name in [
+        "HEAD_SERVER_URL",
+        "NEMO_GYM_MAX_ROLLOUT_ATTEMPTS",
+        "NUM_EXPECTED_WORKERS",
+        "OTEL_EXPORTER_OTLP_ENDPOINT",
+        "RUST_LOG",
+        "TOKIO_WORKER_THREADS",
+        "WORKER_HEARTBEAT_INTERVAL",
+        "WORKER_TIMEOUT",
+    ] {
+        for arguments in [&check[..], &["run", "--help"], &["collect", "--help"]] {
+            let output = with(arguments, name, "");
+            assert_eq!(output.status.code(), Some(0), "{name}: {}", texts(&output).1);
+        }
+    }
+    for (name, value) in [("NUM_EXPECTED_WORKERS", "two"), ("WORKER_TIMEOUT", "soon"), ("TOKIO_WORKER_THREADS", "0")] {
+        let output = with(&["run", "--config", "model.yaml"], name, value);
+        let error = texts(&output).1;
+        assert_eq!(output.status.code(), Some(2), "{error}");
+        assert!(error.contains(&format!("{name}={value}: invalid value")) && error.contains("fix: "), "{error}");
+    }
+    // Variables of other programs end no command.
+    for (name, value) in [
+        ("OTEL_EXPORTER_OTLP_ENDPOINT", "https://127.0.0.1:4318"),
+        ("OTEL_EXPORTER_OTLP_ENDPOINT", "zebra"),
+        ("RUST_LOG", "[{}]=x"),
+    ] {
+        let output = with(&check, name, value);
+        let error = texts(&output).1;
+        assert_eq!(output.status.code(), Some(0), "{error}");
+        assert!(error.contains(&format!("warning: {name}={value}: ")), "{error}");
+    }
+}
+
+#[test]
 fn an_address_of_a_ray_cluster_is_checked_before_anything_starts() {
     let run = |address: &str, code| {
         refused(&["ng_run", "+config_paths=[model.yaml]", &format!("+ray_head_node_address={address}")], code)

@@ -54,6 +54,38 @@ async fn calls_one_after_the_other_share_a_connection() {
     assert_eq!(*server.accepted.borrow(), 1);
 }
 
+#[tokio::test]
+async fn a_kept_connection_that_breaks_is_replaced_only_for_requests_without_side_effects() {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    tokio::spawn(async move {
+        loop {
+            let mut client = Client(listener.accept().await.unwrap().0);
+            tokio::spawn(async move {
+                read_request(&mut client).await;
+                client.write("HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}").await;
+                // As a balancer: the second request of a connection is read, and not answered.
+                read_request(&mut client).await;
+            });
+        }
+    });
+    for repeats in [true, false] {
+        let config = HttpConfig { repeats_on_new_connection: repeats, ..HttpConfig::default() };
+        let channel = channel_to(address, config).await;
+        let call = || channel.call(Request::post(within(), "/", "{}"));
+        call().await.unwrap();
+        for _ in 0..4 {
+            match call().await {
+                Ok(_) => assert!(repeats),
+                Err(error) => {
+                    assert_eq!((repeats, facts(&error)), (false, (Code::Unavailable, Execution::Unknown)));
+                    break;
+                }
+            }
+        }
+    }
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_burst_shares_the_connections_there_are() {
     let server = echo_server();

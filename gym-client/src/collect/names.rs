@@ -7,7 +7,7 @@ use std::time::Duration;
 use futures_util::future::BoxFuture;
 use gym_core::registry::{Instance, Registry};
 use gym_core::server::{ServerKind, TaskCheck};
-use gym_core::transport::TransportPolicy;
+use gym_core::transport::{TransportPolicy, host_port};
 use gym_core::{CallContext, Code, Endpoint, Error, Incarnation, RawObject, Request, Result, World};
 use serde_json::Value;
 
@@ -189,7 +189,7 @@ impl ServerNames {
                 rank: 0,
                 kind: known.kind,
                 implementation: known.implementation.clone(),
-                endpoints: vec![Endpoint::parse(&format!("http://{host}:{port}")).ok()?],
+                endpoints: vec![Endpoint::parse(&format!("http://{}", host_port(host, *port))).ok()?],
                 incarnation: Incarnation(0),
                 labels: BTreeMap::new(),
                 member: None,

@@ -3,6 +3,7 @@
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
 use std::time::Duration;
 
+use gym_core::transport::{bare_host, host_port};
 use gym_core::{Code, Endpoint, Error, Execution, Result};
 
 /// Limit for the resolution of a host's name.
@@ -55,6 +56,7 @@ impl MemberAddress {
     }
 
     fn choose(host: &str, advertise: Option<&str>, head: Option<HeadRoute>) -> Result<Self> {
+        let (host, advertise) = (bare_host(host), advertise.map(bare_host));
         let route = head.as_ref().and_then(|head| head.local);
         let advertised = match (advertise, route) {
             (Some(advertise), _) => advertise.to_owned(),
@@ -96,7 +98,7 @@ impl MemberAddress {
         let failed = |error| Error::invalid(format!("the host `{}` has no address", self.advertised)).caused_by(error);
         let ip = match self.advertised.parse() {
             Ok(ip) => ip,
-            Err(_) => resolve(&format!("{}:0", self.advertised)).await.map_err(failed)?.ip(),
+            Err(_) => resolve(&host_port(&self.advertised, 0)).await.map_err(failed)?.ip(),
         };
         // A machine often has its own name at a loopback address.
         self.check(&ip.to_string())?;
@@ -105,13 +107,13 @@ impl MemberAddress {
 }
 
 fn is_unspecified(host: &str) -> bool {
-    host.parse().is_ok_and(|ip: IpAddr| ip.is_unspecified())
+    bare_host(host).parse().is_ok_and(|ip: IpAddr| ip.is_unspecified())
 }
 
 /// Returns `true` for a host that only this machine reaches: `localhost`, or a loopback address.
 #[must_use]
 pub fn is_loopback(host: &str) -> bool {
-    host == "localhost" || host.parse().is_ok_and(|ip: IpAddr| ip.is_loopback())
+    host == "localhost" || bare_host(host).parse().is_ok_and(|ip: IpAddr| ip.is_loopback())
 }
 
 /// Returns the address of this machine on its route to `peer`, an address such as `10.0.0.7:11000`: the one at which the peer, and

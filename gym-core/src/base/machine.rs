@@ -25,6 +25,14 @@ pub fn raise_descriptors() -> u64 {
     getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX)
 }
 
+/// Returns the threads of a runtime: those of the variable `TOKIO_WORKER_THREADS`, or one for each core. tokio's own default panics if the variable
+/// is empty, as compose files write `VAR: ${VAR:-}`.
+#[must_use]
+pub fn runtime_threads() -> usize {
+    let wanted = std::env::var("TOKIO_WORKER_THREADS").ok().and_then(|threads| threads.parse().ok());
+    wanted.filter(|threads| *threads > 0).unwrap_or_else(|| std::thread::available_parallelism().map_or(1, usize::from))
+}
+
 /// Returns `true` if an error, or one of its causes, is that this process or this machine has no file descriptor left (`EMFILE`, `ENFILE`).
 #[must_use]
 pub fn is_out_of_descriptors(error: &(dyn Error + 'static)) -> bool {

@@ -16,6 +16,6 @@ pub use failure::FailureClass;
 pub use in_flight::{InFlight, WorkKey, waits};
 pub use machine::host_name;
 #[doc(hidden)]
-pub use machine::{is_out_of_descriptors, raise_descriptors};
+pub use machine::{is_out_of_descriptors, raise_descriptors, runtime_threads};
 pub use progress::CallProgress;
 pub use world::{FileLock, Files, RealFiles, World};

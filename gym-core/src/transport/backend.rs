@@ -11,7 +11,7 @@ use futures_util::future::select_all;
 use serde::Serialize;
 
 use crate::base::error::{Code, Error, Result};
-use crate::transport::{Connector, Endpoint, Handler, Incoming, Listener, Transport, TransportPolicy};
+use crate::transport::{Connector, Endpoint, Handler, Incoming, Listener, Transport, TransportPolicy, bare_host};
 
 /// The addresses and the name under which to serve a handler. Each backend uses the fields that concern it. Only these options
 /// distinguish the bound address from the advertised address.
@@ -78,7 +78,7 @@ impl ListenOptions {
         let Some((host, port)) = &self.bind else { return Ok(None) };
         let unknown =
             || Error::invalid(format!("the host `{host}` cannot be resolved; use an address of this machine"));
-        let address = (host.as_str(), *port).to_socket_addrs().ok().and_then(|mut found| found.next());
+        let address = (bare_host(host), *port).to_socket_addrs().ok().and_then(|mut found| found.next());
         address.map(Some).ok_or_else(unknown)
     }
 

@@ -57,6 +57,19 @@ impl Endpoint {
     }
 }
 
+/// Returns host and port as they stand in a URL: an IPv6 address in brackets (RFC 3986, section 3.2.2).
+#[must_use]
+pub fn host_port(host: &str, port: u16) -> String {
+    let host = bare_host(host);
+    if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") }
+}
+
+/// Returns a host without the brackets of a URL around an IPv6 address.
+#[must_use]
+pub fn bare_host(host: &str) -> &str {
+    host.strip_prefix('[').and_then(|host| host.strip_suffix(']')).unwrap_or(host)
+}
+
 impl fmt::Display for Endpoint {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.text)
@@ -152,4 +165,24 @@ pub trait Incoming: fmt::Debug + Send + 'static {
     /// rejects new calls and running calls finish. Dropping the future breaks the connection: running calls are dropped, and their
     /// callers get `Unavailable, Unknown`.
     async fn serve(self: Box<Self>, handler: Arc<dyn Handler>, drain: CancelToken) -> Result<()>;
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_ipv6_address_has_brackets_in_a_url_and_nowhere_else() {
+        for (host, place, bare) in [
+            ("127.0.0.1", "127.0.0.1:7", "127.0.0.1"),
+            ("name", "name:7", "name"),
+            ("::1", "[::1]:7", "::1"),
+            ("[::1]", "[::1]:7", "::1"),
+            ("fe80::1%eth0", "[fe80::1%eth0]:7", "fe80::1%eth0"),
+            ("", ":7", ""),
+            ("[", "[:7", "["),
+        ] {
+            assert_eq!((host_port(host, 7).as_str(), bare_host(host)), (place, bare), "{host}");
+        }
+    }
 }

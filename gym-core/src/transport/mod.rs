@@ -13,7 +13,7 @@ mod serve;
 pub use async_trait::async_trait;
 pub use backend::{Backend, BoundListener, ListenOptions, MergedListener, TransportReport};
 pub use channel::{Channel, INCARNATION_METADATA, Link, PathInfo, Reply};
-pub use endpoint::{ConnectOptions, Connector, Endpoint, Incoming, Listener};
+pub use endpoint::{ConnectOptions, Connector, Endpoint, Incoming, Listener, bare_host, host_port};
 pub use handler::{Fence, Fenced, Handler, from_tower, handler_fn};
 pub use mem::{InProcess, InProcessListener};
 #[cfg(all(feature = "groups", feature = "schemars"))]

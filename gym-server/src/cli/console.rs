@@ -16,7 +16,6 @@ use tracing_subscriber::util::SubscriberInitExt as _;
 
 use crate::cli::args::options::{CommonOptions, LogFormat};
 use crate::cli::console::otlp::export::ExportSetup;
-use crate::cli::exit::Failure;
 
 /// Writes whole lines to standard error. Cheap to clone; clones share the bar.
 #[derive(Clone, Debug)]
@@ -85,35 +84,42 @@ impl Write for Console {
 /// Sends log lines to the console. `RUST_LOG` sets the levels; without it, `-v` does. Commands that serve log more than others.
 ///
 /// Returns the export of spans, to start within a runtime, if there is one.
-pub(super) fn log_to(console: &Console, shared: &CommonOptions, serves: bool) -> Result<Option<ExportSetup>, Failure> {
+pub(super) fn log_to(console: &Console, shared: &CommonOptions, serves: bool) -> Option<ExportSetup> {
     let ours = match (shared.verbose, serves) {
         (0, false) => LevelFilter::WARN,
         (0, true) => LevelFilter::INFO,
         (1, _) => LevelFilter::DEBUG,
         _ => LevelFilter::TRACE,
     };
-    let filter: Targets = match std::env::var("RUST_LOG") {
-        Ok(directives) if !directives.is_empty() => directives.parse().map_err(|error| {
-            Failure::Usage(format!(
-                "RUST_LOG={directives}: {error}\n  fix: set levels per target, such as RUST_LOG=warn,gym_client=debug"
-            ))
-        })?,
+    let usual = || {
         // Libraries used by the SDK log too much at these levels.
-        _ => {
-            let libraries = ["hyper", "hyper_util", "reqwest", "rustls", "tokio"];
-            Targets::new().with_default(ours).with_targets(libraries.map(|library| (library, LevelFilter::WARN)))
-        }
+        let libraries = ["hyper", "hyper_util", "reqwest", "rustls", "tokio"];
+        Targets::new().with_default(ours).with_targets(libraries.map(|library| (library, LevelFilter::WARN)))
     };
+    // A variable that was set for other programs ends no command.
+    let filter: Targets = match std::env::var("RUST_LOG") {
+        Ok(directives) if !directives.is_empty() => directives.parse().unwrap_or_else(|error| {
+            console.line(&format!(
+                "warning: RUST_LOG={directives}: {error}, so it is ignored; set levels per target, such as RUST_LOG=warn,gym_client=debug"
+            ));
+            usual()
+        }),
+        _ => usual(),
+    };
+    let spans = otlp::layer().unwrap_or_else(|why| {
+        console.line(&format!("warning: {why}"));
+        None
+    });
+    let (spans, export) = spans.unzip();
     let console = console.clone();
     let layer = tracing_subscriber::fmt::layer().with_writer(move || console.clone());
-    let (spans, export) = otlp::layer()?.unzip();
     let registry = tracing_subscriber::registry().with(spans);
     // Fails if the program has installed its own subscriber, which is kept.
     let _ = match shared.log_format {
         LogFormat::Text => registry.with(layer.with_filter(filter)).try_init(),
         LogFormat::Json => registry.with(layer.json().with_filter(filter)).try_init(),
     };
-    Ok(export)
+    export
 }
 
 static PROGRAM: OnceLock<String> = OnceLock::new();

@@ -99,8 +99,9 @@ fn parse(argv: impl IntoIterator<Item = OsString>, transports: &[Transport]) -> 
     let typed = translation::translate(argv, &options::valued_options())?;
     let program = typed.arguments[0].to_string_lossy().into_owned();
     console::set_program(&program);
-    let command = options::command(&program, transports);
+    let command = options::without_empty_variables(options::command(&program, transports));
     let matched = command
+        .clone()
         .try_get_matches_from(&typed.arguments)
         .and_then(|matches| Ok((Box::new(Cli::from_arg_matches(&matches)?), matches)));
     Ok(match matched {
@@ -111,19 +112,20 @@ fn parse(argv: impl IntoIterator<Item = OsString>, transports: &[Transport]) -> 
             });
             Parsed::Command { cli, overrides: typed.overrides, head_url_given }
         }
-        Err(error) => Parsed::Message(error),
+        Err(error) => match options::invalid_variable(&command, &error) {
+            Some(text) => return Err(Failure::Usage(text)),
+            None => Parsed::Message(error),
+        },
     })
 }
 
 fn start(cli: Cli, overrides: Vec<String>, head_url_given: bool, servers: Servers, console: &Console) -> Outcome {
     let serves = matches!(cli.command, Command::Run(_));
-    let export = console::log_to(console, &cli.shared, serves)?;
+    let export = console::log_to(console, &cli.shared, serves);
     // Each of several servers may need a thousand connections.
     gym_core::base::raise_descriptors();
     let mut runtime = tokio::runtime::Builder::new_multi_thread();
-    if let Some(threads) = cli.shared.threads {
-        runtime.worker_threads(usize::from(threads));
-    }
+    runtime.worker_threads(cli.shared.threads.map_or_else(gym_core::base::runtime_threads, usize::from));
     let runtime =
         runtime.enable_all().build().map_err(|error| Failure::Failed(format!("cannot start the runtime: {error}")))?;
     let console = console.clone();

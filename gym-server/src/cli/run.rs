@@ -3,11 +3,13 @@
 use std::process::ExitCode;
 use std::sync::Arc;
 
+use gym_client::registry::is_loopback;
 use gym_client::transport::http::HttpConfig;
 use gym_client::work::WorkPullerOptions;
 use gym_core::base::host_name;
 use gym_core::registry::{MemberTiming, Registry};
 use gym_core::server::ServerKind;
+use gym_core::transport::host_port;
 use gym_core::{Endpoint, World};
 
 use crate::cli::args::options::{ClusterArgs, RunArgs};
@@ -92,7 +94,7 @@ async fn serve(serving: Serving, overrides: &[String], servers: &Servers, consol
     let Serving { args, cluster, mut loaded, world, by_variable, joins, serves_head, head_url_given, pulled_from } =
         serving;
     let head = head_server::endpoint(args.head_url.as_deref(), head_url_given, overrides, &loaded.config)?;
-    let own = format!("http://{}:{}", loaded.config.head.host, loaded.config.head.port);
+    let own = format!("http://{}", host_port(&loaded.config.head.host, loaded.config.head.port));
     if let Some(other) = args.head_url.as_deref().filter(|url| by_variable && serves_head && *url != own) {
         console.warn(format!(
             "HEAD_SERVER_URL names the head server {other}, and this process starts one of its own at {own}; a worker joins only one \
@@ -107,7 +109,7 @@ async fn serve(serving: Serving, overrides: &[String], servers: &Servers, consol
     let registry = head_registry(head.clone(), servers, &world);
     look_up(&mut loaded, &registry, cluster.join_timeout, console).await?;
     let mut worker = joins.then(|| worker_options(&cluster));
-    if let Some(host) = cluster.host.as_deref().filter(|host| *host != "127.0.0.1" && *host != "localhost") {
+    if let Some(host) = cluster.host.as_deref().filter(|host| !is_loopback(host)) {
         console.warn(format!("the servers listen on {host} without authentication; use a network that you trust"));
     }
     let node = match &mut worker {

@@ -41,8 +41,8 @@ pub struct OpenAiModelConfig {
     /// Removes `reasoning` items from the input, for endpoints that reject their own. Off by default.
     #[serde(default)]
     pub drop_input_reasoning_items: bool,
-    /// Maximum attempts of a request that the endpoint answers with 404, 408, 429, 500, 502, 503, 504 or 520. By default 3, and for
-    /// 429, 502 and 503 as many as `retry_budget_seconds` allows: the endpoint may serve soon.
+    /// Maximum attempts of a request that the endpoint answers with 404, 408, 409, 425, 429, 500 or another 5xx (but 501, 505, 506, 510 and
+    /// 511). By default 3, and for 429, 502, 503, 521 to 523 and 525 to 530 as many as `retry_budget_seconds` allows: the endpoint may serve soon.
     #[serde(default)]
     pub max_http_attempts: Option<u32>,
     /// Maximum seconds from the first failure of a call to its last attempt; 0 for no repetition. 300 by default.
@@ -137,6 +137,10 @@ impl OpenAiModel {
         let mut edit = request.edit().set("model", self.model.clone());
         for (key, value) in self.extra_body.iter().filter(|(key, _)| key != "model" && !request.contains(key)) {
             edit = edit.set(key.clone(), value.clone());
+        }
+        // Some gateways stream unless told.
+        if !request.contains("stream") && !self.extra_body.iter().any(|(key, _)| key == "stream") {
+            edit = edit.set("stream", "false");
         }
         if let Some(input) = replayable(request, self.drop_reasoning)? {
             edit = edit.set("input", input);

@@ -23,9 +23,11 @@ impl Secret {
 
     /// Returns the key of the configuration, or by default the environment variable `OPENAI_API_KEY`, then `policy_api_key`.
     pub(super) fn or_from_environment(configured: Option<Self>) -> Option<Self> {
-        configured.or_else(|| {
-            ["OPENAI_API_KEY", "policy_api_key"].into_iter().find_map(|name| std::env::var(name).ok()).map(Self)
-        })
+        let of_environment = |name: &str| std::env::var(name).ok().filter(|key| !key.trim().is_empty());
+        let key = configured
+            .or_else(|| ["OPENAI_API_KEY", "policy_api_key"].into_iter().find_map(of_environment).map(Self))?;
+        // A key from a mounted file ends with a newline.
+        Some(Self(key.0.trim().to_owned()))
     }
 }
 

@@ -12,7 +12,7 @@ use gym_client::config::InstanceConfig;
 use gym_client::launch::{ChildHandle, ChildSpec, ChildState, Launcher};
 use gym_client::registry::LeaseKeeper;
 use gym_core::registry::Registry;
-use gym_core::transport::{ConnectOptions, InProcess};
+use gym_core::transport::{ConnectOptions, InProcess, host_port};
 use gym_core::{CallContext, CancelToken, Code, Endpoint, Error, Incarnation, Request, Result, World};
 use tokio::sync::watch;
 use tokio::task::JoinSet;
@@ -79,7 +79,7 @@ impl PythonServers {
         for instance in instances {
             let (folder, entrypoint) = find(&instance, &options.python_roots)?;
             let port = instance.port.ok_or_else(|| Error::invalid(format!("{} has no port", instance.name)))?;
-            let endpoint = Endpoint::parse(&format!("http://{}:{port}", instance.host))?;
+            let endpoint = Endpoint::parse(&format!("http://{}", host_port(&instance.host, port)))?;
             let mut spec = spec(&instance, yaml, python, &folder, &entrypoint).stop_grace(options.stop_grace);
             for (name, value) in &options.python_env {
                 spec = spec.env(name, value);

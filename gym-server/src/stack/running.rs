@@ -15,7 +15,7 @@ use gym_client::work::{COLLECTOR_POOL, PoolWatch, WORK_LABEL, WorkPullerOptions}
 use gym_client::{ServerClient, Transports};
 use gym_core::registry::{Instance, MemberLimits, MemoryRegistry, Registry};
 use gym_core::server::ServerKind;
-use gym_core::transport::{InProcess, ListenOptions, Listener, Transport, TransportPolicy};
+use gym_core::transport::{InProcess, ListenOptions, Listener, Transport, TransportPolicy, bare_host, host_port};
 use gym_core::{CallContext, CancelToken, Code, Endpoint, Error, Handler, Incarnation, RawObject, Result, World};
 use tokio::task::JoinSet;
 
@@ -147,7 +147,7 @@ impl Stack {
         } else {
             let head = match &options.head {
                 Some(head) => head.clone(),
-                None => Endpoint::parse(&format!("http://{}:{}", config.head.host, config.head.port))?,
+                None => Endpoint::parse(&format!("http://{}", host_port(&config.head.host, config.head.port)))?,
             };
             Some(RemoteRegistry::new(head, control, world.clone()))
         };
@@ -319,7 +319,7 @@ impl Stack {
         let (listener, handler) = match listened {
             Ok(listened) => listened,
             Err(error) => {
-                let place = format!("{}:{}", config.head.host, config.head.port);
+                let place = host_port(&config.head.host, config.head.port);
                 let error =
                     with_port_option(error.about(format!("start the head server on {place}")), "head_server.port");
                 return Err(with_running_head(error, &place, world).await);
@@ -351,7 +351,7 @@ impl Stack {
             // Other workers may have replicas of the servers of this process.
             let own = self.running.iter().find(|row| row.name == server.name).map(|row| row.url.as_str());
             let elsewhere = python.iter().all(|instance| instance.name != server.name);
-            own.map_or(elsewhere, |url| url == format!("http://{}:{}", server.host, server.port))
+            own.map_or(elsewhere, |url| url == format!("http://{}", host_port(&server.host, server.port)))
         });
         config.to_global_yaml_with(&servers)
     }
@@ -575,7 +575,7 @@ pub(crate) fn live(instances: &[Instance]) -> Vec<gym_client::config::LiveServer
                 name: instance.name.clone(),
                 kind: instance.kind,
                 implementation: instance.implementation.clone(),
-                host: host.to_owned(),
+                host: bare_host(host).to_owned(),
                 port: port.parse().ok()?,
                 references: references(instance),
             })

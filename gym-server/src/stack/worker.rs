@@ -15,6 +15,7 @@ use gym_core::registry::{
     Registry,
 };
 use gym_core::server::ServerKind;
+use gym_core::transport::bare_host;
 use gym_core::{CallContext, Endpoint, Error, Incarnation, Result, World};
 
 use crate::environment::POOL_IMPLEMENTATION;
@@ -76,7 +77,7 @@ pub(super) async fn find_address(options: &WorkerOptions, head: &Endpoint) -> Re
 pub(super) fn head_config(head: &Endpoint) -> Result<HeadConfig> {
     let (host, port) = head.address().rsplit_once(':').unwrap_or((head.address(), ""));
     let port = port.parse().map_err(|_| Error::invalid(format!("the head server {head} has no port")))?;
-    Ok(HeadConfig { host: host.to_owned(), port })
+    Ok(HeadConfig { host: bare_host(host).to_owned(), port })
 }
 
 /// Moves the servers that would listen on loopback to the address of this worker.

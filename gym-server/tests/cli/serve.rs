@@ -75,6 +75,26 @@ pub(crate) fn a_second_signal_stops_at_once() {
     assert_eq!(started.child.wait().unwrap().code(), Some(1));
 }
 
+pub(crate) fn servers_are_reached_at_an_ipv6_address() {
+    if std::net::TcpListener::bind("[::1]:0").is_err() {
+        println!("NOT RUN: this machine has no IPv6");
+        return;
+    }
+    let folder = TestFolder::new();
+    folder.tasks((0..5).map(|number| row("0123456789", number)));
+    let started = folder.start(&["++default_host=::1", "++head_server.host=\"[::1]\""]);
+    let head = format!("http://[::1]:{}", folder.head_port);
+    assert!(started.said.last().unwrap().ends_with(&format!("head {head}")), "{:?}", started.said);
+    assert!(
+        started.said.iter().any(|line| line.contains("http://[::1]:") && line.contains("digit")),
+        "{:?}",
+        started.said
+    );
+    ended_with(&folder.collect(&["--head-url", &head]).output().unwrap(), 0);
+    assert_eq!(folder.rollouts().len(), 5);
+    assert_eq!(started.interrupt(), Some(0));
+}
+
 pub(crate) fn services_run_in_processes_of_their_own() {
     let folder = TestFolder::new();
     folder.tasks((0..5).map(|number| row("0123456789", number)));

@@ -16,6 +16,10 @@ pub struct HttpConfig {
     pub connect_timeout: Duration,
     /// The `Host` of outgoing requests, if it differs from the endpoint's, because a proxy may select by it. Default: none.
     pub host: Option<String>,
+    /// Sends a request once more, over a new connection, if a connection that had carried requests before breaks before the first byte of the
+    /// response: balancers end kept connections without notice. Only for requests without side effects, because the peer may have received the
+    /// first one. Default: `false`.
+    pub repeats_on_new_connection: bool,
     /// Time for which an unused outgoing connection is kept. Default: 15 s, as in NeMo Gym's client. NeMo Gym's servers close an
     /// idle connection after 30 s, so requests are rarely written into a closing connection.
     pub idle_timeout: Duration,
@@ -54,6 +58,7 @@ impl Default for HttpConfig {
             connections_max: 1_024,
             connect_timeout: Duration::from_secs(10),
             host: None,
+            repeats_on_new_connection: false,
             idle_timeout: Duration::from_secs(15),
             backlog: 4_096,
             accepted_max: None,

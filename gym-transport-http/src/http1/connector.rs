@@ -131,6 +131,7 @@ impl Link for HttpLink {
                 route: request.route.clone(),
                 reply_bytes_max: request.context.reply_bytes_max,
                 permit,
+                repeats: reused && self.pool.config.repeats_on_new_connection,
             };
             let mut reply: Reply = Box::pin(call.run(connection, pieces));
             // The first poll writes the request, so that it is being sent when this returns.
@@ -171,16 +172,27 @@ struct ActiveCall {
     route: gym_core::Route,
     reply_bytes_max: usize,
     permit: OwnedSemaphorePermit,
+    /// Sends the request over a new connection if this one breaks before the response begins.
+    repeats: bool,
 }
 
 impl ActiveCall {
     async fn run(self, mut connection: PooledConnection, request: VecDeque<Bytes>) -> Result<Response> {
         let closed = self.pool.closed.clone();
-        let answered = tokio::select! {
+        let again = self.repeats.then(|| request.clone());
+        let mut answered = tokio::select! {
             biased;
             answered = exchange(&mut connection, request, self.verb, self.reply_bytes_max) => answered,
             () = closed.cancelled() => Err(Error::unknown(Code::Unavailable, "the channel was closed")),
         };
+        if let (Some(again), Err(error)) = (again, &answered)
+            && error.code() == Code::Unavailable
+            && connection.silent
+            && !closed.is_cancelled()
+        {
+            // Boxed, because it is rare, and every waiting call would be as large otherwise.
+            (connection, answered) = Box::pin(self.repeat(again, connection)).await;
+        }
         match answered {
             Ok(response) => {
                 self.pool.keep(connection);
@@ -192,5 +204,18 @@ impl ActiveCall {
                 Err(error.about(subject))
             }
         }
+    }
+
+    async fn repeat(&self, request: VecDeque<Bytes>, broken: PooledConnection) -> (PooledConnection, Result<Response>) {
+        let mut connection = match self.pool.connect().await {
+            Ok(connection) => connection,
+            Err(error) => return (broken, Err(error)),
+        };
+        let answered = tokio::select! {
+            biased;
+            answered = exchange(&mut connection, request, self.verb, self.reply_bytes_max) => answered,
+            () = self.pool.closed.cancelled() => Err(Error::unknown(Code::Unavailable, "the channel was closed")),
+        };
+        (connection, answered)
     }
 }

@@ -35,11 +35,13 @@ pub(crate) struct Connection<S> {
     input: BytesMut,
     /// `true` if the last response was complete and the connection can carry another request.
     pub(crate) reusable: bool,
+    /// `true` if no byte of the last response has arrived.
+    pub(crate) silent: bool,
 }
 
 impl<S> Connection<S> {
     pub(crate) fn new(stream: S) -> Self {
-        Self { stream, input: BytesMut::new(), reusable: true }
+        Self { stream, input: BytesMut::new(), reusable: true, silent: true }
     }
 }
 
@@ -93,7 +95,7 @@ pub(crate) async fn exchange<S: AsyncRead + AsyncWrite + Unpin>(
     verb: Verb,
     reply_bytes_max: usize,
 ) -> Result<Response> {
-    connection.reusable = false;
+    (connection.reusable, connection.silent) = (false, true);
     let unsent = Unsent { pieces: request, begun: false };
     let mut exchange = Exchange { connection, unsent, broke: None };
     let head = exchange.head(verb).await?;
@@ -247,7 +249,10 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Exchange<'_, S> {
         self.connection.input = input;
         match read? {
             0 => Err(self.broken(None)),
-            _ => Ok(()),
+            _ => {
+                self.connection.silent = false;
+                Ok(())
+            }
         }
     }
 

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use async_trait::async_trait;
 use gym_core::base::raise_descriptors;
 use gym_core::message::PeerInfo;
-use gym_core::transport::{Incoming, Listener};
+use gym_core::transport::{Incoming, Listener, host_port};
 use gym_core::{Code, Endpoint, Error, Result};
 use rustix::io::Errno;
 use tokio::net::{TcpListener, TcpSocket};
@@ -75,7 +75,7 @@ impl HttpListener {
         if host.is_empty() {
             return Err(Error::invalid("the advertised host is empty"));
         }
-        self.endpoints = endpoints(&format!("{host}:{}", self.address.port()))?;
+        self.endpoints = endpoints(&host_port(host, self.address.port()))?;
         Ok(self)
     }
 

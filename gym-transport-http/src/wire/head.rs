@@ -40,6 +40,8 @@ pub(crate) fn write_request(request: &Request, host: &str, prefix: &str, length:
         head.extend_from_slice(part.as_bytes());
     }
     put_header(&mut head, "host", host);
+    // Without it, any coding is acceptable (RFC 9110, section 12.5.3), and this client decodes none.
+    put_header(&mut head, "accept-encoding", "identity");
     let (media_type, of_head) = content_type(&request.message)?;
     for (name, value) in [("content-type", media_type), (FRAMED_HEAD.as_str(), of_head)] {
         if let Some(value) = value {

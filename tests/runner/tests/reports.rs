@@ -90,7 +90,7 @@ fn what_remains_on_the_machine_is_a_failure() {
     assert_eq!(fs::read_to_string(folder.path().join("counts")).unwrap(), "1 1 0\n", "{text}");
     let processes = fs::read_dir("/proc").unwrap().flatten();
     let mut commands = processes.filter_map(|process| fs::read(process.path().join("cmdline")).ok());
-    assert!(!commands.any(|command| command == b"sleep\0601\0"), "what remains is killed");
+    assert!(!commands.any(|command| command == b"sleep\x00601\x00"), "what remains is killed");
 }
 
 #[test]

@@ -5,7 +5,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use crate::page::{Page, code, sources};
 
 /// The variables that a user sets: name, reader, meaning.
-const READ: [(&str, &str, &str); 43] = [
+const READ: [(&str, &str, &str); 48] = [
+    ("ALL_PROXY", "`rgym doctor`", "As `HTTPS_PROXY`."),
     (
         "CUDA_VISIBLE_DEVICES",
         "worker groups",
@@ -34,6 +35,12 @@ const READ: [(&str, &str, &str); 43] = [
     ),
     ("HEAD_SERVER_URL", "`rgym`", "The head server, unless `--head-url` names it. `run` joins it as a worker."),
     ("HOME", "configuration", "The home directory in `~/` of `results_dir` and `cache_dir`."),
+    (
+        "HTTPS_PROXY",
+        "`rgym doctor`",
+        "Not used: this program calls model endpoints without a proxy. Named where an endpoint does not respond.",
+    ),
+    ("HTTP_PROXY", "`rgym doctor`", "As `HTTPS_PROXY`."),
     ("LD_LIBRARY_PATH", "`rgym doctor`", "Directories in which the dynamic loader looks for UCX."),
     (
         "NEMO_GYM_ALLOW_UNSUPPORTED_PAIRING",
@@ -82,7 +89,9 @@ const READ: [(&str, &str, &str); 43] = [
         "`rgym`",
         "The OpenTelemetry collector that gets the spans of rollouts, over HTTP: `http://HOST:4318`. Without the variable, none are exported.",
     ),
+    ("OTEL_SDK_DISABLED", "`rgym`", "`true` exports no spans."),
     ("OTEL_SERVICE_NAME", "`rgym`", "The name of this process in exported spans. Otherwise `gym`."),
+    ("OTEL_TRACES_EXPORTER", "`rgym`", "`none` exports no spans."),
     ("PATH", "all", "Directories in which `python3`, `nvidia-smi` and the programs of child processes are searched."),
     ("PYTHONPATH", "Python servers", "Kept, after the directory of the server."),
     (

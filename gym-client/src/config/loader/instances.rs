@@ -1,5 +1,6 @@
 //! The instances of a configuration, and what their settings refer to.
 
+use gym_core::transport::bare_host;
 use serde_json::Value;
 
 use crate::config::check;
@@ -94,7 +95,7 @@ pub(super) fn instance(
         name: server.name.clone(),
         kind: server.kind,
         implementation: server.implementation.clone(),
-        host: text("host").unwrap_or_default(),
+        host: text("host").map(|host| bare_host(&host).to_owned()).unwrap_or_default(),
         port: match node.step("port").map(|node| &node.value) {
             Some(Tree::Int(-1)) => None,
             _ => port_at(resolved, &server.path("port"))?,

@@ -8,6 +8,7 @@ use crate::config::schema::{HeadConfig, InstanceConfig, PortRange, PortRequest};
 use crate::config::yaml::node::{Key, Node, Tree};
 use gym_core::base::host_name;
 use gym_core::server::ServerKind;
+use gym_core::transport::bare_host;
 
 const HEAD_PORT: u16 = 11_000;
 
@@ -33,7 +34,8 @@ impl ConfigLoader {
                     .fix("set default_host to the machine's address, and use_absolute_ip to false")
             })?
         } else {
-            truthy(resolved, &["default_host"]).unwrap_or_else(|| "127.0.0.1".to_owned())
+            truthy(resolved, &["default_host"])
+                .map_or_else(|| "127.0.0.1".to_owned(), |host| bare_host(&host).to_owned())
         };
         set_default(root, "use_absolute_ip", Tree::Bool(false));
         let head_host = text_or(resolved, &["head_server", "host"], &default_host)?;
@@ -65,7 +67,7 @@ impl ConfigLoader {
             }
             (port, _) => port.unwrap_or(HEAD_PORT),
         };
-        let head = HeadConfig { host: head_host, port: head_port };
+        let head = HeadConfig { host: bare_host(&head_host).to_owned(), port: head_port };
         fixed.insert(0, head.port);
         let mut disallowed = vec![head.port];
         // Unchanged: a port given as a string remains a string in the mapping that Python reads.

@@ -4,7 +4,8 @@ use std::collections::BTreeSet;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use clap::builder::StyledStr;
+use clap::builder::{Resettable, StyledStr};
+use clap::error::{ContextKind, ContextValue};
 use clap::{Args, CommandFactory, Parser, Subcommand, ValueEnum};
 use gym_core::transport::{Transport, TransportPolicy};
 
@@ -656,6 +657,34 @@ pub(in crate::cli) fn command(program: &str, transports: &[Transport]) -> clap::
         })
     });
     with_transports(command, transports).after_help(help)
+}
+
+/// Makes empty variables of the environment unset ones: compose files write `VAR: ${VAR:-}`.
+pub(in crate::cli) fn without_empty_variables(command: clap::Command) -> clap::Command {
+    let command = command.mut_args(|argument| {
+        let value = argument.get_env().and_then(std::env::var_os);
+        if value.is_some_and(|value| value.is_empty()) { argument.env(Resettable::Reset) } else { argument }
+    });
+    command.mut_subcommands(without_empty_variables)
+}
+
+/// Returns the message of an invalid value that a variable of the environment gave; `None` for any other error.
+pub(in crate::cli) fn invalid_variable(command: &clap::Command, error: &clap::Error) -> Option<String> {
+    let text = |kind| match error.get(kind) {
+        Some(ContextValue::String(text)) => Some(text.as_str()),
+        _ => None,
+    };
+    let (option, value) = (text(ContextKind::InvalidArg)?, text(ContextKind::InvalidValue)?);
+    let found = command.get_arguments().find_map(|argument| {
+        let name = argument.get_env()?.to_str()?;
+        let named = option.split(' ').next()?.strip_prefix("--") == argument.get_long();
+        (named && std::env::var(name).is_ok_and(|set| set == value)).then(|| name.to_owned())
+    });
+    let Some(name) = found else {
+        return command.get_subcommands().find_map(|command| invalid_variable(command, error));
+    };
+    let why = std::error::Error::source(error).map(|source| format!(": {source}")).unwrap_or_default();
+    Some(format!("{name}={value}: invalid value for `{option}`{why}\n  fix: correct the variable, or unset it"))
 }
 
 /// Lists the program's transports in the help of the options that name some.

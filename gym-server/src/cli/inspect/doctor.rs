@@ -87,14 +87,26 @@ async fn model_endpoints(
     let world = World::real();
     let (mut findings, mut responding) = (Vec::new(), Vec::new());
     for instance in loaded.config.instances.iter().filter(|instance| instance.kind == ServerKind::Model) {
-        let Some(made) = stack::try_build(instance, servers, &world)? else { continue };
+        let made = match stack::try_build(instance, servers, &world) {
+            Ok(Some(made)) => made,
+            Ok(None) => continue,
+            // Such as https in a program without TLS. The other findings are as useful.
+            Err(error) => {
+                findings.push(Finding::warning(
+                    TOPIC,
+                    error.to_string(),
+                    format!("correct the block{}", unused_proxy()),
+                ));
+                continue;
+            }
+        };
         for endpoint in models::probe(&instance.name, &*made.handler).await {
             let fix = endpoint.report.fix.clone();
             if fix.is_empty() {
                 findings.push(Finding::ok(TOPIC, endpoint.summary()));
                 responding.push(endpoint.report.url);
             } else {
-                findings.push(Finding::warning(TOPIC, endpoint.summary(), fix));
+                findings.push(Finding::warning(TOPIC, endpoint.summary(), fix + &unused_proxy()));
             }
         }
     }
@@ -105,6 +117,16 @@ async fn model_endpoints(
         ));
     }
     Ok((findings, responding))
+}
+
+/// Returns what to know of a proxy that the environment names; empty if it names none.
+fn unused_proxy() -> String {
+    let set = |name: &&str| std::env::var_os(name).is_some_and(|value| !value.is_empty());
+    let names = ["HTTPS_PROXY", "https_proxy", "HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"];
+    let found = names.into_iter().find(set);
+    found
+        .map(|name| format!("; {name} is set, and this program uses no proxy: it needs a direct route"))
+        .unwrap_or_default()
 }
 
 /// The topic of findings about model endpoints.

@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use futures_util::future::join_all;
 use gym_core::World;
+use gym_core::transport::{bare_host, host_port};
 use rustix::fs::{Access, StatVfsMountFlags, access, statfs, statvfs};
 use rustix::process::{Resource, getrlimit};
 use serde_json::Value;
@@ -55,7 +56,7 @@ pub(super) async fn findings(examined: Examined<'_>) -> Vec<Finding> {
     let urls = examined.endpoints.iter().map(|url| format!("{}/models", url.trim_end_matches('/')));
     let responses = join_all(urls.map(|url| async move { (get(&url).await.ok(), url) })).await;
     let peers = responses.iter().filter_map(|(response, url)| Some((url.as_str(), response.as_ref()?)));
-    let head_url = format!("http://{host}:{port}");
+    let head_url = format!("http://{}", host_port(host, port));
     let peers = peers.chain(head.as_ref().map(|head| (head_url.as_str(), head)));
     let now = World::real().now();
     let differences: Vec<ClockDifference> =
@@ -95,9 +96,9 @@ async fn port_state(host: &str, port: u16) -> (PortState, Option<PlainResponse>)
     if port == 0 {
         return (PortState::Any, None);
     }
-    let addresses = (host, port).to_socket_addrs().map(Iterator::collect::<Vec<_>>);
+    let addresses = (bare_host(host), port).to_socket_addrs().map(Iterator::collect::<Vec<_>>);
     let bound = addresses.and_then(|addresses| TcpListener::bind(&*addresses));
-    let base = format!("http://{host}:{port}");
+    let base = format!("http://{}", host_port(host, port));
     let other = |answer: String| PortState::Other { answer, process: listener(Path::new("/proc"), port) };
     let elsewhere = match bound {
         Ok(_) => return (PortState::Free, None),
@@ -124,23 +125,23 @@ async fn port_state(host: &str, port: u16) -> (PortState, Option<PlainResponse>)
 }
 
 fn judge_port(host: &str, port: u16, state: &PortState) -> Finding {
+    let place = host_port(host, port);
     let fix = "set another port with +head_server.port=PORT (0 takes a free port)";
     match state {
         PortState::Any => Finding::not_needed(PORT, "head_server.port is 0: a head server takes a free port"),
-        PortState::Free => Finding::ok(PORT, format!("{host}:{port} is free for a head server")),
+        PortState::Free => Finding::ok(PORT, format!("{place} is free for a head server")),
         PortState::Head { ours, servers } => {
             let whose = if *ours { "a head server of this SDK" } else { "NeMo Gym's head server" };
-            let found =
-                format!("{whose} listens on {host}:{port} (servers: {servers}); another one needs another port");
+            let found = format!("{whose} listens on {place} (servers: {servers}); another one needs another port");
             Finding::ok(PORT, found)
         }
         PortState::Other { answer, process } => {
             let process = process.as_deref().unwrap_or("another program");
-            let found = format!("{process}, which is no head server, listens on {host}:{port}: {answer}");
+            let found = format!("{process}, which is no head server, listens on {place}: {answer}");
             Finding::warning(PORT, found, format!("stop that program, or {fix}"))
         }
         PortState::Unusable(error) => {
-            let found = format!("{host}:{port} has no head server, and this machine cannot listen there: {error}");
+            let found = format!("{place} has no head server, and this machine cannot listen there: {error}");
             Finding::warning(PORT, found, format!("correct head_server.host, or {fix}"))
         }
     }

@@ -2,6 +2,7 @@
 
 use gym_client::config::GymConfig;
 use gym_core::Endpoint;
+use gym_core::transport::host_port;
 
 use crate::cli::args::options::Sources;
 use crate::cli::exit::Failure;
@@ -24,7 +25,7 @@ pub(in crate::cli) fn endpoint(
     });
     match url.filter(|url| typed || (!overridden && !url.is_empty())) {
         Some(url) => parse(url),
-        None => parse(&format!("http://{}:{}", config.head.host, config.head.port)),
+        None => parse(&format!("http://{}", host_port(&config.head.host, config.head.port))),
     }
 }
 

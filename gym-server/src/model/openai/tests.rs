@@ -41,7 +41,13 @@ async fn request_and_answer_pass_as_text() {
     let request = mock.request(0);
     assert!(request.starts_with("POST /v1/responses HTTP/1.1\r\n"), "{request}");
     assert!(request.contains("authorization: Bearer sk-hidden\r\n") && request.contains("x-team: gym\r\n"));
-    assert!(request.ends_with(r#"{"model":"gpt \"x\"","input": [ 1E5 ],"temperature":0.50,"seed":3}"#), "{request}");
+    assert!(
+        request.ends_with(r#"{"model":"gpt \"x\"","input": [ 1E5 ],"temperature":0.50,"seed":3,"stream":false}"#),
+        "{request}"
+    );
+    for header in ["accept-encoding: identity\r\n", "accept: application/json\r\n", "user-agent: gym/"] {
+        assert!(request.contains(header), "{header}: {request}");
+    }
     assert!(!format!("{model:?}").contains("sk-hidden"));
 }
 
@@ -166,6 +172,15 @@ async fn a_probe_says_whether_the_endpoint_serves_the_model() {
             "answered 401: Incorrect API key",
         ),
         (404, "{}", EndpointState::Ready, "answered 404 to GET /models"),
+        (200, r#"[{"id":"m"},{"id":"gpt \"x\""}]"#, EndpointState::Ready, ""),
+        (200, r#"{"data":[{"object":"model"},{"id":"gpt \"x\""}]}"#, EndpointState::Ready, ""),
+        (200, r#"{"models":[{"name":"gpt \"x\""}]}"#, EndpointState::Ready, ""),
+        (200, r#"[{"id":"m"}]"#, EndpointState::Misconfigured, "it lists `m`"),
+        (200, r#"{"data":{"data":[{"id":"m"}]}}"#, EndpointState::Ready, "in a form that is not known"),
+        (200, r#""zebra""#, EndpointState::Ready, "in a form that is not known"),
+        (200, "null", EndpointState::Ready, "in a form that is not known"),
+        (200, "OK", EndpointState::Ready, "in a form that is not known"),
+        (200, r#"{"data":[3,null,{}]}"#, EndpointState::Ready, ""),
         (429, "{}", EndpointState::Unavailable, "answered 429"),
         (503, r#"{"message":"loading"}"#, EndpointState::Unavailable, "answered 503: loading"),
     ] {
@@ -198,6 +213,39 @@ async fn a_hanging_endpoint_ends_at_the_deadline() {
     let error = ask_within(&model(&mock, |_| ()), r#"{"input":"x"}"#, Duration::from_millis(200)).await.unwrap_err();
     assert_eq!((error.code(), error.execution()), (Code::DeadlineExceeded, Execution::Unknown));
     assert!(error.to_string().contains(mock.url()));
+}
+
+#[tokio::test]
+async fn a_compressed_or_streamed_answer_is_named() {
+    let body = r#"{"status":"completed","output":[]}"#;
+    let events = "data: {\"choices\":[]}\n\ndata: [DONE]\n\n";
+    for (answered, says) in [
+        (answer_with(200, "content-encoding: gzip\r\n", "x"), "in the content coding `gzip`"),
+        (answer_with(500, "content-encoding: br\r\n", "x"), "in the content coding `br`"),
+        (answer(200, events), "with an event stream"),
+    ] {
+        let mock = MockEndpoint::new(vec![answered]).await;
+        let model = model(&mock, |config| config.max_http_attempts = Some(1));
+        let error = ask(&model, r#"{"input":"x"}"#).await.unwrap_err();
+        assert!(error.to_string().contains(says), "{error}");
+        assert_eq!(error.failure_class(), FailureClass::ModelError);
+        assert_ne!(model.reports().remove(0).state, EndpointState::Misconfigured, "the URL is right");
+    }
+    let plain = MockEndpoint::new(vec![answer_with(200, "content-encoding: identity\r\n", body)]).await;
+    ask(&model(&plain, |_| ()), r#"{"input":"x"}"#).await.unwrap();
+}
+
+#[tokio::test]
+async fn a_key_from_a_file_loses_its_newline_and_another_odd_character_is_named() {
+    let mock = MockEndpoint::new(vec![answer(200, ANSWER)]).await;
+    ask(&model(&mock, |config| config.openai_api_key = Some(Secret::new(" sk-key\r\n"))), r#"{"input":"x"}"#)
+        .await
+        .unwrap();
+    assert!(mock.request(0).contains("authorization: Bearer sk-key\r\n"), "{}", mock.request(0));
+    let mut config = OpenAiModelConfig::new("http://h/v1", "m");
+    config.openai_api_key = Some(Secret::new("sk-\nkey"));
+    let error = OpenAiModel::new(config, &world()).unwrap_err().to_string();
+    assert!(error.contains("\\u{a} at place 4") && !error.contains("key\n"), "{error}");
 }
 
 #[tokio::test]

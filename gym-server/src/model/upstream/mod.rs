@@ -17,7 +17,9 @@ use gym_core::message::readable;
 use gym_core::rollout::FailureClass;
 use gym_core::server::{EndpointReport, EndpointState, ResponseEnd};
 use gym_core::{CallContext, Code, Error, Execution, RawObject, Result, World};
-use http::header::{AUTHORIZATION, CONTENT_TYPE, HeaderMap, HeaderName, HeaderValue};
+use http::header::{
+    ACCEPT, ACCEPT_ENCODING, AUTHORIZATION, CONTENT_TYPE, HeaderMap, HeaderName, HeaderValue, USER_AGENT,
+};
 use tokio::sync::Semaphore;
 
 mod health;
@@ -38,6 +40,7 @@ pub(super) use keys::EndpointKeys;
 #[cfg(feature = "http")]
 use plain::PlainClient;
 pub(super) use response::EndpointResponse;
+use response::StatusMeaning;
 use retry::{Attempts, EndpointRetries, NextAttempt, is_local};
 #[cfg(feature = "tls")]
 use tls::TlsClient;
@@ -116,7 +119,14 @@ impl Upstream {
         place.path.truncate(place.path.trim_end_matches('/').len());
         let shown = format!("{}{}", place.origin(), place.path);
         let mut headers = HeaderMap::new();
-        headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
+        for (name, value) in [
+            (CONTENT_TYPE, "application/json"),
+            (ACCEPT, "application/json"),
+            (ACCEPT_ENCODING, "identity"),
+            (USER_AGENT, concat!("gym/", env!("CARGO_PKG_VERSION"))),
+        ] {
+            headers.insert(name, HeaderValue::from_static(value));
+        }
         for (name, value) in &options.headers {
             let wrong = || Error::invalid(format!("the default header `{name}` is not one that HTTP can send"));
             let name = HeaderName::try_from(name.as_str()).map_err(|_| wrong())?;
@@ -124,7 +134,10 @@ impl Upstream {
         }
         if let Some(secret) = &options.key {
             let mut value = HeaderValue::try_from(format!("Bearer {}", secret.reveal())).map_err(|_| {
-                Error::invalid(format!("the API key for {shown} has a character that no header can carry"))
+                let odd = secret.reveal().chars().enumerate().find(|(_, c)| c.is_control() || !c.is_ascii());
+                let odd =
+                    odd.map(|(at, c)| format!(" ({} at place {})", c.escape_unicode(), at + 1)).unwrap_or_default();
+                Error::invalid(format!("the API key for {shown} has a character that no header can carry{odd}"))
             })?;
             value.set_sensitive(true);
             headers.insert(AUTHORIZATION, value);
@@ -287,6 +300,13 @@ impl Upstream {
     pub(super) fn object(&self, path: &str, answer: EndpointResponse, key: &str) -> Result<RawObject> {
         let state = &*self.0;
         let subject = || format!("POST {}{path}", state.shown);
+        if let Some(coding) = &answer.coding {
+            let text = format!(
+                "answered {} in the content coding `{coding}`, although the request accepts none (`accept-encoding: identity`): have the endpoint, or the gateway before it, not compress",
+                answer.status
+            );
+            return Err(Error::finished(Code::DataLoss, text).about(subject()).with_class(FailureClass::ModelError));
+        }
         if !(200..300).contains(&answer.status) {
             state.note(&answer);
             let leads = answer.location.map(|place| format!(" and refers to {place}")).unwrap_or_default();
@@ -295,9 +315,9 @@ impl Upstream {
             let text = format!("answered {}{leads}: {}{attempts}", answer.status, readable(&answer.body));
             let error = Error::finished(code_of(answer.status), text).about(subject());
             // Set here, because the code of a 504 would be that of an expired deadline of this call.
-            let error = error.with_class(match answer.status {
-                408 | 429 | 502..=504 | 520 => FailureClass::ModelUnavailable,
-                _ => FailureClass::ModelError,
+            let error = error.with_class(match StatusMeaning::of(answer.status) {
+                StatusMeaning::Busy | StatusMeaning::Late => FailureClass::ModelUnavailable,
+                StatusMeaning::Failed | StatusMeaning::Final => FailureClass::ModelError,
             });
             // A redirect is not stored as a rejection: a client that followed it would bypass this server.
             let refused = EndpointRejection { status: answer.status, body: answer.body };
@@ -308,8 +328,16 @@ impl Upstream {
             let text = format!("answered {} {why}: {}", answer.status, readable(&answer.body));
             Error::finished(Code::DataLoss, text).about(subject())
         };
-        let object = RawObject::parse(answer.body.clone())
-            .map_err(|error| wrong(format!("with what is no JSON object ({error})")))?;
+        let object = RawObject::parse(answer.body.clone()).map_err(|error| {
+            if is_event_stream(&answer.body) {
+                let text = format!(
+                    "answered {} with an event stream, although the request has `\"stream\": false`: have the endpoint, or the gateway before it, not stream",
+                    answer.status
+                );
+                return Error::finished(Code::DataLoss, text).about(subject()).with_class(FailureClass::ModelError);
+            }
+            wrong(format!("with what is no JSON object ({error})"))
+        })?;
         if object.get(key).is_none_or(|list| list.first() != Some(&b'[')) {
             return Err(wrong(format!("with a JSON object that has no list `{key}`, so it is no response of a model")));
         }
@@ -443,12 +471,18 @@ fn base64(bytes: &[u8]) -> String {
     text
 }
 
+/// Returns `true` for server-sent events.
+fn is_event_stream(body: &[u8]) -> bool {
+    let body = body.trim_ascii_start();
+    ["data:", "event:", ":"].iter().any(|field| body.starts_with(field.as_bytes()))
+}
+
 fn code_of(status: u16) -> Code {
-    match status {
-        400 | 413 | 422 => Code::InvalidArgument,
-        429 => Code::ResourceExhausted,
-        408 | 504 => Code::DeadlineExceeded,
-        502 | 503 | 520 => Code::Unavailable,
+    match (status, StatusMeaning::of(status)) {
+        (400 | 413 | 422, _) => Code::InvalidArgument,
+        (429, _) => Code::ResourceExhausted,
+        (408 | 504 | 524, _) => Code::DeadlineExceeded,
+        (_, StatusMeaning::Busy | StatusMeaning::Late) => Code::Unavailable,
         // A wrong key or path is an error of this server's configuration, not of the caller's request.
         _ => Code::Internal,
     }

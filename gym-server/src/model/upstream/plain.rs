@@ -32,7 +32,13 @@ impl PlainClient {
         connect_timeout: Duration,
     ) -> Result<Self> {
         let mut metadata = Metadata::new();
-        let mut config = HttpConfig { connections_max, connect_timeout, ..HttpConfig::default() };
+        let mut config = HttpConfig {
+            connections_max,
+            connect_timeout,
+            // A generation has no side effects.
+            repeats_on_new_connection: true,
+            ..HttpConfig::default()
+        };
         for (name, value) in headers {
             let value = value
                 .to_str()
@@ -73,7 +79,8 @@ impl PlainClient {
             header("retry-after"),
             header("location"),
             answer.message.head.to_bytes(),
-        ))
+        )
+        .coded(header("content-encoding")))
     }
 }
 

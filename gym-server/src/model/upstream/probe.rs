@@ -2,7 +2,7 @@
 
 use gym_core::message::readable;
 use gym_core::server::EndpointState;
-use serde::Deserialize;
+use serde_json::Value;
 
 use crate::model::upstream::health::EndpointFailure;
 use crate::model::upstream::keys::EndpointKeys;
@@ -11,33 +11,30 @@ use crate::model::upstream::response::EndpointResponse;
 /// Maximum names of models that a message lists.
 const NAMES_MAX: usize = 5;
 
-#[derive(Deserialize)]
-struct ModelList {
-    data: Vec<ListedModel>,
-}
-
-#[derive(Deserialize)]
-struct ListedModel {
-    id: String,
-}
-
 /// Returns the failure that the response shows; its state is `Ready` if it may be none. `Ok` if the endpoint lists the model.
 pub(super) fn judge(answer: &EndpointResponse, keys: EndpointKeys, model: &str) -> Result<(), EndpointFailure> {
     let EndpointKeys { url, model: key, .. } = keys;
+    let not_checked = |why: &str| EndpointFailure {
+        state: EndpointState::Ready,
+        reason: format!("{why}, so the name of the model is not checked"),
+        fix: format!("if the rollouts fail too, correct `{url}`"),
+    };
     match answer.status {
         200..300 => {}
         401 | 403 | 429 | 500 | 502..600 => return of_status(answer, keys, model).map_or(Ok(()), Err),
         // Some gateways do not have the route.
-        status => {
-            let reason = format!("answered {status} to GET /models, so the name of the model is not checked");
-            let fix = format!("if the rollouts fail too, correct `{url}`");
-            return Err(EndpointFailure { state: EndpointState::Ready, reason, fix });
-        }
+        status => return Err(not_checked(&format!("answered {status} to GET /models"))),
     }
-    let Ok(list) = serde_json::from_slice::<ModelList>(&answer.body) else {
+    // Whatever else a program says there, its rollouts decide; a page for a browser comes from another program.
+    if answer.body.trim_ascii_start().starts_with(b"<") {
         return Err(keys.not_an_endpoint(&answer.body));
-    };
-    let mut names: Vec<String> = list.data.into_iter().map(|listed| format!("`{}`", listed.id)).collect();
+    }
+    let list: Value = serde_json::from_slice(&answer.body).unwrap_or_default();
+    // OpenAI's form, a bare list (Together AI), and `models` (Ollama, llama.cpp).
+    let listed = [&list["data"], &list, &list["models"]].into_iter().find_map(Value::as_array);
+    let Some(listed) = listed else { return Err(not_checked("answered GET /models in a form that is not known")) };
+    let named = |model: &Value| ["id", "name", "model"].iter().find_map(|key| model[*key].as_str().map(str::to_owned));
+    let mut names: Vec<String> = listed.iter().filter_map(named).map(|name| format!("`{name}`")).collect();
     if names.is_empty() || names.contains(&format!("`{model}`")) {
         return Ok(());
     }

@@ -6,6 +6,35 @@ use bytes::Bytes;
 use gym_core::World;
 use serde_json::Value;
 
+/// What an error status of an endpoint says: whether the same request may be answered when it is sent again, and who is to blame.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::model) enum StatusMeaning {
+    /// The endpoint, or a gateway before it, takes no request at the moment. Repeated for as long as the budget allows.
+    Busy,
+    /// A response did not come in time, or was lost on the way. Repeated as often as a failure.
+    Late,
+    /// The endpoint failed with this request. Repeated `max_http_attempts` times.
+    Failed,
+    /// No repetition changes it.
+    Final,
+}
+
+impl StatusMeaning {
+    /// Returns the meaning of a status. 521 to 527 and 530 are Cloudflare's, 529 is Anthropic's "overloaded".
+    pub(in crate::model) fn of(status: u16) -> Self {
+        match status {
+            429 | 502 | 503 | 521..=523 | 525..=530 => Self::Busy,
+            // 409: OpenAI's clients repeat it too, because a lock was not free.
+            404 | 409 | 500 => Self::Failed,
+            // Not implemented, another version of HTTP, a misconfigured negotiation, an extension, a network that wants a login.
+            501 | 505 | 506 | 510 | 511 => Self::Final,
+            // A wait that ended (408, 504, 524), a request that came too early (425), and whatever a gateway invents.
+            408 | 425 | 500..600 => Self::Late,
+            _ => Self::Final,
+        }
+    }
+}
+
 /// A complete response with any status.
 #[derive(Debug)]
 pub(in crate::model) struct EndpointResponse {
@@ -13,6 +42,8 @@ pub(in crate::model) struct EndpointResponse {
     pub(in crate::model) body: Bytes,
     /// The header of that name: seconds, or a date.
     retry_after: Option<String>,
+    /// The content coding of the body, if it has one.
+    pub(super) coding: Option<String>,
     /// The target of a redirect that is not followed.
     pub(super) location: Option<String>,
     /// The attempts that were made, if there were several.
@@ -28,7 +59,13 @@ impl EndpointResponse {
         body: Bytes,
     ) -> Self {
         let location = location.filter(|_| (300..400).contains(&status));
-        Self { status, body, retry_after, location, attempts: String::new() }
+        Self { status, body, retry_after, coding: None, location, attempts: String::new() }
+    }
+
+    /// Sets the header `content-encoding`.
+    pub(super) fn coded(mut self, coding: Option<String>) -> Self {
+        self.coding = coding.filter(|coding| !coding.eq_ignore_ascii_case("identity"));
+        self
     }
 
     /// Returns the time that the endpoint asks its clients to wait (RFC 9110, section 10.2.3).
@@ -43,7 +80,7 @@ impl EndpointResponse {
 
     /// Returns `true` if the endpoint, or a proxy in front of it, cannot serve the request at the moment.
     pub(in crate::model) fn is_rejection(&self) -> bool {
-        matches!(self.status, 429 | 502 | 503)
+        StatusMeaning::of(self.status) == StatusMeaning::Busy
     }
 
     /// Returns the endpoint's name for a spent quota, which no repetition changes.

@@ -2,8 +2,8 @@
 //!
 //! | failure | the call is repeated |
 //! |---|---|
-//! | no connection; 429, 502, 503 | until the budget ends: the endpoint has done nothing, and may serve soon |
-//! | the connection broke; 404, 408, 500, 504, 520 | at most [`HTTP_ATTEMPTS`] times: the same request may fail again |
+//! | no connection; 429, 502, 503, 521 to 523, 525 to 530 | until the budget ends: the endpoint has done nothing, and may serve soon |
+//! | the connection broke; 404, 408, 409, 425, 500 and other 5xx but 501, 505, 506, 510, 511 | at most [`HTTP_ATTEMPTS`] times: the same request may fail again |
 //! | a certificate that is not trusted; anything else | never |
 
 use std::time::Duration;
@@ -13,7 +13,7 @@ use gym_core::transport::RetryPolicy;
 use gym_core::{Code, Error, Execution, Result, World};
 use tokio::time::Instant;
 
-use crate::model::upstream::response::EndpointResponse;
+use crate::model::upstream::response::{EndpointResponse, StatusMeaning};
 
 /// Attempts of a request that the endpoint answers with an error, as in NeMo Gym.
 const HTTP_ATTEMPTS: u32 = 3;
@@ -21,7 +21,7 @@ const HTTP_ATTEMPTS: u32 = 3;
 /// The limits of the repetitions.
 #[derive(Clone, Debug, PartialEq)]
 pub(in crate::model) struct EndpointRetries {
-    /// Maximum responses with an error, for all statuses. By default [`HTTP_ATTEMPTS`], and unlimited for 429, 502 and 503.
+    /// Maximum responses with an error, for all statuses. By default [`HTTP_ATTEMPTS`], and unlimited for the statuses of the first line above.
     pub(in crate::model) http_attempts_max: Option<u32>,
     /// Maximum time from the first failure to the last attempt.
     pub(in crate::model) budget: Duration,
@@ -179,10 +179,10 @@ impl Repeats {
             }),
             Err(_) => None,
             Ok(answer) if answer.exhausted_quota().is_some() => None,
-            Ok(answer) if answer.is_rejection() => Some(Self::Busy),
-            Ok(answer) => match answer.status {
-                404 | 408 | 500 | 504 | 520 => Some(Self::Failed),
-                _ => None,
+            Ok(answer) => match StatusMeaning::of(answer.status) {
+                StatusMeaning::Busy => Some(Self::Busy),
+                StatusMeaning::Late | StatusMeaning::Failed => Some(Self::Failed),
+                StatusMeaning::Final => None,
             },
         }
     }
@@ -232,15 +232,15 @@ mod tests {
         let budget = Duration::from_secs(60);
         let lost = || Err(Error::unknown(Code::Unavailable, "lost"));
         let late = || Err(Error::unknown(Code::DeadlineExceeded, "late"));
-        for status in [404, 408, 500, 504, 520] {
+        for status in [404, 408, 409, 425, 500, 504, 507, 520, 524, 599] {
             assert_eq!(run(|| answered(status, None), &retries(None, budget), HOUR).await.0, 3, "{status}");
             assert_eq!(run(|| answered(status, None), &retries(Some(5), budget), HOUR).await.0, 5, "{status}");
         }
-        for status in [429, 502, 503] {
+        for status in [429, 502, 503, 521, 522, 523, 529, 530] {
             assert!(run(|| answered(status, None), &retries(None, budget), HOUR).await.0 > 10, "{status}");
             assert_eq!(run(|| answered(status, None), &retries(Some(2), budget), HOUR).await.0, 2, "{status}");
         }
-        for status in [200, 307, 400, 401, 403, 422] {
+        for status in [200, 307, 400, 401, 403, 422, 501, 505, 600] {
             assert_eq!(run(|| answered(status, None), &retries(None, budget), HOUR).await.0, 1, "{status}");
         }
         assert_eq!(run(lost, &retries(None, budget), HOUR).await.0, 3);

@@ -7,7 +7,7 @@ use gym_client::transport::http::https::{HttpsClient, distrusts_certificate};
 use gym_core::rollout::FailureClass;
 use gym_core::{CallContext, Result};
 use http::Method;
-use http::header::{HeaderMap, LOCATION, RETRY_AFTER};
+use http::header::{CONTENT_ENCODING, HeaderMap, LOCATION, RETRY_AFTER};
 
 use crate::model::upstream::response::EndpointResponse;
 
@@ -42,6 +42,7 @@ impl TlsClient {
         })?;
         let header = |name| response.headers.get(name).and_then(|value| value.to_str().ok().map(str::to_owned));
         let (retry_after, location) = (header(RETRY_AFTER), header(LOCATION));
-        Ok(EndpointResponse::new(response.status, retry_after, location, response.body))
+        let coding = header(CONTENT_ENCODING);
+        Ok(EndpointResponse::new(response.status, retry_after, location, response.body).coded(coding))
     }
 }

@@ -92,8 +92,8 @@ pub struct VllmModelConfig {
     /// Sends the session's id to the engine as the conversation's id. Off by default.
     #[serde(default)]
     pub forward_session_id_as_conversation_id: bool,
-    /// Maximum attempts of a request that the endpoint answers with 404, 408, 429, 500, 502, 503, 504 or 520. By default 3, and for
-    /// 429, 502 and 503 as many as `retry_budget_seconds` allows: the endpoint may serve soon.
+    /// Maximum attempts of a request that the endpoint answers with 404, 408, 409, 425, 429, 500 or another 5xx (but 501, 505, 506, 510 and
+    /// 511). By default 3, and for 429, 502, 503, 521 to 523 and 525 to 530 as many as `retry_budget_seconds` allows: the endpoint may serve soon.
     #[serde(default)]
     pub max_http_attempts: Option<u32>,
     /// Maximum seconds from the first failure of a call to its last attempt; 0 for no repetition. 300 by default.

@@ -105,6 +105,10 @@ impl VllmModel {
             });
         }
         let mut body = prepare::prepare(config, request)?;
+        if !body.contains("stream") {
+            // Some gateways stream unless told.
+            body = body.edit().set("stream", "false").to_object()?;
+        }
         if config.forward_session_id_as_conversation_id {
             let conversation = json!({"conversation_id": session.as_str()});
             body = body.edit().set("conversation_params", conversation.to_string()).to_object()?;
@@ -176,6 +180,9 @@ impl ModelServer for VllmModel {
             }
             for (key, value) in config.sampling_overrides.iter().flatten() {
                 edit = edit.set(key.clone(), value.to_string());
+            }
+            if !body.contains("stream") {
+                edit = edit.set("stream", "false");
             }
             let native = edit.to_rope().to_bytes();
             let (engine, answer) = self.engines.post(cx, session, body, "/responses", native).await?;

@@ -316,11 +316,16 @@ fn output(completion: &Completion, uses_reasoning_parser: bool, tokens: bool, wo
         );
     }
     for call in &calls {
-        let (Some(id), Some(name), Some(arguments)) =
-            (call["id"].as_str(), call["function"]["name"].as_str(), call["function"]["arguments"].as_str())
-        else {
-            return Err(broken(format!("the engine's tool call has no id, name or arguments: {call}")));
+        let part = |value: &Value, name: &str| match value {
+            Value::String(text) => Ok(text.clone()),
+            Value::Null => Err(broken(format!("the engine's tool call has no {name}: {call}"))),
+            // TGI, llama.cpp and Ollama write the arguments as an object.
+            arguments @ Value::Object(_) if name == "arguments" => Ok(arguments.to_string()),
+            other => Err(broken(format!("the {name} of the engine's tool call are no string, but {other}: {call}"))),
         };
+        let function = &call["function"];
+        let (id, name) = (part(&call["id"], "id")?, part(&function["name"], "name")?);
+        let arguments = part(&function["arguments"], "arguments")?;
         items.push(
             json!({
                 "arguments": arguments, "call_id": id, "name": name, "type": "function_call", "id": id,

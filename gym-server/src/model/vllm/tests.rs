@@ -69,6 +69,38 @@ async fn a_responses_request_is_asked_as_chat_and_answered_as_a_response() {
 }
 
 #[tokio::test]
+async fn arguments_of_a_tool_call_may_be_an_object_and_what_is_missing_is_named() {
+    for (call, expected) in [
+        (r#"{"id":"t","function":{"name":"add","arguments":{"b":1,"a":[2]}}}"#, Ok(r#"{"b":1,"a":[2]}"#)),
+        (r#"{"id":"t","function":{"name":"add","arguments":"{}"}}"#, Ok("{}")),
+        (r#"{"id":"t","function":{"name":"add"}}"#, Err("has no arguments")),
+        (r#"{"id":"t","function":{"arguments":"{}"}}"#, Err("has no name")),
+        (r#"{"function":{"name":"add","arguments":"{}"}}"#, Err("has no id")),
+        (r#"{"id":"t"}"#, Err("has no name")),
+        (
+            r#"{"id":"t","function":{"name":"add","arguments":[1]}}"#,
+            Err("the arguments of the engine's tool call are no string, but [1]"),
+        ),
+        (
+            r#"{"id":{},"function":{"name":"add","arguments":"{}"}}"#,
+            Err("the id of the engine's tool call are no string"),
+        ),
+        ("3", Err("has no id")),
+    ] {
+        let chat = format!(
+            r#"{{"choices":[{{"finish_reason":"tool_calls","message":{{"role":"assistant","tool_calls":[{call}]}}}}]}}"#
+        );
+        let mock = MockEndpoint::new(vec![answer(200, &chat)]).await;
+        match (ask(&model(&mock, |_| ()), r#"{"input":"x"}"#).await, expected) {
+            (Ok((got, _)), Ok(arguments)) => assert_eq!(got["output"][0]["arguments"], arguments),
+            (Err(error), Err(says)) => assert!(error.to_string().contains(says), "{error}"),
+            (other, expected) => panic!("{call}: {expected:?}, {other:?}"),
+        }
+        assert_eq!(mock.body(0)["stream"], false);
+    }
+}
+
+#[tokio::test]
 async fn token_ids_and_log_probabilities_keep_their_text() {
     let logprobs = r#"{"content":[{"token":"token_id:11","logprob":-1E-5,"top_logprobs":[]},{"token":"token_id:012","logprob":-0.10000000000000001}]}"#;
     let chat = format!(

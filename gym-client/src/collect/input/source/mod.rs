@@ -4,7 +4,7 @@
 mod parquet;
 
 use std::fs::{File, OpenOptions};
-use std::io::{self, BufReader, Read as _};
+use std::io::{self, BufRead as _, BufReader, Read as _};
 use std::path::{Path, PathBuf};
 
 use crate::collect::input::error::InputError;
@@ -12,6 +12,17 @@ use crate::collect::input::places::RowPlaces;
 
 /// What a Parquet file begins with.
 const MAGIC: &[u8] = b"PAR1";
+
+/// What a file of UTF-8 may begin with.
+const BYTE_ORDER_MARK: &[u8] = "\u{FEFF}".as_bytes();
+
+/// What compressed files begin with, the name of the coding, and the command that unpacks a file.
+const PACKED: [(&[u8], &str, &str); 4] = [
+    (&[0x1f, 0x8b], "gzip", "gunzip -k"),
+    (&[0x28, 0xb5, 0x2f, 0xfd], "zstd", "unzstd"),
+    (&[0xfd, b'7', b'z', b'X', b'Z', 0], "xz", "unxz -k"),
+    (b"PK\x03\x04", "zip", "unzip"),
+];
 
 /// The files of the tasks.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -73,9 +84,24 @@ impl InputSource {
     ) -> Result<(BufReader<File>, Option<RowPlaces>), InputError> {
         match self {
             Self::Lines(file) => {
-                let opened = File::open(file)
-                    .map_err(|error| InputError::file(file, format!("cannot read the input: {error}")))?;
-                Ok((BufReader::new(opened), None))
+                let unreadable = |error| InputError::file(file, format!("cannot read the input: {error}"));
+                let mut opened = BufReader::new(File::open(file).map_err(unreadable)?);
+                let begins = opened.fill_buf().map_err(unreadable)?;
+                if begins.is_empty() {
+                    return Err(InputError::file(file, "the file is empty; it needs a JSON object on each line"));
+                }
+                for (magic, coding, command) in PACKED {
+                    if begins.starts_with(magic) {
+                        let name = file.display();
+                        let problem = format!("the file is compressed ({coding}); unpack it: {command} {name}");
+                        return Err(InputError::file(file, problem));
+                    }
+                }
+                // Editors of Windows write it; it is no part of the first row.
+                if begins.starts_with(BYTE_ORDER_MARK) {
+                    opened.consume(BYTE_ORDER_MARK.len());
+                }
+                Ok((opened, None))
             }
             Self::Parquet(files) => {
                 let spool = spool(folder).map_err(|error| {
@@ -174,6 +200,31 @@ fn has_magic(path: &Path) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_is_no_plain_text_is_read_or_named() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("rows.jsonl");
+        let open = |bytes: &[u8]| {
+            std::fs::write(&path, bytes).unwrap();
+            let opened = InputSource::Lines(path.clone()).open(folder.path(), None).map_err(|error| error.to_string());
+            opened.map(|(mut lines, _)| {
+                let mut text = String::new();
+                lines.read_to_string(&mut text).unwrap();
+                text
+            })
+        };
+        assert_eq!(open("\u{FEFF}{}\n".as_bytes()).unwrap(), "{}\n");
+        assert_eq!(open(b"{}\n").unwrap(), "{}\n");
+        for (bytes, says) in [
+            (&[0x1f, 0x8b, 8, 0][..], "compressed (gzip); unpack it: gunzip -k"),
+            (&[0x28, 0xb5, 0x2f, 0xfd, 4], "compressed (zstd); unpack it: unzstd"),
+            (b"", "the file is empty"),
+        ] {
+            let refused = open(bytes).unwrap_err();
+            assert!(refused.contains(says) && refused.contains("rows.jsonl"), "{refused}");
+        }
+    }
 
     #[test]
     fn a_star_stands_for_any_text() {

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use gym_core::base::runtime_threads;
 use gym_core::group::{WorkerEnv, WorkerHost};
 use gym_core::transport::Listener;
 use gym_core::{CancelToken, Handler, Incarnation, Result};
@@ -33,13 +34,14 @@ impl Workers {
     pub(in crate::group::provision) fn be_worker(&self) -> i32 {
         // Must run before other threads exist.
         bind_to_gpu();
-        let runtime = match tokio::runtime::Builder::new_multi_thread().enable_all().build() {
-            Ok(runtime) => runtime,
-            Err(error) => {
-                eprintln!("gym worker: start a runtime: {error}");
-                return START_FAILED;
-            }
-        };
+        let runtime =
+            match tokio::runtime::Builder::new_multi_thread().worker_threads(runtime_threads()).enable_all().build() {
+                Ok(runtime) => runtime,
+                Err(error) => {
+                    eprintln!("gym worker: start a runtime: {error}");
+                    return START_FAILED;
+                }
+            };
         runtime.block_on(async {
             let assignment = match std::env::var(ASSIGNMENT_VARIABLE) {
                 Ok(text) => serde_json::from_str::<WorkerAssignment>(&text).map_err(|error| error.to_string()),

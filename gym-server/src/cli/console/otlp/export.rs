@@ -16,7 +16,6 @@ use tokio::sync::mpsc::{Receiver, Sender, channel};
 use tokio::task::JoinHandle;
 
 use crate::cli::console::otlp::wire::{self, SpanRecord};
-use crate::cli::exit::Failure;
 
 /// The standard variable with the address of the collector.
 pub(in crate::cli) const ENDPOINT_VARIABLE: &str = "OTEL_EXPORTER_OTLP_ENDPOINT";
@@ -62,18 +61,21 @@ impl SpanQueue {
 
 impl ExportSetup {
     /// Parses the address of the collector: `http://HOST:4318`, to which the path `/v1/traces` is added.
-    pub(super) fn new(url: &str) -> Result<(Self, SpanQueue), Failure> {
+    ///
+    /// # Errors
+    /// Why no spans can be sent there, with the variable. It ends no command: clusters set the variable for every container.
+    pub(super) fn new(url: &str) -> Result<(Self, SpanQueue), String> {
         let wrong = |why: &str| {
-            Failure::Usage(format!(
-                "{ENDPOINT_VARIABLE}={url}: {why}\n  fix: write the address of an OpenTelemetry collector, such as http://127.0.0.1:4318"
-            ))
+            format!(
+                "{ENDPOINT_VARIABLE}={url}: {why}, so no spans are exported; write the address of an OpenTelemetry collector that takes OTLP over HTTP, such as http://127.0.0.1:4318"
+            )
         };
-        let Some(rest) = url.strip_prefix("http://") else { return Err(wrong("the scheme must be http")) };
+        let url = url.trim();
+        let Some(rest) = url.strip_prefix("http://") else { return Err(wrong("the scheme is not http")) };
         let (address, path) = rest.split_once('/').unwrap_or((rest, ""));
-        let with_port =
-            address.rsplit_once(':').is_some_and(|(host, port)| !host.is_empty() && port.parse::<u16>().is_ok());
-        if !with_port {
-            return Err(wrong("the URL has no port"));
+        let valid = address.parse::<http::uri::Authority>().is_ok_and(|to| !to.host().is_empty());
+        if !valid {
+            return Err(wrong("it has no valid host"));
         }
         let endpoint = Endpoint::parse(&format!("http://{address}")).map_err(|_| wrong("it is not a URL"))?;
         let path = match path.trim_end_matches('/') {
@@ -190,8 +192,9 @@ mod tests {
 
     #[test]
     fn an_address_that_is_none_is_refused_with_an_example() {
-        for url in ["127.0.0.1:4318", "https://h:4318", "http://h", "http://:1"] {
-            let Err(Failure::Usage(text)) = ExportSetup::new(url) else { panic!("{url} is accepted") };
+        assert!(ExportSetup::new("http://collector").is_ok(), "the port of http is 80");
+        for url in ["127.0.0.1:4318", "https://h:4318", "http://", "http://:1", "http://a b", "grpc://h:4317", "word"] {
+            let Err(text) = ExportSetup::new(url) else { panic!("{url} is accepted") };
             assert!(text.contains(url) && text.contains("http://127.0.0.1:4318"), "{text}");
         }
     }

@@ -14,11 +14,13 @@ use tracing_subscriber::Layer;
 use tracing_subscriber::filter::Targets;
 use tracing_subscriber::registry::LookupSpan;
 
-use crate::cli::exit::Failure;
 use export::{ENDPOINT_VARIABLE, ExportSetup};
 
 /// Returns the layer that exports spans, and the export to start within a runtime; `None` without the variable.
-pub(in crate::cli) fn layer<S>() -> Result<Option<(impl Layer<S>, ExportSetup)>, Failure>
+///
+/// # Errors
+/// Why the address in the variable cannot be used: a warning.
+pub(in crate::cli) fn layer<S>() -> Result<Option<(impl Layer<S>, ExportSetup)>, String>
 where
     S: Subscriber + for<'a> LookupSpan<'a>,
 {
@@ -30,7 +32,11 @@ where
     Ok(Some((layer::SpanLayer { queue, world: World::real() }.with_filter(filter), setup)))
 }
 
-/// Returns the address of the OpenTelemetry collector, if this process exports spans.
+/// Returns the address of the OpenTelemetry collector, unless the standard variables turn the export of spans off.
 pub(in crate::cli) fn endpoint() -> Option<String> {
-    std::env::var(ENDPOINT_VARIABLE).ok().filter(|url| !url.is_empty())
+    let value = |name: &str| std::env::var(name).ok().map(|value| value.trim().to_lowercase()).unwrap_or_default();
+    if value("OTEL_SDK_DISABLED") == "true" || value("OTEL_TRACES_EXPORTER") == "none" {
+        return None;
+    }
+    std::env::var(ENDPOINT_VARIABLE).ok().filter(|url| !url.trim().is_empty())
 }

@@ -8,6 +8,7 @@
 use std::io::Write as _;
 use std::time::Duration;
 
+use gym_core::base::runtime_threads;
 use gym_core::group::cluster::{Devices, NodeResources, Topology};
 use gym_core::{Endpoint, Error, Result};
 use rustix::process::{Pid, Signal, getppid, set_parent_process_death_signal};
@@ -92,7 +93,8 @@ fn be_agent(workers: &Workers) -> i32 {
     // Its ranks are this program too.
     set_entered();
     let served = read_assignment().and_then(|assignment| {
-        let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build();
+        let runtime =
+            tokio::runtime::Builder::new_multi_thread().worker_threads(runtime_threads()).enable_all().build();
         let runtime = runtime.map_err(|error| Error::internal("cannot start a runtime").caused_by(error))?;
         runtime.block_on(serve(workers.clone(), assignment))
     });
