@@ -36,6 +36,9 @@ struct Options {
     /// Only cases whose name contains this text; several are alternatives.
     #[arg(long = "case")]
     cases: Vec<String>,
+    /// Without the cases whose name contains this text, unless `--case` asks for some.
+    #[arg(long)]
+    without: Vec<String>,
     /// Folder of the outputs, one file a case.
     #[arg(long)]
     outputs: PathBuf,
@@ -80,7 +83,11 @@ fn start(options: &Options) -> Result<bool> {
     if names.len() < cases.len() {
         bail!("two cases have one name");
     }
-    let chosen = |name: &str| options.cases.is_empty() || options.cases.iter().any(|text| name.contains(text));
+    let named = |name: &str, texts: &[String]| texts.iter().any(|text| name.contains(text));
+    let chosen = |name: &str| match &options.cases[..] {
+        [] => !named(name, &options.without),
+        asked => named(name, asked),
+    };
     cases.retain(|case| chosen(&case.name));
     if cases.is_empty() {
         bail!("no case has a name with {:?}", options.cases);

@@ -99,6 +99,8 @@ fn every_round_must_run_the_same_tests() {
     let (output, text) = run(folder.path(), "", &["--case", "passes", "--case", "absent", "--repeat", "2", "--busy"]);
     assert!(output.status.success(), "{text}");
     has(&text, &["round 1 of 2: 1 passed, 0 failed, 1 not run", "round 2 of 2: 1 passed, 0 failed, 1 not run"]);
+    let (_, text) = run(folder.path(), "", &["--without", "fails", "--without", "leaves"]);
+    assert!(text.contains("the slowest of 2 cases"), "{text}");
     let (output, text) = run(folder.path(), "", &["--case", "nothing has this name"]);
     assert!(!output.status.success(), "{text}");
     assert!(String::from_utf8_lossy(&output.stderr).contains("no case has a name with"), "{output:?}");
