@@ -54,6 +54,9 @@ struct Options {
     /// Seconds that the processes of a case may outlive it: a watchdog ends some moments after what it watches.
     #[arg(long, default_value_t = 10)]
     ending: u64,
+    /// Folder in which no file may remain.
+    #[arg(long, default_value = "/dev/shm")]
+    shared_memory: PathBuf,
     /// File for the numbers of cases that passed, failed and were not run.
     #[arg(long)]
     counts: Option<PathBuf>,
@@ -103,9 +106,9 @@ fn start(options: &Options) -> Result<bool> {
     let busy = options.busy.then(process::Busy::start).transpose()?;
     let (mut passed, mut ran) = (true, None);
     for round in 1..=options.repeat {
-        let before = remains::Remains::now();
+        let before = remains::Remains::now(&options.shared_memory);
         let mut outcome = run::run(&cases, options.jobs, ending, &options.outputs)?;
-        outcome.remains = before.added(ending, busy.as_ref());
+        outcome.remains = before.added(&options.shared_memory, ending, busy.as_ref());
         report::print(&outcome);
         if options.repeat > 1 {
             println!("round {round} of {}: {}", options.repeat, report::totals(&outcome));

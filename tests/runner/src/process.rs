@@ -35,14 +35,30 @@ pub(crate) fn is_interrupted() -> bool {
     INTERRUPTED.load(Ordering::Relaxed)
 }
 
-/// Returns the processes whose environment has this mark. The dead, which only wait to be reaped, do not count.
-pub(crate) fn of_case(mark: &str) -> Vec<i32> {
-    let variable = format!("{MARK}={mark}");
-    let has = |pid: &i32| {
-        let environment = fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
-        environment.split(|byte| *byte == 0).any(|entry| entry == variable.as_bytes()) && lives(*pid)
-    };
-    all().into_iter().filter(has).collect()
+/// The processes of a case at one look.
+#[derive(Default)]
+pub(crate) struct CaseProcesses {
+    pub(crate) pids: Vec<i32>,
+    /// `true` if an orphan that this process has adopted shows no environment, so that nobody can tell whose it is: while a process executes another
+    /// program, it has none for a moment.
+    pub(crate) may_have_more: bool,
+}
+
+/// Returns the processes whose environment has this mark. The dead, which only wait to be reaped, do not count. `known` are processes that are no
+/// orphans.
+pub(crate) fn of_case(mark: &str, known: impl Fn(i32) -> bool) -> CaseProcesses {
+    let (variable, own) = (format!("{MARK}={mark}"), getpid().as_raw_pid());
+    let mut found = CaseProcesses::default();
+    // Each environment is read once: two reads could each miss it.
+    for pid in all() {
+        let Ok(environment) = fs::read(format!("/proc/{pid}/environ")) else { continue };
+        if environment.is_empty() {
+            found.may_have_more |= parent(pid) == Some(own) && !known(pid) && lives(pid);
+        } else if environment.split(|byte| *byte == 0).any(|entry| entry == variable.as_bytes()) && lives(pid) {
+            found.pids.push(pid);
+        }
+    }
+    found
 }
 
 /// Returns the children of this process that live.

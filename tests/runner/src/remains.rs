@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::os::unix::fs::MetadataExt as _;
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use rustix::process::getuid;
@@ -22,9 +23,10 @@ enum Source {
 }
 
 impl Remains {
-    pub(crate) fn now() -> Self {
+    /// Looks at the machine. `shared_memory` is the folder of shared memory.
+    pub(crate) fn now(shared_memory: &Path) -> Self {
         let mut found = BTreeMap::new();
-        for folder in ["/run/netns", "/dev/shm"] {
+        for folder in [Path::new("/run/netns"), shared_memory] {
             for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
                 if entry.metadata().is_ok_and(|about| about.uid() == getuid().as_raw()) {
                     found.insert(entry.path().display().to_string(), Source::Any);
@@ -56,20 +58,24 @@ impl Remains {
 
     /// Returns what is new and stays for this time, and the living children of this process but one, which it kills. Sockets of other programs do
     /// not count.
-    pub(crate) fn added(&self, ending: Duration, busy: Option<&process::Busy>) -> Vec<String> {
+    pub(crate) fn added(&self, shared_memory: &Path, ending: Duration, busy: Option<&process::Busy>) -> Vec<String> {
         let begun = Instant::now();
         loop {
             let mut processes = process::children();
             processes.retain(|pid| busy.is_none_or(|busy| busy.pid() != *pid));
             let mut new: Vec<String> = processes.iter().map(|pid| process::describe(*pid)).collect();
-            let now = Self::now();
+            let now = Self::now(shared_memory);
             let unknown: BTreeSet<u64> = now.0.values().filter_map(|source| source.inode()).collect();
             let foreign = foreign(&unknown);
             let added = now.0.iter().filter(|(name, _)| !self.0.contains_key(*name));
             let own = added.filter(|(_, source)| source.inode().is_none_or(|inode| !foreign.contains(&inode)));
             new.extend(own.map(|(name, _)| name.clone()));
             if new.is_empty() || begun.elapsed() > ending {
-                processes.into_iter().for_each(process::kill);
+                processes.iter().copied().for_each(process::kill);
+                // A killed process takes a moment to end.
+                while process::children().iter().any(|pid| processes.contains(pid)) && begun.elapsed() < 2 * ending {
+                    std::thread::sleep(Duration::from_millis(5));
+                }
                 return new;
             }
             std::thread::sleep(Duration::from_millis(50));

@@ -63,6 +63,8 @@ struct Running<'a> {
     ended: Option<(Instant, WaitStatus)>,
     /// Why it was killed.
     hung: Option<String>,
+    /// `true` if the last look after its end found no process.
+    clear: bool,
     /// Its folder for temporary files.
     _folder: TempDir,
 }
@@ -91,8 +93,9 @@ pub(crate) fn run(cases: &[Case], jobs: usize, ending: Duration, outputs: &Path)
             }
             reap(&mut running);
             let mut over = Vec::new();
+            let known: BTreeSet<i32> = running.keys().copied().collect();
             for (pid, one) in &mut running {
-                if let Some(verdict) = look_at(one, ending) {
+                if let Some(verdict) = look_at(one, &known, ending) {
                     over.push((*pid, verdict));
                 }
             }
@@ -106,7 +109,7 @@ pub(crate) fn run(cases: &[Case], jobs: usize, ending: Duration, outputs: &Path)
                 results.push(result);
             }
             if process::is_interrupted() {
-                running.values().flat_map(|one| process::of_case(&one.mark)).for_each(process::kill);
+                running.values().flat_map(|one| process::of_case(&one.mark, |_| false).pids).for_each(process::kill);
                 bail!("interrupted after {} of {total} cases", results.len());
             }
             std::thread::sleep(INTERVAL);
@@ -131,7 +134,17 @@ fn start<'a>(case: &'a Case, number: usize, outputs: &Path) -> Result<Running<'a
     command.process_group(0).stdin(Stdio::null()).stdout(file.try_clone()?).stderr(file);
     let child = command.spawn().with_context(|| format!("start {}", case.program.display()))?;
     let pid = child.id().cast_signed();
-    Ok(Running { case, pid, mark, output, began: Instant::now(), ended: None, hung: None, _folder: folder })
+    Ok(Running {
+        case,
+        pid,
+        mark,
+        output,
+        began: Instant::now(),
+        ended: None,
+        hung: None,
+        clear: false,
+        _folder: folder,
+    })
 }
 
 /// Notes which processes have ended. Others are orphans of a case, which this process has adopted.
@@ -143,21 +156,26 @@ fn reap(running: &mut BTreeMap<i32, Running<'_>>) {
     }
 }
 
-/// Returns the verdict on a case if it is over. Kills it at its limit, and what outlives it for longer than `ending`.
-fn look_at(one: &mut Running<'_>, ending: Duration) -> Option<Verdict> {
+/// Returns the verdict on a case if it is over. Kills it at its limit, and what outlives it for longer than `ending`. `known` are the
+/// processes of all cases under way.
+fn look_at(one: &mut Running<'_>, known: &BTreeSet<i32>, ending: Duration) -> Option<Verdict> {
     let Some((at, status)) = one.ended else {
         if one.began.elapsed() > one.case.limit && one.hung.is_none() {
-            let processes = process::of_case(&one.mark);
+            let processes = process::of_case(&one.mark, |pid| known.contains(&pid)).pids;
             one.hung = Some(process::autopsy(&processes));
             processes.into_iter().for_each(process::kill);
             process::kill(one.pid);
         }
         return None;
     };
-    let left = process::of_case(&one.mark);
-    if !left.is_empty() && one.hung.is_none() && at.elapsed() < ending {
+    let processes = process::of_case(&one.mark, |pid| known.contains(&pid));
+    // Two looks in a row: a process that was just forked may be in no list yet.
+    let clear = processes.pids.is_empty() && !processes.may_have_more;
+    let was_clear = std::mem::replace(&mut one.clear, clear);
+    if !(clear && was_clear) && one.hung.is_none() && at.elapsed() < ending {
         return None;
     }
+    let left = processes.pids;
     let descriptions: Vec<String> = left.iter().map(|pid| process::describe(*pid)).collect();
     left.into_iter().for_each(process::kill);
     let printed = || String::from_utf8_lossy(&fs::read(&one.output).unwrap_or_default()).into_owned();

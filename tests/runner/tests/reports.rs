@@ -31,6 +31,9 @@ fn run(folder: &Path, commands: &str, arguments: &[&str]) -> (Output, String) {
     fs::write(&messages, format!("{message}\n")).unwrap();
     fs::write(folder.join("commands.tsv"), commands).unwrap();
     let mut runner = Command::new(env!("CARGO_BIN_EXE_test-runner"));
+    // What other tests have in the machine's shared memory meanwhile is not this run's.
+    fs::create_dir_all(folder.join("shm")).unwrap();
+    runner.arg("--shared-memory").arg(folder.join("shm"));
     runner
         .arg(&messages)
         .arg("--commands")
@@ -80,17 +83,19 @@ fn each_end_of_a_test_is_named_and_failures_come_last_with_their_command() {
 #[test]
 fn what_remains_on_the_machine_is_a_failure() {
     let folder = tempfile::tempdir().unwrap();
-    let file = format!("/dev/shm/gym-test-runner-{}", std::process::id());
+    let file = folder.path().join("shm/left").display().to_string();
+    // Unlike that of any other run.
+    let sleep = format!("sleep {}", 100_000 + std::process::id());
     // Without its environment, only its parent tells to whom it belongs.
-    let command = format!("example remains\t10\t0\ttouch {file}; env -i setsid sleep 601 > /dev/null &\n");
+    let command = format!("example remains\t10\t0\ttouch {file}; env -i setsid {sleep} > /dev/null &\n");
     let (output, text) = run(folder.path(), &command, &["--case", "remains"]);
-    fs::remove_file(&file).unwrap();
     assert_eq!(output.status.code(), Some(1), "{text}");
-    has(&text, &["── FAILED: this remains on the machine", "sleep 601", &file]);
+    has(&text, &["── FAILED: this remains on the machine", &sleep, &file]);
     assert_eq!(fs::read_to_string(folder.path().join("counts")).unwrap(), "1 1 0\n", "{text}");
     let processes = fs::read_dir("/proc").unwrap().flatten();
     let mut commands = processes.filter_map(|process| fs::read(process.path().join("cmdline")).ok());
-    assert!(!commands.any(|command| command == b"sleep\x00601\x00"), "what remains is killed");
+    let sleep = sleep.replace(' ', "\0") + "\0";
+    assert!(!commands.any(|command| command == sleep.as_bytes()), "what remains is killed");
 }
 
 #[test]
