@@ -7,14 +7,18 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use gym_client::collect::{CollectOptions, CollectSummary, ExistingOutput, OutputFiles, RolloutCollector, ServerNames};
+use gym_client::collect::input::Repeats;
+use gym_client::collect::report::RecordedSummary;
+use gym_client::collect::{
+    CollectOptions, CollectSummary, ExistingOutput, FailFast, OutputFiles, RolloutCollector, ServerNames, TaskCoverage,
+};
 use gym_client::registry::StaticRegistry;
 use gym_client::{ServerClient, Transports};
 use gym_core::registry::Instance;
 use gym_core::rollout::metrics::{aggregate_metrics, standard_response};
 use gym_core::server::ServerKind;
 use gym_core::transport::{InProcess, handler_fn, serve};
-use gym_core::{CancelToken, Endpoint, Incarnation, RawObject, Request, Response, Result, World};
+use gym_core::{CancelToken, Endpoint, Error, Incarnation, RawObject, Request, Response, Result, World};
 
 /// More rollouts than the collector sends without asking how the server computes its statistics.
 const MANY: usize = 10_050;
@@ -26,15 +30,23 @@ struct Received {
     aggregate_bytes: Mutex<Vec<usize>>,
 }
 
+/// Decides by task and repeat whether a rollout fails.
+type Fails = fn(u32, u32) -> bool;
+
 /// A folder with an input, and a server that rewards each rollout and computes the standard statistics. It says so if it is `native`.
 struct Ground {
     folder: tempfile::TempDir,
     servers: InProcess,
     received: Arc<Received>,
+    repeats: u32,
 }
 
 impl Ground {
     fn new(tasks: usize, native: bool) -> Self {
+        Self::failing(tasks, 1, native, |_, _| false)
+    }
+
+    fn failing(tasks: usize, repeats: u32, native: bool, fails: Fails) -> Self {
         let folder = tempfile::tempdir().expect("the test sets it up right");
         let rows = (0..tasks).map(|task| {
             format!(r#"{{"responses_create_params":{{"input":[]}},"agent_ref":{{"name":"agent"}},"n":{task}}}"#) + "\n"
@@ -55,11 +67,15 @@ impl Ground {
                 }
                 counts.runs.fetch_add(1, Ordering::Relaxed);
                 let row = RawObject::parse(body)?;
+                let index = |key| row.get_as::<u32>(key).map(Option::unwrap_or_default);
+                if fails(index("_ng_task_index")?, index("_ng_rollout_index")?) {
+                    return Err(Error::invalid("this one fails"));
+                }
                 Ok(Response::json(row.edit().set("reward", "1.0").to_rope()))
             }
         });
         tokio::spawn(serve(Box::new(listener), Arc::new(answer), CancelToken::new(), Duration::ZERO));
-        Self { folder, servers, received }
+        Self { folder, servers, received, repeats }
     }
 
     fn files(&self) -> OutputFiles {
@@ -85,6 +101,8 @@ impl Ground {
         let mut options = CollectOptions::new(self.folder.path().join("tasks.jsonl"), self.files().rollouts);
         options.existing = ExistingOutput::Resume;
         options.aggregate = aggregate;
+        options.materialize.repeats = Repeats::Each(self.repeats);
+        options.driver.fail_fast = FailFast::Never;
         RolloutCollector::new(client, names, world).collect(options, CancelToken::new()).await
     }
 
@@ -183,4 +201,54 @@ async fn statistics_of_many_rollouts_need_no_large_message_if_the_server_compute
         reports.push(report);
     }
     assert!(reports[0] == reports[1], "the reports differ");
+}
+
+#[tokio::test]
+async fn what_is_missing_is_counted_from_the_requested_rows_and_not_from_the_recorded_ones() {
+    // Of four repeats: task 0 has all, of task 1 one succeeds, and none of tasks 2 and 5.
+    const FAILS: Fails = |task, repeat| task == 2 || task == 5 || (task == 1 && repeat != 2);
+    for (tasks, native) in [(6, false), (MANY / 4, true)] {
+        let ground = Ground::failing(tasks, 4, native, FAILS);
+        let (first, resumed) = (ground.collect(true).await.unwrap(), ground.collect(true).await.unwrap());
+        for summary in [&first, &resumed] {
+            assert_eq!(summary.aggregate_error, None);
+            let agent = &summary.agents["agent"];
+            let expected = 4 * tasks as u64;
+            assert_eq!((agent.expected, agent.rollouts, agent.missing), (expected, expected - 11, 11));
+            let counts = (agent.tasks, agent.tasks_incomplete, agent.tasks_without_rollout);
+            assert_eq!(counts, (tasks as u64, 3, 2));
+            let task = |task_index, recorded| TaskCoverage { task_index, expected: 4, recorded, missing: 4 - recorded };
+            assert_eq!(summary.incomplete_tasks["agent"], [task(2, 0), task(5, 0), task(1, 1)]);
+        }
+        let read = RecordedSummary::read(&ground.files()).unwrap().unwrap();
+        assert_eq!(read.incomplete_tasks, first.incomplete_tasks);
+        assert_eq!(read.agents["agent"].missing, 11);
+
+        let report = std::fs::read(ground.files().aggregate).unwrap();
+        let report: serde_json::Value = serde_json::from_slice(&report).unwrap();
+        let coverage = &report[0]["_gym_coverage"];
+        assert_eq!((&coverage["expected"], &coverage["missing"]), (&(4 * tasks).into(), &11.into()));
+        let listed = coverage["incomplete_tasks"].as_array().unwrap().iter().map(|task| task["task_index"].as_u64());
+        assert_eq!(listed.collect::<Vec<_>>(), [Some(1), Some(2), Some(5)]);
+        // The keys of NeMo Gym are there, and true.
+        let groups = report[0]["group_level_metrics"].as_array().unwrap();
+        for (group, expected) in groups.iter().zip([(0, 4, 0, 100.0), (1, 4, 3, 25.0), (3, 4, 0, 100.0)]) {
+            let count = |key: &str| group[key].as_u64().unwrap();
+            let share = group["reward_profile_completion_pct"].as_f64().unwrap();
+            let counts =
+                (count("_ng_task_index"), count("expected_num_rollouts"), count("missing_num_rollouts"), share);
+            assert_eq!(counts, expected);
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_collection_without_a_single_success_has_an_entry_that_says_so() {
+    let ground = Ground::failing(2, 3, false, |_, _| true);
+    let summary = ground.collect(true).await.unwrap();
+    assert_eq!((summary.agents["agent"].rollouts, summary.agents["agent"].missing), (0, 6));
+    let report = std::fs::read(ground.files().aggregate).unwrap();
+    let report: serde_json::Value = serde_json::from_slice(&report).unwrap();
+    assert_eq!(report[0]["agent_ref"]["name"], "agent");
+    assert_eq!(report[0]["_gym_coverage"]["tasks_without_rollout"], 2);
 }

@@ -14,6 +14,8 @@ mod plan;
 #[cfg(feature = "ray")]
 #[path = "cli/ray.rs"]
 mod ray;
+#[path = "cli/resume.rs"]
+mod resume;
 #[path = "cli/serve.rs"]
 mod serve;
 #[path = "cli/summary.rs"]
@@ -100,6 +102,9 @@ fn main() -> ExitCode {
         models::a_truncated_rollout_is_scored_or_fails,
         plan::a_plan_is_computed_from_a_measurement_that_checks_itself,
         plan::a_plan_of_rollouts_that_fail_says_why,
+        resume::a_resume_with_other_settings_is_refused_or_marked,
+        resume::a_remote_head_server_tells_the_settings_of_its_servers,
+        resume::results_without_settings_resume_with_one_warning,
         summary::the_summary_has_the_figures_of_the_rows_on_the_disk,
         summary::status_shows_the_oldest_rollout_in_flight,
     ];

@@ -212,6 +212,8 @@ def compare_aggregate(left_path, right_path):
     for path in (left_path, right_path):
         try:
             entries = json.loads(Path(path).read_text(encoding="utf-8"))
+            # The collector's own count, which NeMo Gym's does not write.
+            entries = [{key: entry[key] for key in entry if key != "_gym_coverage"} for entry in entries]
             sides.append(sorted(entries, key=lambda entry: json.dumps(entry["agent_ref"], sort_keys=True)))
         except OSError as error:
             raise Unreadable(f"{path}: {error.strerror}") from error

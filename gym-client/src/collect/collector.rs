@@ -6,7 +6,7 @@ mod statistics;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
-use std::io::{BufReader, Read as _};
+use std::io::{BufReader, ErrorKind, Read as _};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -30,7 +30,11 @@ use crate::collect::observe::monitor::{CollectionMonitor, CollectionReporter, Re
 use crate::collect::observe::{EventFile, EventTarget, RunEnded, RunStarted, TensorBoardFile};
 use crate::collect::report::read_recorded;
 use crate::collect::resume::compare;
-use crate::collect::run::{AgentSummary, CollectProgress, Driver, DriverOptions, FailFast, ProgressSnapshot, RunEnd};
+use crate::collect::resume::settings::{AcceptedSettings, ChangedSettings, first_settings, resumed_settings};
+use crate::collect::run::progress::{INCOMPLETE_TASKS_MAX, RequestedTasks};
+use crate::collect::run::{
+    AgentSummary, CollectProgress, Driver, DriverOptions, FailFast, ProgressSnapshot, RunEnd, TaskCoverage,
+};
 use crate::work::{PulledServers, WorkPool};
 
 /// Bytes that one read or write of a file transfers.
@@ -53,6 +57,9 @@ pub struct CollectOptions {
     pub output: PathBuf,
     /// What happens if files of `output` exist. Default: [`ExistingOutput::Reject`].
     pub existing: ExistingOutput,
+    /// What happens if a resumed collection has other settings of its servers than those that made the recorded rewards. Default:
+    /// [`ChangedSettings::Reject`].
+    pub changed_settings: ChangedSettings,
     /// Settings that turn input rows into rollouts. Default: one rollout per row; see [`MaterializeOptions::new`].
     pub materialize: MaterializeOptions,
     /// Concurrency, attempts and deadlines. Default: [`DriverOptions::default`] with [`FailFast::Alike`].
@@ -98,6 +105,7 @@ impl CollectOptions {
             input,
             output: output.into(),
             existing: ExistingOutput::default(),
+            changed_settings: ChangedSettings::default(),
             materialize,
             driver: DriverOptions { fail_fast: FailFast::Alike, ..DriverOptions::default() },
             aggregate: true,
@@ -144,7 +152,14 @@ pub struct CollectSummary {
     pub snapshot: ProgressSnapshot,
     /// The figures of each agent, over all rows of the rollouts file, those of earlier runs included.
     pub agents: BTreeMap<Arc<str>, AgentSummary>,
-    /// Warnings for the user, about the input, the events file and the scalars.
+    /// The tasks with missing rollouts, by agent: first those without a single recorded rollout, and at most 1,000 of each agent.
+    /// [`AgentSummary::tasks_incomplete`] counts all.
+    pub incomplete_tasks: BTreeMap<Arc<str>, Vec<TaskCoverage>>,
+    /// The attempts that a rollout had, over all runs: [`DriverOptions::attempts_max`].
+    pub attempts_max: u32,
+    /// The attempts that a rollout had whose worker was lost: [`DriverOptions::lost_max`].
+    pub lost_max: u32,
+    /// Warnings for the user, about the input, the settings, the events file and the scalars.
     pub warnings: Vec<String>,
     /// The reason why the statistics are missing; `None` if they were written or not requested.
     pub aggregate_error: Option<String>,
@@ -248,19 +263,23 @@ impl RolloutCollector {
             };
             tracing::info!(?opened, output = %files.rollouts.display(), "opened the ledger");
             let recorded = opened.completed + opened.failed > 0;
-            let accepted = self.accept(&options, &files, &partial, requested, (resumes, recorded)).await;
-            let requested = match accepted {
-                Ok((requested, true)) => {
+            let accepted = async {
+                let accepted = self.accept(&options, &files, &partial, requested, (resumes, recorded)).await?;
+                let settings = self.accept_settings(&options, &files, &accepted.0, opened.completed, recorded).await?;
+                Ok((accepted, settings))
+            };
+            let (requested, settings) = match accepted.await {
+                Ok(((requested, true), settings)) => {
                     if !resumes {
                         self.world.files.remove(&files.aggregate).await?;
                     }
                     // Durable before the first outcome is: outcomes without their inputs cannot be resumed.
                     self.world.files.rename(&partial, &files.materialized).await?;
-                    requested
+                    (requested, settings)
                 }
-                Ok((requested, false)) => {
+                Ok(((requested, false), settings)) => {
                     self.discard(&partial).await;
-                    requested
+                    (requested, settings)
                 }
                 Err(error) => {
                     self.discard(&partial).await;
@@ -268,15 +287,21 @@ impl RolloutCollector {
                     return Err(error);
                 }
             };
+            if let Some(text) = settings.text {
+                self.replace_file(&files.settings, text).await?;
+            }
             let MaterializeSummary { rows_written: total, mut warnings, .. } = requested.summary;
+            warnings.extend(settings.warnings);
             self.progress.set_total(total);
+            self.progress.expect(requested.tasks);
             // Before the first rollout of this run, which would be counted twice.
             let recorded_bytes = std::fs::metadata(&files.rollouts).map_or(0, |found| found.len());
             let ledger = Arc::new(ledger);
             let mut limits = options.driver.clone();
             limits.concurrency = limits.concurrency.min(rollouts_by_descriptors(limits.concurrency));
             let mut driver = Driver::new(self.client.clone(), Arc::clone(&ledger) as _, &self.world, limits)
-                .counting_in(Arc::clone(&self.progress));
+                .counting_in(Arc::clone(&self.progress))
+                .marking(settings.mark);
             match (&self.pool, &self.pulled) {
                 (Some(pool), None) => driver = driver.dispatching_over(Arc::new(pool.clone())),
                 (Some(pool), Some(servers)) => {
@@ -351,7 +376,19 @@ impl RolloutCollector {
                 _ => None,
             };
             let (snapshot, agents) = (self.progress.snapshot(), self.progress.agent_summaries());
-            Ok(CollectSummary { files, ended, snapshot, agents, warnings, aggregate_error, events_dropped })
+            let incomplete_tasks = self.progress.incomplete_tasks(INCOMPLETE_TASKS_MAX);
+            Ok(CollectSummary {
+                files,
+                ended,
+                snapshot,
+                agents,
+                incomplete_tasks,
+                attempts_max: options.driver.attempts_max,
+                lost_max: options.driver.lost_max,
+                warnings,
+                aggregate_error,
+                events_dropped,
+            })
         })
     }
 
@@ -383,32 +420,75 @@ impl RolloutCollector {
         Ok((requested, replaces))
     }
 
+    /// Compares the settings of the servers with the recorded ones. The ledger is locked.
+    async fn accept_settings(
+        &self,
+        options: &CollectOptions,
+        files: &OutputFiles,
+        requested: &RequestedRows,
+        rollouts: u64,
+        recorded: bool,
+    ) -> Result<AcceptedSettings> {
+        let settings = self.names.reward_settings(requested.summary.targets.keys().map(String::as_str));
+        if !recorded {
+            return first_settings(&settings);
+        }
+        let (path, changed) = (files.settings.clone(), options.changed_settings);
+        blocking(move || {
+            let text = match std::fs::read_to_string(&path) {
+                Ok(text) => Some(text),
+                Err(error) if error.kind() == ErrorKind::NotFound => None,
+                Err(error) => {
+                    let doing = format!("read {}", path.display());
+                    return Err(Error::invalid("the file cannot be read").about(doing).caused_by(error));
+                }
+            };
+            resumed_settings(&path, text.as_deref(), &settings, changed, rollouts)
+        })
+        .await
+    }
+
+    /// Replaces a small file, durably and at once.
+    async fn replace_file(&self, path: &Path, text: String) -> Result<()> {
+        let partial = path.with_extension(format!("json.{}.partial", std::process::id()));
+        let (chunks, written) = mpsc::channel(CHUNKS_AHEAD);
+        let sending = async move {
+            // The receiver is gone if a write failed, whose error is returned.
+            let _ = chunks.send(text.into()).await;
+            Ok(())
+        };
+        write_new_file(&*self.world.files, &partial, written, sending).await?;
+        self.world.files.rename(&partial, path).await
+    }
+
     /// Writes the rows to dispatch and checks that each row has a server.
     async fn materialize(&self, options: &CollectOptions, partial: &Path) -> Result<RequestedRows> {
         let (chunks, written) = mpsc::channel(CHUNKS_AHEAD);
         let keeps_offsets = options.existing == ExistingOutput::Resume;
         let reading = self.each_row(options, partial, RowWriter::new(ChunkWriter::new(chunks), keeps_offsets));
         let written = write_new_file(&*self.world.files, partial, written, reading).await;
-        let (summary, places, RowWriter { offsets, .. }) = written.map_err(|error| match error.code() {
+        let (materialized, RowWriter { offsets, .. }) = written.map_err(|error| match error.code() {
             Code::NotFound => Error::invalid("no file can be created in this folder; choose another path")
                 .about(format!("write {}", partial.display()))
                 .caused_by(error),
             _ => error,
         })?;
-        if let Err(error) = self.check_targets(options, &summary, places.as_ref()) {
+        if let Err(error) = self.check_targets(options, &materialized) {
             self.discard(partial).await;
             return Err(error);
         }
-        Ok(RequestedRows { summary, offsets, recorded: None })
+        let Materialized { summary, tasks, .. } = materialized;
+        Ok(RequestedRows { summary, tasks, offsets, recorded: None })
     }
 
     /// Compares the requested rows with the recorded ones while they are materialized; `None` if their texts differ.
     async fn match_recorded(&self, options: &CollectOptions, recorded: &Path) -> Result<Option<RequestedRows>> {
-        let matched = self.each_row(options, recorded, RowMatcher::open(recorded)?).await;
-        let (summary, places, matcher) = matched?;
-        self.check_targets(options, &summary, places.as_ref())?;
+        let (materialized, matcher) = self.each_row(options, recorded, RowMatcher::open(recorded)?).await?;
+        self.check_targets(options, &materialized)?;
+        let Materialized { summary, tasks, .. } = materialized;
         Ok(matcher.matched.map(|(file, offsets)| RequestedRows {
             summary,
+            tasks,
             offsets: Some(offsets),
             recorded: Some(file),
         }))
@@ -420,7 +500,7 @@ impl RolloutCollector {
         options: &CollectOptions,
         output: &Path,
         mut sink: S,
-    ) -> Result<(MaterializeSummary, Option<RowPlaces>, S)> {
+    ) -> Result<(Materialized, S)> {
         let (input, limit) = (options.input.clone(), options.materialize.limit);
         let folder =
             output.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new(".")).to_owned();
@@ -429,24 +509,23 @@ impl RolloutCollector {
         blocking(move || {
             let source = InputSource::find(&input).map_err(|error| invalid(&error))?;
             let (reader, places) = source.open(&folder, limit).map_err(|error| invalid(&error))?;
-            let summary = materializer.each_row(reader, |key, line| sink.row(key, line));
+            let mut tasks = RequestedTasks::default();
+            let summary = materializer.each_row(reader, |key, agent, line| {
+                tasks.add(key.task_index, agent);
+                sink.row(key, line)
+            });
             let summary = summary.and_then(|summary| sink.end().map(|()| summary));
             let summary = summary.map_err(|error| invalid(&error.with_places(places.as_ref())))?;
-            Ok((summary, places, sink))
+            Ok((Materialized { summary, tasks, places }, sink))
         })
         .await
     }
 
     /// Checks that each agent and environment server of the rows can be called.
-    fn check_targets(
-        &self,
-        options: &CollectOptions,
-        summary: &MaterializeSummary,
-        places: Option<&RowPlaces>,
-    ) -> Result<()> {
-        for (target, used) in &summary.targets {
+    fn check_targets(&self, options: &CollectOptions, materialized: &Materialized) -> Result<()> {
+        for (target, used) in &materialized.summary.targets {
             if let Err(error) = self.names.check_target(target) {
-                let place = match places.map(|places| places.of(used.first_line)) {
+                let place = match materialized.places.as_ref().map(|places| places.of(used.first_line)) {
                     Some((file, row)) => format!("{file}, row {row}"),
                     None => format!("{}, line {}", options.input.display(), used.first_line),
                 };
@@ -472,6 +551,14 @@ impl RolloutCollector {
         };
         blocking(reading).await
     }
+}
+
+/// The rows of an input, once all of them were materialized.
+struct Materialized {
+    summary: MaterializeSummary,
+    tasks: RequestedTasks,
+    /// The places of the rows in the input's files, if its rows are not its lines.
+    places: Option<RowPlaces>,
 }
 
 /// Descriptors of a process for everything but connections of rollouts: files, listeners, the runtime, child processes.

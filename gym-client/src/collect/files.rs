@@ -37,6 +37,8 @@ pub struct OutputFiles {
     pub failures: PathBuf,
     /// `<stem>_aggregate_metrics.json`: the statistics of the environment servers.
     pub aggregate: PathBuf,
+    /// `<stem>_settings.json`: the settings of the servers that made the rewards.
+    pub settings: PathBuf,
 }
 
 impl OutputFiles {
@@ -50,16 +52,18 @@ impl OutputFiles {
             materialized: named("_materialized_inputs.jsonl"),
             failures: named("_failures.jsonl"),
             aggregate: named("_aggregate_metrics.json"),
+            settings: named("_settings.json"),
             rollouts,
         }
     }
 
-    fn named(&self) -> [(&'static str, &Path); 4] {
+    fn named(&self) -> [(&'static str, &Path); 5] {
         [
             ("rollouts", &self.rollouts),
             ("failures", &self.failures),
             ("materialized inputs", &self.materialized),
             ("statistics", &self.aggregate),
+            ("settings", &self.settings),
         ]
     }
 
@@ -152,9 +156,14 @@ mod tests {
         let at = |name: &str| folder.path().join(name);
         let files = OutputFiles::beside(at("r.jsonl"));
         std::fs::create_dir(at("below")).unwrap();
-        for output in
-            ["r.jsonl", "r_failures.jsonl", "r_materialized_inputs.jsonl", "r_aggregate_metrics.json", "r.jsonl.index"]
-        {
+        for output in [
+            "r.jsonl",
+            "r_failures.jsonl",
+            "r_materialized_inputs.jsonl",
+            "r_aggregate_metrics.json",
+            "r_settings.json",
+            "r.jsonl.index",
+        ] {
             std::fs::write(at(output), "{}\n").unwrap();
             symlink(at(output), at("soft")).unwrap();
             symlink("soft", at("softer")).unwrap();

@@ -16,9 +16,10 @@ pub use files::chunks::write_new_file;
 pub use files::{ExistingOutput, OutputFiles};
 pub use names::{ServerNames, connect_head};
 pub use observe::monitor;
+pub use resume::settings::ChangedSettings;
 pub use run::{
-    AgentScore, AgentSummary, CollectProgress, Driver, DriverOptions, FailFast, FailedAttempt, FailureCause,
+    AgentScore, AgentSummary, BestOfK, CollectProgress, Driver, DriverOptions, FailFast, FailedAttempt, FailureCause,
     FinishedAttempt, LatencySummary, OldestRollout, PassRate, ProgressSnapshot, RewardBin, Rollout, RolloutError,
-    RolloutEvent, RolloutEventKind, RolloutObserver, RolloutRow, Rollouts, RunEnd, TokenSummary, TokenUsage,
-    TruncatedRollouts,
+    RolloutEvent, RolloutEventKind, RolloutObserver, RolloutRow, Rollouts, RunEnd, TaskCoverage, TokenSummary,
+    TokenUsage, TruncatedRollouts, UnrecordedRollouts,
 };

@@ -1,5 +1,7 @@
 //! The servers of a configuration or head server: their kinds, addresses and agents.
 
+pub(super) mod settings;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,7 +15,8 @@ use serde_json::Value;
 
 use crate::client::ServerClient;
 use crate::collect::input::AgentNames;
-use crate::config::{GymConfig, nearest_name, parse_yaml};
+use crate::collect::names::settings::RewardSettings;
+use crate::config::{GymConfig, nearest_name, parse_resolved};
 use crate::registry::{RemoteRegistry, StaticRegistry};
 use crate::transport::Transports;
 
@@ -24,6 +27,8 @@ const HEAD_TIMEOUT: Duration = Duration::from_secs(15);
 #[derive(Clone, Debug, Default)]
 pub struct ServerNames {
     servers: Arc<BTreeMap<String, ServerEntry>>,
+    /// The block of each server, also of those that were left out of `servers`.
+    blocks: Arc<BTreeMap<String, Value>>,
     /// The checks of rows, by resources server of this process.
     task_checks: Arc<BTreeMap<String, TaskCheck>>,
 }
@@ -55,7 +60,7 @@ impl ServerNames {
     /// Returns the servers of a merged configuration, which `/global_config_dict_yaml` serves.
     #[must_use]
     pub fn of_merged(merged: &Value) -> Self {
-        let mut servers = BTreeMap::new();
+        let (mut servers, mut blocks) = (BTreeMap::new(), BTreeMap::new());
         for (name, block) in merged.as_object().into_iter().flatten() {
             let found = ServerKind::ALL.into_iter().find_map(|kind| {
                 let (implementation, settings) = block.get(kind.as_str())?.as_object()?.iter().next()?;
@@ -72,8 +77,16 @@ impl ServerNames {
             let address = host.map(str::to_owned).zip(port);
             let implementation = implementation.clone();
             servers.insert(name.clone(), ServerEntry { kind, implementation, address, agent, resources, pins });
+            blocks.insert(name.clone(), block.clone());
         }
-        Self { servers: Arc::new(servers), task_checks: Arc::default() }
+        Self { servers: Arc::new(servers), blocks: Arc::new(blocks), task_checks: Arc::default() }
+    }
+
+    /// Returns the settings of the servers that run the rows of these agents and environment servers.
+    pub(super) fn reward_settings<'a>(&self, targets: impl IntoIterator<Item = &'a str>) -> RewardSettings {
+        let server =
+            |target: &str| self.server_of_agent(target).map_or_else(|_| target.to_owned(), |(server, _)| server);
+        RewardSettings::of(&self.blocks, targets.into_iter().map(server))
     }
 
     /// Returns the servers of the text of `/global_config_dict_yaml`; `source` is its name in messages.
@@ -81,7 +94,7 @@ impl ServerNames {
     /// # Errors
     /// `DataLoss` if the text is no configuration.
     pub fn of_global_yaml(yaml: &str, source: &str) -> Result<Self> {
-        let merged = parse_yaml(yaml, source).map_err(|error| {
+        let merged = parse_resolved(yaml, source).map_err(|error| {
             Error::finished(Code::DataLoss, format!("its configuration is invalid: {error}"))
                 .about(format!("head server {source}"))
         })?;

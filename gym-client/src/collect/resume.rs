@@ -5,6 +5,7 @@
 //! missing is an error, because the results of both would be mixed in one file.
 
 pub(super) mod offsets;
+pub(super) mod settings;
 
 use std::fmt::Write as _;
 use std::fs::File;

@@ -32,6 +32,28 @@ pub use schema::{
     PortRequest, RayCluster, ServerReference, free_port,
 };
 
+/// The text of a value that depends on the environment of another process.
+pub(crate) const UNTOLD: &str = "\u{fffd}untold";
+
+/// Parses the merged configuration of another process, and resolves its interpolations. A text that depends on that process's environment
+/// contains [`UNTOLD`], and so does a value that cannot be resolved.
+pub(crate) fn parse_resolved(text: &str, source: &str) -> Result<serde_json::Value, ConfigError> {
+    let root = yaml::parser::parse(text, source).map_err(ConfigError::from)?;
+    let untold = |_: &str| Some(UNTOLD.to_owned());
+    let (resolved, failures) = resolve::interpolation::Resolver::new(&root, &untold).all();
+    let mut resolved = resolved.to_json();
+    for failure in failures {
+        let value = failure.path.iter().try_fold(&mut resolved, |at, step| match at {
+            serde_json::Value::Array(items) => items.get_mut(step.parse::<usize>().ok()?),
+            other => other.get_mut(step),
+        });
+        if let Some(value) = value {
+            *value = UNTOLD.into();
+        }
+    }
+    Ok(resolved)
+}
+
 /// Parses YAML as OmegaConf does and returns it as JSON; `source` is its name in error messages.
 pub(crate) fn parse_yaml(text: &str, source: &str) -> Result<serde_json::Value, ConfigError> {
     yaml::parser::parse(text, source).map(|node| node.to_json()).map_err(ConfigError::from)

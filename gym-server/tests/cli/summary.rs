@@ -89,6 +89,8 @@ pub(crate) fn the_summary_has_the_figures_of_the_rows_on_the_disk() {
         assert_eq!(report[key], expected, "{key}: {report}");
     }
     assert_eq!(report["failures"], json!({"verifier_error": 3}), "{report}");
+    let task = json!({"task_index": 6, "expected": 3, "recorded": 0, "missing": 3});
+    assert_eq!(report["incomplete_tasks"], json!({"digit_agent": [task]}), "{report}");
     let cause = &report["causes"][0];
     assert_eq!((&cause["count"], &cause["server"], &cause["route"]), (&json!(3), &json!("digit"), &json!("/verify")));
     assert!(cause["causes"].to_string().contains("the task has no digits to choose from"), "{report}");
@@ -104,7 +106,11 @@ pub(crate) fn the_summary_has_the_figures_of_the_rows_on_the_disk() {
     let (out, _) = ended_with(&folder.collect(&options).output().unwrap(), 3);
     let words: Vec<Vec<&str>> = out.lines().map(|line| line.split_whitespace().collect()).collect();
     assert_eq!(words[0][..9].join(" "), "AGENT ROLLOUTS WITHOUT REWARD MEAN REWARD PASS@3 TURNS TRUNCATED", "{out}");
-    assert_eq!(words[1][..7], ["digit_agent", "18", "3", "0.8000", "0.8000", "1.0", "0.0%"], "{out}");
+    let expected = ["digit_agent", "18", "of", "21", "3", "0.8000", "0.8000", "1.0", "0.0%"];
+    assert_eq!(words[1][..9], expected, "{out}");
+    let missing = "digit_agent: 3 of 21 rollouts are missing, in 1 of 7 tasks; the figures are those of the recorded ones; \
+                   task without a recorded rollout: 6";
+    assert!(out.contains(missing), "{out}");
     assert!(out.contains("0 ▂█ 1"), "three zeros and twelve ones: {out}");
 }
 

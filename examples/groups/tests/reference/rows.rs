@@ -27,7 +27,7 @@ const fn key(name: &'static str, types: &'static str, meaning: &'static str) -> 
 }
 
 /// Keys of scored and failed rows, and of the materialized rows.
-const IDENTITY: [Key; 9] = [
+const IDENTITY: [Key; 10] = [
     key("_ng_task_index", "integer", "The position of the task in the input, from 0."),
     key("_ng_rollout_index", "integer", "The repeat of the task, from 0."),
     key("_ng_attempt_index", "integer", "The number of the attempt, from 0; absent if it is 0."),
@@ -37,6 +37,11 @@ const IDENTITY: [Key; 9] = [
     key("agent_ref", "mapping", "The agent: its `name`."),
     key("task_source", "string", "The server that declares the data set of the row, as in the input row."),
     key("skills_ref", "any", "The value of `MaterializeOptions::skills_ref`, if a program sets it."),
+    key(
+        "_gym_settings",
+        "integer",
+        "The version of the servers' settings in `OUTPUT_settings.json`, from 1; absent if it is the first one, 0.",
+    ),
 ];
 
 /// Keys that the collector adds to the rows of the input.
@@ -151,7 +156,7 @@ const DIRECTIVES: [Key; 3] = [
 ];
 
 /// Keys of each entry of the statistics.
-const AGGREGATE: [Key; 7] = [
+const AGGREGATE: [Key; 8] = [
     key(
         "agent_ref",
         "mapping",
@@ -160,13 +165,25 @@ const AGGREGATE: [Key; 7] = [
     key("_ng_environment_server", "string", "The environment server."),
     key("agent_metrics", "mapping", "Mean, deviation and others of each number in the rows."),
     key("key_metrics", "mapping", "The most important of these numbers."),
-    key("group_level_metrics", "list", "The numbers of each task."),
+    key(
+        "group_level_metrics",
+        "list",
+        "The numbers of each task. The collector corrects `expected_num_rollouts`, `missing_num_rollouts` and \
+         `reward_profile_completion_pct` of tasks with missing rollouts. A task without a recorded rollout is in `_gym_coverage` alone.",
+    ),
     key("repeat_level_metrics", "list", "The numbers of each repeat."),
     key("perf_summary", "any", "Statistics of an environment in Python that reports them."),
+    key(
+        "_gym_coverage",
+        "mapping",
+        "The collector's own count, from the materialized rows: `expected`, `recorded` and `missing` rollouts; `tasks`, `tasks_incomplete` \
+         and `tasks_without_rollout`; and `incomplete_tasks`, each with `task_index`, `expected`, `recorded` and `missing`.",
+    ),
 ];
 
 /// Keys that the collection of this test does not write, and the reason.
-const UNSEEN: [(&str, &str); 3] = [
+const UNSEEN: [(&str, &str); 4] = [
+    ("_gym_settings", "only a collection with changed settings has it"),
     ("mask_sample", "only an environment sets it"),
     ("perf_summary", "only an environment in Python reports it"),
     ("skills_ref", "only a program sets it"),
@@ -357,6 +374,14 @@ async fn the_page_on_rows_is_the_generated_one() {
          most 1 GiB.",
     );
     page.table(head, AGGREGATE.iter().map(row));
+    page.section(
+        "Settings",
+        "`OUTPUT_settings.json` has the settings of the models, resources servers, agents and environment servers that made the rewards, also \
+         those of a remote head server: `versions`, a list with `servers` by name, and `untold`, what the head server does not tell. Addresses, \
+         secrets, texts for people, and how fast and how often a server calls are left out. `--resume` compares them, and rejects a difference \
+         with what changed; `--changed-settings mark` adds a version and marks the new rows with its number. Results without the file resume with \
+         one warning, and `rollouts_before` counts them.",
+    );
     page.finish();
 }
 

@@ -10,11 +10,14 @@ use crate::collect::files::chunks::ChunkWriter;
 use crate::collect::input::rows::RowKey;
 use crate::collect::input::{InputError, MaterializeSummary};
 use crate::collect::resume::offsets::{RecordedFile, RecordedText, RowOffsets};
+use crate::collect::run::progress::RequestedTasks;
 
 /// The rows that a collection requests.
 #[derive(Debug)]
 pub(super) struct RequestedRows {
     pub(super) summary: MaterializeSummary,
+    /// Their tasks, by agent.
+    pub(super) tasks: RequestedTasks,
     /// Their positions in the file, for a resumed collection.
     pub(super) offsets: Option<RowOffsets>,
     /// The recorded file, if it has the same text; otherwise the rows are in a new file.

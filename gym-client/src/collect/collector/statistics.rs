@@ -20,7 +20,7 @@ use crate::client::CallOptions;
 use crate::collect::collector::{BUFFER_BYTES, RolloutCollector, blocking, open};
 use crate::collect::files::OutputFiles;
 use crate::collect::files::chunks::{CHUNKS_AHEAD, ChunkWriter, write_new_file};
-use crate::collect::report::{AggregateRequest, ReportEntry, ReportWriter, RolloutsIndex, label_runs};
+use crate::collect::report::{AggregateRequest, ReportEntry, ReportWriter, RolloutsIndex, ServerCoverage, label_runs};
 use crate::work::WorkKind;
 
 /// Limit for one aggregate request; a server takes seconds for the statistics of a million rollouts.
@@ -68,13 +68,31 @@ impl RolloutCollector {
                 Statistics::Reply(self.requested_statistics(&index, at, &files.rollouts).await?)
             });
         }
+        let coverage = self.coverage();
         // The name contains the process ID because the ledger's lock was released.
         let partial = files.aggregate.with_extension(format!("json.{}.partial", std::process::id()));
         let (chunks, written) = mpsc::channel(CHUNKS_AHEAD);
         let rollouts = files.rollouts.clone();
-        let writing = blocking(move || write_statistics(&index, &rollouts, &statistics, ChunkWriter::new(chunks)));
+        let writing =
+            blocking(move || write_statistics(&index, &rollouts, &statistics, &coverage, ChunkWriter::new(chunks)));
         write_new_file(&*self.world.files, &partial, written, writing).await?;
         self.world.files.rename(&partial, &files.aggregate).await
+    }
+
+    /// Returns the coverage of each environment server.
+    fn coverage(&self) -> BTreeMap<String, ServerCoverage> {
+        let incomplete = self.progress.incomplete_tasks(usize::MAX);
+        let mut servers: BTreeMap<String, ServerCoverage> = BTreeMap::new();
+        for (agent, summary) in self.progress.agent_summaries() {
+            // A row that names no agent names its server.
+            let server = self.names.server_of_agent(&agent).map_or_else(|_| agent.to_string(), |(server, _)| server);
+            let incomplete = incomplete.get(&agent).map_or(&[][..], Vec::as_slice);
+            let named = (*agent != *server).then(|| agent.to_string());
+            let coverage = servers.entry(server).or_default();
+            coverage.add(&summary, incomplete);
+            coverage.agent = coverage.agent.take().or(named);
+        }
+        servers
     }
 
     /// Asks a server whether it computes the standard statistics. Servers in other languages do not say so; an error means no.
@@ -112,28 +130,38 @@ fn write_statistics(
     index: &RolloutsIndex,
     rollouts: &Path,
     statistics: &[Statistics],
+    coverage: &BTreeMap<String, ServerCoverage>,
     writer: ChunkWriter,
 ) -> Result<()> {
-    let agents: BTreeMap<String, Option<String>> =
-        index.groups().iter().map(|group| (group.server.clone(), group.agent.clone())).collect();
+    let mut agents: BTreeMap<String, Option<String>> =
+        coverage.iter().map(|(server, coverage)| (server.clone(), coverage.agent.clone())).collect();
+    agents.extend(index.groups().iter().map(|group| (group.server.clone(), group.agent.clone())));
     let labels = label_runs(&agents);
     let fail = |error: MetricsError| Error::internal(error.to_string());
     let mut report = ReportWriter::new(writer).map_err(fail)?;
     for (group, statistics) in index.groups().iter().zip(statistics) {
         let label = &labels[&group.server];
+        let coverage = coverage.get(&group.server);
         match statistics {
             Statistics::Reply(reply) => {
                 let reply = std::str::from_utf8(reply).map_err(|error| {
                     Error::finished(Code::DataLoss, "the reply is not valid UTF-8").caused_by(error)
                 })?;
-                report.add_reply(&ReportEntry { label: label.clone(), server: group.server.clone(), reply })
+                report.add_reply(&ReportEntry { label: label.clone(), server: group.server.clone(), reply }, coverage)
             }
             Statistics::Computed => {
                 let mut file = BufReader::with_capacity(BUFFER_BYTES, open(rollouts)?);
-                report.add_computed(label, &group.server, index.rows(group, &mut file), AggregateOptions::default())
+                let rows = index.rows(group, &mut file);
+                report.add_computed(label, &group.server, rows, AggregateOptions::default(), coverage)
             }
         }
         .map_err(fail)?;
+    }
+    let recorded = |server: &str| index.groups().iter().any(|group| group.server == server);
+    for (server, coverage) in coverage.iter().filter(|(server, _)| !recorded(server)) {
+        // Not a single rollout of this server succeeded, so it has no statistics.
+        let entry = ReportEntry { label: labels[server].clone(), server: server.clone(), reply: "{}" };
+        report.add_reply(&entry, Some(coverage)).map_err(fail)?;
     }
     report.end().map_err(fail)
 }

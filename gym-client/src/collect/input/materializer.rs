@@ -105,23 +105,24 @@ impl<N: AgentNames> Materializer<N> {
         mut writer: W,
     ) -> Result<MaterializeSummary, InputError> {
         let failed = |error| InputError::io("write materialized inputs", error);
-        let summary = self.each_row(reader, |_, line| writer.write_all(line.as_bytes()).map_err(failed))?;
+        let summary = self.each_row(reader, |_, _, line| writer.write_all(line.as_bytes()).map_err(failed))?;
         writer.flush().map_err(failed)?;
         Ok(summary)
     }
 
-    /// Calls `each` with the key and the line of each row to dispatch, with its newline, until it returns an error.
+    /// Calls `each` with the key of each row to dispatch, the name that its figures have, and its line with the newline, until it returns an
+    /// error. The name is that of the agent, or of the environment server for a row without an agent.
     ///
     /// # Errors
     /// As [`Materializer::write`], and the error of `each`.
     pub(in crate::collect) fn each_row<R: BufRead + Seek>(
         &self,
         mut reader: R,
-        mut each: impl FnMut(RowKey, &str) -> Result<(), InputError>,
+        mut each: impl FnMut(RowKey, &str, &str) -> Result<(), InputError>,
     ) -> Result<MaterializeSummary, InputError> {
-        let mut each = |task, rollout: u32, out: &mut String| {
+        let mut each = |task, rollout: u32, target: &RowTarget, out: &mut String| {
             out.push('\n');
-            let passed = each(RowKey { task_index: task, rollout_index: rollout.into() }, out);
+            let passed = each(RowKey { task_index: task, rollout_index: rollout.into() }, target.shown(), out);
             out.clear();
             passed
         };
@@ -144,18 +145,18 @@ impl<N: AgentNames> Materializer<N> {
                 let repeats = run.repeats_of(target.as_deref(), row.basis.as_deref(), lines.count);
                 for repeat in 0..repeats {
                     let rollout = run.next_rollout(task);
-                    let target_name = self.emit(&lines, &row, target.as_deref(), task, rollout, &mut out)?;
+                    let emitted = self.emit(&lines, &row, target.as_deref(), task, rollout, &mut out)?;
                     if repeat == 0 {
-                        self.names.check_row(&target_name, &out).map_err(|problem| lines.fail(problem))?;
+                        self.names.check_row(emitted.called(), &out).map_err(|problem| lines.fail(problem))?;
                     }
                     if self.options.interleave {
                         // Also built above, so that an invalid row is found before any row is written.
                         deferred.push(DeferredRow { offset: lines.offset, task, rollout, target: place as u32 });
                     } else {
-                        each(task, rollout, &mut out)?;
+                        each(task, rollout, &emitted, &mut out)?;
                     }
                     out.clear();
-                    run.wrote(target_name, lines.count);
+                    run.wrote(emitted.called(), lines.count);
                 }
             }
             if let Some(overridden) = row.overridden {
@@ -175,8 +176,8 @@ impl<N: AgentNames> Materializer<N> {
                 )
             })?;
             let target = prepared.targets.get(row.target as usize).cloned().flatten();
-            self.emit(&lines, &prepared, target.as_deref(), row.task, row.rollout, &mut out)?;
-            each(row.task, row.rollout, &mut out)?;
+            let emitted = self.emit(&lines, &prepared, target.as_deref(), row.task, row.rollout, &mut out)?;
+            each(row.task, row.rollout, &emitted, &mut out)?;
         }
         Ok(summary)
     }
@@ -293,7 +294,7 @@ impl<N: AgentNames> Materializer<N> {
         Ok(Some(edits.applied(text, &members)))
     }
 
-    /// Appends the line of one copy to `out` and returns the name of its target.
+    /// Appends the line of one copy to `out` and returns its target.
     fn emit(
         &self,
         lines: &InputLines<'_>,
@@ -302,7 +303,7 @@ impl<N: AgentNames> Materializer<N> {
         task: i64,
         rollout: u32,
         out: &mut String,
-    ) -> Result<String, InputError> {
+    ) -> Result<RowTarget, InputError> {
         let fail = |problem: String| lines.fail(problem);
         let (task, rollout_text) = (task.to_string(), rollout.to_string());
         let server = row.environment_server.as_deref().map(json_string);
@@ -356,7 +357,25 @@ impl<N: AgentNames> Materializer<N> {
             }
         }
         edits.apply(row.text, &row.members, out);
-        Ok(row.environment_server.clone().or(agent).unwrap_or_default())
+        Ok(RowTarget { agent, environment_server: row.environment_server.clone() })
+    }
+}
+
+/// The agent and the environment server that an output row names.
+struct RowTarget {
+    agent: Option<String>,
+    environment_server: Option<String>,
+}
+
+impl RowTarget {
+    /// Returns the server that the row is sent to; its agent's name stands for the server in front of it.
+    fn called(&self) -> &str {
+        self.environment_server.as_deref().or(self.agent.as_deref()).unwrap_or_default()
+    }
+
+    /// Returns the name that the figures of the row have.
+    fn shown(&self) -> &str {
+        self.agent.as_deref().or(self.environment_server.as_deref()).unwrap_or_default()
     }
 }
 
@@ -503,9 +522,14 @@ impl<'a> MaterializeRun<'a> {
         0
     }
 
-    fn wrote(&mut self, target: String, line: u64) {
+    fn wrote(&mut self, target: &str, line: u64) {
         self.summary.rows_written += 1;
-        self.summary.targets.entry(target).or_insert(TargetUse { rows: 0, first_line: line }).rows += 1;
+        match self.summary.targets.get_mut(target) {
+            Some(used) => used.rows += 1,
+            None => {
+                self.summary.targets.insert(target.to_owned(), TargetUse { rows: 1, first_line: line });
+            }
+        }
     }
 
     fn finish(mut self, rows_read: u64) -> Result<MaterializeSummary, InputError> {

@@ -8,6 +8,7 @@ use gym_core::rollout::metrics::{AggregateOptions, Aggregation, JsonFields, Metr
 use serde::ser::{Serialize, SerializeMap, Serializer};
 
 use crate::collect::input::splice::json_string;
+use crate::collect::report::coverage::{COVERAGE_KEY, ServerCoverage};
 use crate::collect::report::index::{FileRows, RolloutsIndex};
 
 /// The statistics of one environment server, as its `/aggregate_metrics` route returned them.
@@ -63,7 +64,7 @@ pub fn label_runs(agent_by_server: &BTreeMap<String, Option<String>>) -> BTreeMa
 pub fn write_report(entries: &[ReportEntry<'_>], writer: impl Write) -> Result<(), MetricsError> {
     let mut report = ReportWriter::new(writer)?;
     for entry in entries {
-        report.add_reply(entry)?;
+        report.add_reply(entry, None)?;
     }
     report.end()
 }
@@ -82,7 +83,7 @@ pub fn write_computed_report<R: Read + Seek>(
     let labels = label_runs(&agents);
     let mut report = ReportWriter::new(writer)?;
     for group in index.groups() {
-        report.add_computed(&labels[&group.server], &group.server, index.rows(group, reader), options)?;
+        report.add_computed(&labels[&group.server], &group.server, index.rows(group, reader), options, None)?;
     }
     report.end()
 }
@@ -101,8 +102,12 @@ impl<W: Write> ReportWriter<W> {
         Ok(Self { report, entries: 0 })
     }
 
-    /// Adds the statistics of a response.
-    pub(in crate::collect) fn add_reply(&mut self, entry: &ReportEntry<'_>) -> Result<(), MetricsError> {
+    /// Adds the statistics of a response, and the coverage, which they do not contain.
+    pub(in crate::collect) fn add_reply(
+        &mut self,
+        entry: &ReportEntry<'_>,
+        coverage: Option<&ServerCoverage>,
+    ) -> Result<(), MetricsError> {
         let reply = JsonFields::parse(entry.reply).map_err(|error| MetricsError::Row {
             place: format!("the /aggregate_metrics reply of {}", entry.server),
             problem: error.to_string(),
@@ -122,9 +127,15 @@ impl<W: Write> ReportWriter<W> {
             ("perf_summary", None),
         ] {
             if let Some(value) = reply.get(key).filter(|value| *value != "null").or(absent) {
+                let corrects = coverage.filter(|_| key == "group_level_metrics");
+                let corrected = corrects.and_then(|coverage| coverage.corrected(value));
                 self.report.text(&format!(",\"{key}\":")).map_err(unwritten)?;
-                self.report.text(value).map_err(unwritten)?;
+                self.report.text(corrected.as_deref().unwrap_or(value)).map_err(unwritten)?;
             }
+        }
+        if let Some(coverage) = coverage {
+            self.report.text(&format!(",\"{COVERAGE_KEY}\":")).map_err(unwritten)?;
+            serde_json::to_writer(&mut self.report, coverage).map_err(|error| unwritten(error.into()))?;
         }
         self.report.text("}").map_err(unwritten)
     }
@@ -136,10 +147,14 @@ impl<W: Write> ReportWriter<W> {
         server: &str,
         mut rows: FileRows<'_, R>,
         options: AggregateOptions,
+        coverage: Option<&ServerCoverage>,
     ) -> Result<(), MetricsError> {
-        let aggregation = Aggregation::compute(&mut rows, options)?;
+        let mut aggregation = Aggregation::compute(&mut rows, options)?;
+        if let Some(coverage) = coverage {
+            aggregation.set_incomplete(coverage.incomplete());
+        }
         let source = RefCell::new((rows, None));
-        let entry = ComputedEntry { label, server, aggregation: &aggregation, source: &source };
+        let entry = ComputedEntry { label, server, aggregation: &aggregation, source: &source, coverage };
         self.separate()?;
         let written = serde_json::to_writer(&mut self.report, &entry);
         match source.into_inner().1 {
@@ -168,6 +183,7 @@ struct ComputedEntry<'a, 'b, R> {
     server: &'a str,
     aggregation: &'a Aggregation,
     source: &'a RefCell<(FileRows<'b, R>, Option<MetricsError>)>,
+    coverage: Option<&'a ServerCoverage>,
 }
 
 impl<R: Read + Seek> Serialize for ComputedEntry<'_, '_, R> {
@@ -178,6 +194,9 @@ impl<R: Read + Seek> Serialize for ComputedEntry<'_, '_, R> {
         entry.serialize_entry("agent_ref", &BTreeMap::from([("name", self.label)]))?;
         entry.serialize_entry("_ng_environment_server", self.server)?;
         self.aggregation.write_entry(rows, &mut entry, failure)?;
+        if let Some(coverage) = self.coverage {
+            entry.serialize_entry(COVERAGE_KEY, coverage)?;
+        }
         entry.end()
     }
 }

@@ -1,19 +1,63 @@
 //! Reads the rollouts of earlier runs again, so that the figures of a resumed collection are about the whole file.
 
 use std::collections::BTreeMap;
-use std::io::BufRead;
+use std::fs::File;
+use std::io::{BufRead, BufReader};
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
 use gym_core::rollout::metrics::{JsonFields, MetricsError, row_key};
 use gym_core::rollout::{EPISODE_KEY, TaskKey};
+use gym_core::{Error, Result};
 use serde::Deserialize;
 use serde_json::Value;
 
+use crate::collect::files::OutputFiles;
+use crate::collect::input::MaterializedRows;
 use crate::collect::input::rows::{ENVIRONMENT_SERVER, agent_name, parse_row, text_member};
 use crate::collect::report::index::each_line;
 use crate::collect::run::outcome::reward_of_fields;
-use crate::collect::run::progress::{EpisodeFigures, RolloutFigures};
+use crate::collect::run::progress::{EpisodeFigures, INCOMPLETE_TASKS_MAX, RequestedTasks, RolloutFigures};
+use crate::collect::run::{AgentSummary, CollectProgress, TaskCoverage};
+
+/// Bytes that one read transfers.
+const BUFFER_BYTES: usize = 128 << 10;
+
+/// What the files of a collection say about its agents.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct RecordedSummary {
+    /// The figures of each agent.
+    pub agents: BTreeMap<Arc<str>, AgentSummary>,
+    /// The tasks with missing rollouts, by agent: first those without a single recorded rollout, and at most 1,000 of each agent.
+    pub incomplete_tasks: BTreeMap<Arc<str>, Vec<TaskCoverage>>,
+}
+
+impl RecordedSummary {
+    /// Reads the materialized inputs and the rollouts of a collection; `None` without materialized inputs, which say what was requested.
+    ///
+    /// # Errors
+    /// `InvalidArgument`, with file and line, if a row cannot be read.
+    pub fn read(files: &OutputFiles) -> Result<Option<Self>> {
+        let open = |path: &Path| File::open(path).map(|file| BufReader::with_capacity(BUFFER_BYTES, file));
+        let Ok(materialized) = open(&files.materialized) else { return Ok(None) };
+        let progress = CollectProgress::default();
+        let mut requested = RequestedTasks::default();
+        for row in MaterializedRows::new(materialized, files.materialized.display().to_string()) {
+            let row = row.map_err(|error| Error::invalid(error.to_string()))?;
+            requested.add(row.key.task_index, row.agent.or(row.environment_server).as_deref().unwrap_or_default());
+        }
+        progress.expect(requested);
+        let name = files.rollouts.display().to_string();
+        // A collection whose rollouts all failed may have no rollouts file.
+        if let Ok(rollouts) = open(&files.rollouts) {
+            read_recorded(rollouts, &name, |agent, key, rollout| progress.add_recorded(agent, key, rollout))
+                .map_err(|error| Error::invalid(error.to_string()))?;
+        }
+        let incomplete_tasks = progress.incomplete_tasks(INCOMPLETE_TASKS_MAX);
+        Ok(Some(Self { agents: progress.agent_summaries(), incomplete_tasks }))
+    }
+}
 
 /// The part of a row's `_gym_episode` that is counted. Rows of other collectors do not have it, and a value of the wrong type is
 /// not counted.
@@ -43,7 +87,7 @@ pub(in crate::collect) fn read_recorded(
     reader: impl BufRead,
     name: &str,
     mut each: impl FnMut(&Arc<str>, TaskKey, &RolloutFigures),
-) -> Result<(), MetricsError> {
+) -> std::result::Result<(), MetricsError> {
     let mut agents: BTreeMap<String, Arc<str>> = BTreeMap::new();
     each_line(reader, name, |text, line, _| {
         let place = || format!("{name}, line {line}");

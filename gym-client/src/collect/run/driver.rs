@@ -23,7 +23,7 @@ use tracing::field::Empty;
 use crate::client::ServerClient;
 use crate::collect::run::events::{BothObservers, Observed, RolloutEventKind, RolloutObserver};
 use crate::collect::run::outcome::{AttemptResult, classify, contradiction, superseded, without_truncated};
-use crate::collect::run::progress::CollectProgress;
+use crate::collect::run::progress::{CollectProgress, Unrecorded};
 use crate::collect::run::rollout::RolloutSender;
 use crate::collect::run::row::RolloutRow;
 use crate::work::Dispatch;
@@ -117,6 +117,8 @@ pub struct Driver {
     /// Receives each rollout at its end, if a program consumes them as a stream.
     ended: Option<RolloutSender>,
     observed: Option<Observed>,
+    /// The version of the servers' settings, which marks the rows; `None` for the first one.
+    settings: Option<u32>,
 }
 
 /// The reason why a run ended.
@@ -145,6 +147,7 @@ impl Driver {
             run_id,
             ended: None,
             observed: None,
+            settings: None,
         }
     }
 
@@ -159,6 +162,12 @@ impl Driver {
     #[must_use]
     pub fn counting_in(mut self, progress: Arc<CollectProgress>) -> Self {
         self.progress = progress;
+        self
+    }
+
+    /// Marks the rows with a version of the servers' settings.
+    pub(in crate::collect) fn marking(mut self, settings: Option<u32>) -> Self {
+        self.settings = settings;
         self
     }
 
@@ -303,16 +312,30 @@ impl Driver {
 
     /// Returns `true`, and counts the rollout, if it is done. Called once for each rollout that is done.
     pub(in crate::collect) fn skips(&self, key: TaskKey) -> bool {
-        if self.is_open(key) {
-            return false;
-        }
-        self.progress.skip(self.ledger.state(key) == KeyState::Completed);
+        let unrecorded = match self.ledger.state(key) {
+            KeyState::Completed => None,
+            state => match self.unrecorded(state) {
+                Unrecorded::AttemptsLeft => return false,
+                unrecorded => Some(unrecorded),
+            },
+        };
+        self.progress.skip(unrecorded);
         true
     }
 
     fn is_open(&self, key: TaskKey) -> bool {
-        let DriverOptions { attempts_max, lost_max, .. } = self.options;
-        matches!(self.ledger.state(key), KeyState::Open { failures, lost } if failures < attempts_max && lost < lost_max)
+        let state = self.ledger.state(key);
+        state != KeyState::Completed && self.unrecorded(state) == Unrecorded::AttemptsLeft
+    }
+
+    /// Returns what a run does with a rollout that is not completed.
+    fn unrecorded(&self, state: KeyState) -> Unrecorded {
+        match state {
+            KeyState::Open { failures, .. } if failures >= self.options.attempts_max => Unrecorded::AttemptsSpent,
+            KeyState::Open { lost, .. } if lost >= self.options.lost_max => Unrecorded::WorkersLost,
+            KeyState::Open { .. } => Unrecorded::AttemptsLeft,
+            KeyState::Completed | KeyState::Terminal => Unrecorded::Terminal,
+        }
     }
 
     /// Attempts one rollout until it is recorded or its attempts are used up. Returns only errors of the ledger.
@@ -395,8 +418,9 @@ impl Driver {
             }
         }
         // Decided only after all attempts have ended: a superseded attempt may have completed the rollout.
-        if ended.is_ok() && self.ledger.state(row.key) != KeyState::Completed {
-            self.progress.give_up();
+        let state = self.ledger.state(row.key);
+        if ended.is_ok() && state != KeyState::Completed {
+            self.progress.give_up(self.unrecorded(state));
         }
         drop(in_flight);
         if let (Ok(()), Some(sender)) = (&ended, &self.ended) {
@@ -487,7 +511,7 @@ impl Driver {
             }
             AttemptResult::Lost => (NextStep::GiveUp, None),
         };
-        let Some(outcome) = result.into_outcome() else { return Ok((next, event)) };
+        let Some(outcome) = result.marked(self.settings)?.into_outcome() else { return Ok((next, event)) };
         // Recording may take as long as the attempt itself, because a disk may stall and recover. Ending the run would
         // lose computed results. Superseding the attempt ends the wait. A superseded attempt has its own time limit.
         let mut cx = CallContext::until(deadline.max(Instant::now()) + self.options.record_timeout);
@@ -504,7 +528,10 @@ impl Driver {
                 progress.fail(attempt, failure);
             }
             (next, figures, event) = (NextStep::GiveUp, None, event_of(&refused));
-            let outcome = refused.into_outcome().ok_or_else(|| Error::internal("a failure is an outcome"))?;
+            let outcome = refused
+                .marked(self.settings)?
+                .into_outcome()
+                .ok_or_else(|| Error::internal("a failure is an outcome"))?;
             written = recorded(pin!(self.ledger.record(&cx, attempt, outcome)), disk).await;
         }
         match written {

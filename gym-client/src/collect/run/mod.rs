@@ -14,8 +14,8 @@ pub use causes::FailureCause;
 pub use driver::{Driver, DriverOptions, FailFast, RunEnd, TruncatedRollouts};
 pub use events::{FailedAttempt, FinishedAttempt, RolloutEvent, RolloutEventKind, RolloutObserver, TokenUsage};
 pub use progress::{
-    AgentScore, AgentSummary, CollectProgress, LatencySummary, OldestRollout, PassRate, ProgressSnapshot, RewardBin,
-    TokenSummary,
+    AgentScore, AgentSummary, BestOfK, CollectProgress, LatencySummary, OldestRollout, PassRate, ProgressSnapshot,
+    RewardBin, TaskCoverage, TokenSummary, UnrecordedRollouts,
 };
 pub use rollout::{Rollout, RolloutError};
 pub use rollouts::Rollouts;

@@ -35,7 +35,25 @@ pub(super) enum AttemptResult {
     Lost,
 }
 
+/// The key of a row that was made with other settings than the first rows of its collection: the number of their version.
+const SETTINGS_KEY: &str = "_gym_settings";
+
 impl AttemptResult {
+    /// Writes the version of the servers' settings into the row; `None` for the first one, whose rows have no mark.
+    pub(super) fn marked(self, version: Option<u32>) -> Result<Self> {
+        let mark = |row: RawObject| match version {
+            Some(version) => Ok(row.edit().set(SETTINGS_KEY, version.to_string()).to_object()?),
+            // A row from an earlier collection may have a mark of that one.
+            None if row.contains(SETTINGS_KEY) => Ok(row.edit().remove(SETTINGS_KEY).to_object()?),
+            None => Ok::<_, Error>(row),
+        };
+        Ok(match self {
+            Self::Completed { row, figures } => Self::Completed { row: mark(row)?, figures },
+            Self::Failed { failure, terminal, row } => Self::Failed { failure, terminal, row: mark(row)? },
+            Self::Lost => Self::Lost,
+        })
+    }
+
     pub(super) fn into_outcome(self) -> Option<Outcome> {
         match self {
             Self::Completed { row, .. } => Some(Outcome::Completed(row)),
@@ -325,6 +343,20 @@ mod tests {
     use serde_json::json;
 
     use super::*;
+
+    #[test]
+    fn a_row_is_marked_with_the_version_of_the_settings_unless_it_is_the_first() {
+        for (row, version, expected) in [
+            (json!({"reward": 1.0}), None, json!({"reward": 1.0})),
+            (json!({"reward": 1.0, "_gym_settings": 7}), None, json!({"reward": 1.0})),
+            (json!({"reward": 1.0, "_gym_settings": 7}), Some(2), json!({"reward": 1.0, "_gym_settings": 2})),
+        ] {
+            let row = RawObject::parse(row.to_string()).unwrap();
+            let scored = AttemptResult::Completed { row, figures: RolloutFigures::default() };
+            let AttemptResult::Completed { row, .. } = scored.marked(version).unwrap() else { panic!("it is scored") };
+            assert_eq!(serde_json::from_slice::<Value>(row.text()).unwrap(), expected);
+        }
+    }
 
     #[test]
     fn a_masked_result_is_kept_without_its_reward() {

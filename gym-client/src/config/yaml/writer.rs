@@ -5,7 +5,7 @@ use crate::config::yaml::float::yaml_float;
 use crate::config::yaml::node::{Key, Node, Tree};
 use crate::config::yaml::parser;
 
-const MASK: &str = "****";
+pub(crate) const MASK: &str = "****";
 
 /// Writes YAML that OmegaConf's loader reads into equal values.
 pub(crate) fn yaml(root: &Node) -> String {

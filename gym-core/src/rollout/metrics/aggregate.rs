@@ -53,6 +53,30 @@ pub struct Aggregation {
     scored: usize,
     coverage: Map<String, Value>,
     per_task: BTreeMap<i64, Map<String, Value>>,
+    incomplete: BTreeMap<i64, TaskCompletion>,
+}
+
+/// How many rollouts of a task were requested, and how many are recorded.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TaskCompletion {
+    /// Requested rollouts.
+    pub expected: u64,
+    /// Recorded rollouts, at most `expected`.
+    pub recorded: u64,
+}
+
+impl TaskCompletion {
+    /// Returns the keys of NeMo Gym for the completion of a task, with their values.
+    #[must_use]
+    pub fn metrics(self) -> [(&'static str, Value); 3] {
+        let Self { expected, recorded } = self;
+        let share = if expected == 0 { 1.0 } else { recorded as f64 / expected as f64 };
+        [
+            ("expected_num_rollouts", expected.into()),
+            ("missing_num_rollouts", expected.saturating_sub(recorded).into()),
+            ("reward_profile_completion_pct", (100.0 * share).into()),
+        ]
+    }
 }
 
 /// The metric columns, in the order of their first appearance in the rows.
@@ -144,7 +168,13 @@ impl Aggregation {
             scored,
             coverage,
             per_task: BTreeMap::new(),
+            incomplete: BTreeMap::new(),
         })
+    }
+
+    /// Sets the tasks, by index, of which requested rollouts are missing: the rows do not tell. By default, all tasks are complete.
+    pub fn set_incomplete(&mut self, tasks: BTreeMap<i64, TaskCompletion>) {
+        self.incomplete = tasks;
     }
 
     /// Adds a benchmark's own metrics: `overall` to the agent's, `per_task` to those of the tasks with these indices.
@@ -473,9 +503,9 @@ impl TaskRows {
         // NeMo Gym's aggregation shows a synthetic row here.
         metrics.insert("sample".into(), serde_json::json!({"agent_ref": {"name": "agent"}}));
         metrics.insert("num_rollouts".into(), rollouts.into());
-        metrics.insert("expected_num_rollouts".into(), rollouts.into());
-        metrics.insert("missing_num_rollouts".into(), 0.into());
-        metrics.insert("reward_profile_completion_pct".into(), 100.0.into());
+        let complete = TaskCompletion { expected: rollouts as u64, recorded: rollouts as u64 };
+        let completion = aggregation.incomplete.get(&self.index).copied().unwrap_or(complete);
+        metrics.extend(completion.metrics().map(|(key, value)| (key.to_owned(), value)));
         metrics.insert("rollout_infos".into(), self.infos.into());
         if let Some(own) = aggregation.per_task.get(&self.index) {
             extend(&mut metrics, own);

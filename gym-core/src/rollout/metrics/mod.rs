@@ -14,7 +14,8 @@ mod student_t;
 
 pub use crate::message::JsonFields;
 pub use aggregate::{
-    AggregateOptions, Aggregation, STANDARD_STATISTICS, STATISTICS_METADATA, aggregate_metrics, standard_response,
+    AggregateOptions, Aggregation, STANDARD_STATISTICS, STATISTICS_METADATA, TaskCompletion, aggregate_metrics,
+    standard_response,
 };
 pub use error::MetricsError;
 pub use number::{Number, is_truthy};

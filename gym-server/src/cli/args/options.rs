@@ -381,6 +381,10 @@ pub(in crate::cli) struct CollectArgs {
     /// +resume_from_cache=true
     #[arg(long, conflicts_with = "overwrite")]
     pub(in crate::cli) resume: bool,
+    /// A --resume with other settings of models, environments or agents than those that made the recorded rewards: reject it, or mark the new
+    /// rows with the version of their settings in OUTPUT_settings.json
+    #[arg(long, value_enum, default_value_t = SettingsChange::Reject, value_name = "HOW")]
+    pub(in crate::cli) changed_settings: SettingsChange,
     /// Replace the files of --output; without this or --resume, an existing output is rejected
     #[arg(long)]
     pub(in crate::cli) overwrite: bool,
@@ -492,6 +496,12 @@ pub(in crate::cli) enum DispatchMode {
 pub(in crate::cli) enum Truncated {
     Score,
     Fail,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(in crate::cli) enum SettingsChange {
+    Reject,
+    Mark,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]

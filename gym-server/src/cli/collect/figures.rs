@@ -1,16 +1,19 @@
 //! Formats the figures of the agents as a table.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::fmt::Write as _;
 use std::sync::Arc;
 use std::time::Duration;
 
-use gym_client::collect::{AgentSummary, RewardBin, TokenSummary};
+use gym_client::collect::{AgentSummary, RewardBin, TaskCoverage, TokenSummary};
 
 use crate::cli::console::wide_table;
 
 /// The heights of a bin with rollouts; a bin without any is a dot.
 const BARS: [char; 8] = ['▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'];
 const EMPTY_BIN: char = '·';
+/// Tasks that a sentence names.
+const TASKS_NAMED_MAX: usize = 10;
 
 /// A column: its name, and the text of an agent's cell. `None` if the figure is not known.
 type Column<'a> = (String, Box<dyn Fn(&AgentSummary) -> Option<String> + 'a>);
@@ -18,23 +21,19 @@ type Column<'a> = (String, Box<dyn Fn(&AgentSummary) -> Option<String> + 'a>);
 /// Returns the table of the agents. A column that no agent has a figure for is left out.
 pub(super) fn agents(agents: &BTreeMap<Arc<str>, AgentSummary>) -> String {
     let unscored = agents.values().any(|agent| agent.unscored > 0);
-    let highest: BTreeSet<u32> = agents.values().filter_map(|agent| Some(agent.pass_at_k.last()?.k)).collect();
-    // One k for all agents is in the header.
-    let common = highest.first().filter(|_| highest.len() == 1);
-    let pass_at = common.map_or_else(|| "pass@k".to_owned(), |k| format!("pass@{k}"));
     let seconds = |seconds: f64| duration(Duration::try_from_secs_f64(seconds).unwrap_or_default());
     let columns: Vec<Column<'_>> = vec![
-        ("rollouts".to_owned(), Box::new(|agent| Some(agent.rollouts.to_string()))),
-        ("without reward".to_owned(), Box::new(|agent| unscored.then(|| agent.unscored.to_string()))),
-        ("mean reward".to_owned(), Box::new(|agent| Some(format!("{:.4}", agent.mean_reward?)))),
         (
-            pass_at,
+            "rollouts".to_owned(),
             Box::new(|agent| {
-                let highest = agent.pass_at_k.last()?;
-                let k = if common.is_some() { String::new() } else { format!(" (k={})", highest.k) };
-                Some(format!("{:.4}{k}", highest.rate))
+                let AgentSummary { rollouts, expected, missing, .. } = agent;
+                Some(if *missing == 0 { rollouts.to_string() } else { format!("{rollouts} of {expected}") })
             }),
         ),
+        ("without reward".to_owned(), Box::new(|agent| unscored.then(|| agent.unscored.to_string()))),
+        ("mean reward".to_owned(), Box::new(|agent| Some(format!("{:.4}", agent.mean_reward?)))),
+        of_k(agents, "pass@", |agent| agent.pass_at_k.last().map(|pass| (pass.k, pass.rate))),
+        of_k(agents, "best of ", |agent| agent.best_of_k.map(|best| (best.k, best.mean_reward))),
         ("turns".to_owned(), Box::new(|agent| Some(format!("{:.1}", agent.mean_turns?)))),
         ("truncated".to_owned(), Box::new(|agent| Some(format!("{:.1}%", 100.0 * agent.truncated_share?)))),
         ("tool errors".to_owned(), Box::new(|agent| Some(agent.tool_errors?.to_string()))),
@@ -59,6 +58,49 @@ pub(super) fn agents(agents: &BTreeMap<Arc<str>, AgentSummary>) -> String {
         std::iter::once(name.to_string()).chain(cells).collect()
     });
     wide_table(&header, rows)
+}
+
+/// Returns the column of a figure over k rollouts of a task. One k for all agents is in the header.
+fn of_k<'a>(
+    agents: &BTreeMap<Arc<str>, AgentSummary>,
+    name: &str,
+    figure: impl Fn(&AgentSummary) -> Option<(u32, f64)> + 'a,
+) -> Column<'a> {
+    let all: BTreeSet<u32> = agents.values().filter_map(|agent| Some(figure(agent)?.0)).collect();
+    let common = all.first().filter(|_| all.len() == 1);
+    let header = common.map_or_else(|| format!("{name}k"), |k| format!("{name}{k}"));
+    let says_k = common.is_none();
+    let cell = move |agent: &AgentSummary| {
+        let (k, figure) = figure(agent)?;
+        Some(if says_k { format!("{figure:.4} (k={k})") } else { format!("{figure:.4}") })
+    };
+    (header, Box::new(cell))
+}
+
+/// Returns a sentence on each agent of which rollouts are missing: its figures say nothing about them.
+pub(in crate::cli) fn missing(
+    agents: &BTreeMap<Arc<str>, AgentSummary>,
+    incomplete_tasks: &BTreeMap<Arc<str>, Vec<TaskCoverage>>,
+) -> Vec<String> {
+    let incomplete = agents.iter().filter(|(_, agent)| agent.missing > 0);
+    let sentence = |(name, agent): (&Arc<str>, &AgentSummary)| {
+        let AgentSummary { missing, expected, tasks_incomplete, tasks, tasks_without_rollout: without, .. } = agent;
+        let mut text = format!(
+            "{name}: {missing} of {expected} rollouts are missing, in {tasks_incomplete} of {tasks} tasks; the figures are those of the \
+             recorded ones"
+        );
+        let listed = incomplete_tasks.get(name).into_iter().flatten().filter(|task| task.recorded == 0);
+        let listed: Vec<String> = listed.take(TASKS_NAMED_MAX).map(|task| task.task_index.to_string()).collect();
+        if !listed.is_empty() {
+            let more = without.saturating_sub(listed.len() as u64);
+            let more = if more > 0 { format!(" and {more} more") } else { String::new() };
+            let noun = if *without == 1 { "task" } else { "tasks" };
+            // Writing to a string cannot fail.
+            let _ = write!(text, "; {noun} without a recorded rollout: {}{more}", listed.join(", "));
+        }
+        text
+    };
+    incomplete.map(sentence).collect()
 }
 
 /// Formats a histogram between the smallest and the largest reward: `0 ▂█ 1`.

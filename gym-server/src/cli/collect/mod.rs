@@ -2,7 +2,7 @@
 
 mod causes;
 mod dispatch;
-mod figures;
+pub(in crate::cli) mod figures;
 pub(super) mod plan;
 mod progress;
 mod report;

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::time::Duration;
 
-use gym_client::collect::{AgentSummary, CollectSummary, RunEnd};
+use gym_client::collect::{AgentSummary, CollectSummary, RunEnd, TaskCoverage, UnrecordedRollouts};
 use gym_core::base::ErrorLink;
 use gym_core::rollout::FailureClass;
 use serde::Serialize;
@@ -31,6 +31,9 @@ pub(super) struct CollectReport<'a> {
     recorded_earlier: u64,
     /// Rollouts that failed, in this run or an earlier one, and were not tried again or have no attempts left.
     failed: u64,
+    /// What --resume does with the rollouts of `failed`: it tries those of `attempts_left` again, and the others only with more --attempts
+    /// (`attempts_spent`), with more --lost-attempts (`workers_lost`), or never (`terminal`).
+    unrecorded: UnrecordedRollouts,
     /// Rollouts that were not tried to their end.
     incomplete: u64,
     /// Duration of the collection.
@@ -39,6 +42,8 @@ pub(super) struct CollectReport<'a> {
     rollouts_per_second: f64,
     /// The figures of each agent, over all recorded rollouts, those of earlier runs included.
     agents: BTreeMap<&'a str, &'a AgentSummary>,
+    /// The tasks of each agent with missing rollouts: first those without a single recorded rollout, and at most 1,000 of each agent.
+    incomplete_tasks: BTreeMap<&'a str, &'a [TaskCoverage]>,
     /// Failed attempts of this run by class.
     failures: &'a BTreeMap<FailureClass, u64>,
     /// The causes of the failed attempts of this run, the most frequent first.
@@ -81,6 +86,8 @@ struct FilesReport<'a> {
     failures: &'a Path,
     /// The rows as sent.
     inputs: &'a Path,
+    /// The settings of the servers that made the rewards.
+    settings: &'a Path,
     /// The statistics; `null` if this run did not write them.
     statistics: Option<&'a Path>,
 }
@@ -113,11 +120,13 @@ impl<'a> CollectReport<'a> {
             recorded: recorded(collected),
             recorded_earlier: snapshot.already_completed,
             failed: snapshot.given_up + snapshot.already_given_up,
+            unrecorded: snapshot.unrecorded,
             incomplete: snapshot.total.saturating_sub(snapshot.done()),
             // Milliseconds are exact enough, and print without rounding errors.
             seconds: took.as_millis() as f64 / 1e3,
             rollouts_per_second: rate(snapshot.completed, took),
             agents: collected.agents.iter().map(|(name, agent)| (&**name, agent)).collect(),
+            incomplete_tasks: collected.incomplete_tasks.iter().map(|(name, tasks)| (&**name, &**tasks)).collect(),
             failures: &snapshot.failures,
             causes: causes.collect(),
             other_causes: snapshot.other_causes,
@@ -126,6 +135,7 @@ impl<'a> CollectReport<'a> {
                 rollouts: &files.rollouts,
                 failures: &files.failures,
                 inputs: &files.materialized,
+                settings: &files.settings,
                 statistics: statistics_file(collected),
             },
             warnings: &collected.warnings,

@@ -6,12 +6,14 @@ use std::path::{Path, PathBuf};
 
 use gym_client::collect::input::PromptTemplate;
 use gym_client::collect::input::{MaterializeOptions, Repeats, Routing};
-use gym_client::collect::{CollectOptions, DriverOptions, ExistingOutput, FailFast, TruncatedRollouts};
+use gym_client::collect::{
+    ChangedSettings, CollectOptions, DriverOptions, ExistingOutput, FailFast, TruncatedRollouts,
+};
 use gym_client::config::reference::{COLLECT_KEYS, COLLECT_SHARED_KEYS};
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
 
-use crate::cli::args::options::{CollectArgs, Truncated};
+use crate::cli::args::options::{CollectArgs, SettingsChange, Truncated};
 use crate::cli::console::otlp;
 use crate::cli::exit::Failure;
 use crate::cli::setup::configuration::{LoadedConfig, find_file};
@@ -71,6 +73,10 @@ pub(super) fn read(
     }
     let mut options = CollectOptions::new(&input, output);
     options.existing = existing(args, &keys)?;
+    options.changed_settings = match args.changed_settings {
+        SettingsChange::Reject => ChangedSettings::Reject,
+        SettingsChange::Mark => ChangedSettings::Mark,
+    };
     options.aggregate = !(args.disable_aggregation || keys.flag("disable_aggregation")?);
     options.materialize = materialize(args, &keys, loaded, &input)?;
     options.driver = driver(args, &keys)?;

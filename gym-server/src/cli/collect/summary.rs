@@ -6,7 +6,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use gym_client::Transports;
-use gym_client::collect::{CollectSummary, RunEnd};
+use gym_client::collect::{CollectSummary, RunEnd, UnrecordedRollouts};
 use gym_core::transport::Transport;
 
 use crate::cli::collect::figures::rate;
@@ -20,6 +20,10 @@ pub(super) fn text(collected: &CollectSummary, took: Duration) -> String {
     // Writing to a string cannot fail.
     if !collected.agents.is_empty() {
         let _ = writeln!(text, "{}\n", figures::agents(&collected.agents));
+    }
+    let missing = figures::missing(&collected.agents, &collected.incomplete_tasks);
+    if !missing.is_empty() {
+        let _ = writeln!(text, "{}\n", missing.join("\n"));
     }
     if !snapshot.failures.is_empty() {
         // Those of earlier runs are in the failures file, and not counted again.
@@ -72,23 +76,45 @@ pub(super) fn advice(collected: &CollectSummary) -> Option<String> {
         return None;
     }
     let open = snapshot.total.saturating_sub(snapshot.done());
-    Some(match collected.ended {
+    let failed = snapshot.given_up + snapshot.already_given_up;
+    let failures = collected.files.failures.display();
+    let mut advice = match collected.ended {
         RunEnd::Stopped => {
             format!("stopped with {open} rollouts incomplete; repeat the command with --resume to continue")
         }
         RunEnd::FailedFast => format!(
-            "stopped because {} rollouts failed{}; {open} rollouts are incomplete, and each failed attempt is in {}\n  fix: remove the \
-             cause and repeat the command with --resume, or continue despite the failures with --resume --fail-fast 0",
+            "stopped because {} rollouts failed{}; {open} rollouts are incomplete, and each failed attempt is in {failures}\n  fix: remove \
+             the cause and repeat the command with --resume, or continue despite the failures with --resume --fail-fast 0",
             snapshot.given_up,
             if snapshot.completed == 0 && snapshot.causes.len() == 1 { ", all with the same cause" } else { "" },
-            collected.files.failures.display()
         ),
-        RunEnd::Exhausted => format!(
-            "{} rollouts failed; see {}, and repeat the command with --resume to retry those with attempts left",
-            snapshot.total.saturating_sub(recorded(collected)),
-            collected.files.failures.display()
+        RunEnd::Exhausted => format!("{failed} rollouts failed; each failed attempt is in {failures}"),
+    };
+    let UnrecordedRollouts { attempts_left, attempts_spent, workers_lost, terminal } = snapshot.unrecorded;
+    let CollectSummary { attempts_max, lost_max, .. } = collected;
+    let parts = [
+        (attempts_left, "have attempts left: repeat the command with --resume to try them again".to_owned()),
+        (
+            attempts_spent,
+            format!(
+                "have used all {attempts_max} attempts: --resume --attempts {} tries them again",
+                attempts_max.saturating_mul(2)
+            ),
         ),
-    })
+        (
+            workers_lost,
+            format!(
+                "lost their worker {lost_max} times: --resume --lost-attempts {} tries them again",
+                lost_max.saturating_mul(2)
+            ),
+        ),
+        (terminal, "are not tried again: their environment asked for no further attempt".to_owned()),
+    ];
+    for (count, what) in parts.iter().filter(|(count, _)| *count > 0) {
+        // Writing to a string cannot fail.
+        let _ = write!(advice, "\n  {count} of the failed {what}");
+    }
+    Some(advice)
 }
 
 /// Returns the file of the statistics, if they are about the recorded rollouts.
@@ -124,7 +150,9 @@ mod tests {
     use std::collections::BTreeMap;
     use std::sync::Arc;
 
-    use gym_client::collect::{AgentSummary, OutputFiles, PassRate, ProgressSnapshot, RewardBin};
+    use gym_client::collect::{
+        AgentSummary, BestOfK, OutputFiles, PassRate, ProgressSnapshot, RewardBin, TaskCoverage,
+    };
     use gym_core::rollout::FailureClass;
 
     use super::*;
@@ -150,6 +178,9 @@ mod tests {
             ended,
             snapshot,
             agents,
+            incomplete_tasks: BTreeMap::new(),
+            attempts_max: 3,
+            lost_max: 10,
             warnings: Vec::new(),
             aggregate_error: None,
             events_dropped: 0,
@@ -183,6 +214,31 @@ mod tests {
     }
 
     #[test]
+    fn missing_rollouts_are_beside_the_figures_that_do_not_contain_them() {
+        let mut collected = collected(RunEnd::Exhausted, 8, 12);
+        let task = |task_index, recorded| TaskCoverage { task_index, expected: 4, recorded, missing: 4 - recorded };
+        let agent = collected.agents.get_mut("math").unwrap();
+        (agent.expected, agent.missing, agent.tasks) = (20, 12, 5);
+        (agent.tasks_incomplete, agent.tasks_without_rollout) = (4, 2);
+        collected.incomplete_tasks =
+            BTreeMap::from([(Arc::from("math"), vec![task(1, 0), task(3, 0), task(0, 1), task(2, 3)])]);
+        let said = text(&collected, Duration::from_secs(1));
+        let words: Vec<&str> = said.lines().nth(1).unwrap().split_whitespace().collect();
+        assert_eq!(words[..4], ["math", "8", "of", "20"], "{said}");
+        assert!(said.contains("math: 12 of 20 rollouts are missing, in 4 of 5 tasks"), "{said}");
+        assert!(said.contains("tasks without a recorded rollout: 1, 3\n"), "{said}");
+    }
+
+    #[test]
+    fn partial_rewards_have_a_best_of_k_and_no_pass_rate() {
+        let mut collected = collected(RunEnd::Exhausted, 10, 0);
+        let agent = collected.agents.get_mut("math").unwrap();
+        (agent.pass_at_k, agent.best_of_k) = (Vec::new(), Some(BestOfK { k: 10, mean_reward: 0.625, tasks: 1 }));
+        let said = text(&collected, Duration::from_secs(1));
+        assert!(said.contains("BEST OF 10") && said.contains("0.6250") && !said.contains("PASS"), "{said}");
+    }
+
+    #[test]
     fn a_run_that_stopped_early_says_why_and_how_to_go_on() {
         let collected = collected(RunEnd::FailedFast, 0, 5);
         let said = advice(&collected).unwrap();
@@ -198,6 +254,26 @@ mod tests {
         collected.snapshot.tool_failures = 3;
         let text = text(&collected, Duration::from_secs(1));
         assert!(text.contains("3 tool calls failed") && text.contains("`tool_errors: fail`"), "{text}");
+    }
+
+    #[test]
+    fn the_next_step_is_one_that_can_run_what_failed() {
+        let mut collected = collected(RunEnd::Exhausted, 0, 10);
+        collected.snapshot.unrecorded =
+            UnrecordedRollouts { attempts_left: 4, attempts_spent: 3, workers_lost: 2, terminal: 1 };
+        let said = advice(&collected).unwrap();
+        for words in [
+            "10 rollouts failed",
+            "4 of the failed have attempts left: repeat the command with --resume",
+            "3 of the failed have used all 3 attempts: --resume --attempts 6",
+            "2 of the failed lost their worker 10 times: --resume --lost-attempts 20",
+            "1 of the failed are not tried again",
+        ] {
+            assert!(said.contains(words), "{said}");
+        }
+        collected.snapshot.unrecorded = UnrecordedRollouts { attempts_spent: 10, ..UnrecordedRollouts::default() };
+        let said = advice(&collected).unwrap();
+        assert!(!said.contains("attempts left") && said.contains("--attempts 6"), "{said}");
     }
 
     #[test]

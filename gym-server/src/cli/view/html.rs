@@ -16,6 +16,8 @@ pub(super) const LISTED_MAX: usize = 1_000_000;
 #[derive(Serialize)]
 struct PageData<'a> {
     title: &'a str,
+    /// Sentences on rollouts that were requested and are not recorded.
+    missing: &'a [String],
     rollouts: &'a [Rollout],
     /// Rollouts without their conversation.
     columns: Columns<'a>,
@@ -63,11 +65,12 @@ impl<'a> Columns<'a> {
 /// `Failed` if the rows cannot be written as JSON.
 pub(super) fn page<'a>(
     title: &str,
+    missing: &[String],
     rollouts: &[Rollout],
     others: impl Iterator<Item = &'a RowLabel>,
     total: usize,
 ) -> Result<String, Failure> {
-    let data = PageData { title, rollouts, columns: Columns::of(others), total };
+    let data = PageData { title, missing, rollouts, columns: Columns::of(others), total };
     let data = serde_json::to_string(&data).map_err(|error| Failure::Failed(format!("write the page: {error}")))?;
     // A text that contains `</script>` must not end the element that it is in.
     let data = data.replace('<', "\\u003c");
@@ -84,8 +87,14 @@ mod tests {
     fn the_data_cannot_leave_its_element() {
         let row = r#"{"responses_create_params":{"input":"</script><script>alert(1)</script><!--"}}"#;
         let other = RowLabel { task: 7, agent: "b".into(), class: Some("tool_error".into()), ..RowLabel::default() };
-        let page =
-            page("a<b", &[read(row.as_bytes()).unwrap()], [&other, &RowLabel::default()].into_iter(), 3).unwrap();
+        let page = page(
+            "a<b",
+            &["b: 3 of 4 rollouts are missing".to_owned()],
+            &[read(row.as_bytes()).unwrap()],
+            [&other, &RowLabel::default()].into_iter(),
+            3,
+        )
+        .unwrap();
         let (_, data) = page.split_once(r#"<script type="application/json" id="data">"#).unwrap();
         let (data, _) = data.split_once("</script>").unwrap();
         let data: serde_json::Value = serde_json::from_str(data).unwrap();

@@ -8,7 +8,11 @@ use std::io::{self, BufRead, IsTerminal as _, Write as _};
 use std::path::Path;
 use std::process::ExitCode;
 
+use gym_client::collect::OutputFiles;
+use gym_client::collect::report::RecordedSummary;
+
 use crate::cli::args::options::ViewArgs;
+use crate::cli::collect::figures;
 use crate::cli::console;
 use crate::cli::exit::{Failure, Outcome};
 use crate::cli::view::file::{Filter, RolloutFile};
@@ -32,8 +36,13 @@ pub(in crate::cli) fn view(args: ViewArgs) -> Outcome {
     if file.len() == 0 {
         return Err(Failure::Usage(none_of(&path, file.total)));
     }
+    // Of one rollout, nobody asks what the others lack.
+    let missing = if args.rollout.is_none() { missing(&path) } else { Vec::new() };
+    for sentence in &missing {
+        eprintln!("note: {sentence}");
+    }
     if let Some(out) = args.html {
-        return page(&mut file, &path, &out, args.limit, args.overwrite);
+        return page(&mut file, &path, &missing, &out, args.limit, args.overwrite);
     }
     if args.list {
         let limit = args.limit.unwrap_or(usize::MAX);
@@ -63,6 +72,15 @@ pub(in crate::cli) fn view(args: ViewArgs) -> Outcome {
     Ok(ExitCode::SUCCESS)
 }
 
+/// Returns a sentence on each agent of which rollouts are missing. Files of other programs have no materialized inputs, and say nothing.
+fn missing(rollouts: &Path) -> Vec<String> {
+    match RecordedSummary::read(&OutputFiles::beside(rollouts)) {
+        Ok(Some(read)) => figures::missing(&read.agents, &read.incomplete_tasks),
+        Ok(None) => Vec::new(),
+        Err(error) => vec![format!("the missing rollouts are not known: {error}")],
+    }
+}
+
 fn none_of(path: &Path, total: usize) -> String {
     match total {
         0 => format!("{}: the file has no rows", path.display()),
@@ -77,12 +95,19 @@ fn no_rollout(id: &str) -> String {
     format!("there is no rollout {id} among these\n  fix: write TASK-REPEAT, such as 3-0; `--list` lists them")
 }
 
-fn page(file: &mut RolloutFile, path: &Path, out: &Path, limit: Option<usize>, overwrite: bool) -> Outcome {
+fn page(
+    file: &mut RolloutFile,
+    path: &Path,
+    missing: &[String],
+    out: &Path,
+    limit: Option<usize>,
+    overwrite: bool,
+) -> Outcome {
     let limit = limit.unwrap_or(html::ROLLOUTS_MAX).min(file.len());
     let title = path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
     let rollouts = (0..limit).map(|position| file.read(position)).collect::<Result<Vec<_>, _>>()?;
     let listed = file.len().min(limit.saturating_add(html::LISTED_MAX));
-    let page = html::page(&title, &rollouts, file.labels().take(listed).skip(limit), file.len())?;
+    let page = html::page(&title, missing, &rollouts, file.labels().take(listed).skip(limit), file.len())?;
     let failed = |error: io::Error| match error.kind() {
         io::ErrorKind::AlreadyExists => Failure::Usage(format!(
             "{} exists already\n  fix: choose another path, or replace it with --overwrite",

@@ -7,8 +7,8 @@ use hdrhistogram::Histogram;
 use serde::Serialize;
 
 use super::AgentScore;
-use super::repeats::{PassRate, RepeatScores};
 use super::rewards::{RewardBin, RewardHistogram};
+use super::tasks::{BestOfK, PassRate, TaskScores};
 
 /// What one recorded rollout adds to the figures of its agent.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -44,12 +44,23 @@ impl From<&EpisodeRecord> for EpisodeFigures {
     }
 }
 
-/// The figures of one agent, over all rollouts in the rollouts file. Failed attempts are in none of them.
+/// The figures of one agent, over all rollouts in the rollouts file. Failed attempts are in none of them, so the figures of rewards are those of
+/// the rollouts that succeeded; `missing` says how many did not.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct AgentSummary {
     /// Recorded rollouts.
     pub rollouts: u64,
+    /// Requested rollouts: the rows of the materialized inputs.
+    pub expected: u64,
+    /// Requested rollouts that are not recorded.
+    pub missing: u64,
+    /// Requested tasks.
+    pub tasks: u64,
+    /// Those of them with at least one missing rollout.
+    pub tasks_incomplete: u64,
+    /// Those of them without a single recorded rollout.
+    pub tasks_without_rollout: u64,
     /// Those of them with a reward. A masked result (`mask_sample`) has none; it is in no figure of rewards.
     pub scored: u64,
     /// Those of them without a reward.
@@ -62,9 +73,11 @@ pub struct AgentSummary {
     pub max_reward: Option<f64>,
     /// Distribution of the rewards: each value if there are at most eight, otherwise at most twelve bins of equal width.
     pub reward_histogram: Vec<RewardBin>,
-    /// pass@k for 1, 2, 4, … and the largest number of scored rollouts of one task; only the last if a reward is neither 0 nor 1. Empty
-    /// without repeats.
+    /// pass@k for 1, 2, 4, … and the largest number of scored rollouts of one task. Empty without repeats, and if a reward is neither 0
+    /// nor 1.
     pub pass_at_k: Vec<PassRate>,
+    /// The best of k, if a reward is neither 0 nor 1; `null` otherwise, and without repeats.
+    pub best_of_k: Option<BestOfK>,
     /// Rollouts whose agent reported the course of the episode (`_gym_episode.turns`); the agents of this SDK do. The following figures
     /// are about these rollouts, and `null` without any.
     pub episodes: u64,
@@ -111,7 +124,7 @@ pub struct LatencySummary {
 pub(super) struct AgentFigures {
     pub(super) score: AgentScore,
     rewards: RewardHistogram,
-    repeats: RepeatScores,
+    pub(super) tasks: TaskScores,
     /// In microseconds. Its size depends on the longest duration: 30 kB for two hours.
     latencies: Histogram<u64>,
     episodes: u64,
@@ -127,7 +140,7 @@ impl Default for AgentFigures {
         Self {
             score: AgentScore::default(),
             rewards: RewardHistogram::default(),
-            repeats: RepeatScores::default(),
+            tasks: TaskScores::default(),
             latencies: Histogram::new(2).expect("two significant digits are supported"),
             episodes: 0,
             truncated: 0,
@@ -140,14 +153,20 @@ impl Default for AgentFigures {
 }
 
 impl AgentFigures {
+    /// Creates the figures of an agent with these requested tasks, before its first rollout.
+    pub(super) fn expecting(tasks: TaskScores) -> Self {
+        Self { tasks, ..Self::default() }
+    }
+
     pub(super) fn add(&mut self, task: u32, rollout: &RolloutFigures) {
         // A reward that is not finite is no reward, as in a training step.
-        match rollout.reward.filter(|reward| reward.is_finite()) {
+        let reward = rollout.reward.filter(|reward| reward.is_finite());
+        self.tasks.record(task, reward);
+        match reward {
             Some(reward) => {
                 self.score.count += 1;
                 self.score.reward_sum += reward;
                 self.rewards.add(reward);
-                self.repeats.add(task, reward);
             }
             None => self.score.unscored += 1,
         }
@@ -175,7 +194,7 @@ impl AgentFigures {
         let range = self.rewards.range();
         let known = |count: u64| (self.episodes > 0).then_some(count);
         let seconds = |quantile| self.latencies.value_at_quantile(quantile) as f64 / 1e6;
-        AgentSummary {
+        let mut summary = AgentSummary {
             rollouts: count + unscored,
             scored: count,
             unscored,
@@ -183,7 +202,8 @@ impl AgentFigures {
             min_reward: range.map(|(min, _)| min),
             max_reward: range.map(|(_, max)| max),
             reward_histogram: self.rewards.bins(),
-            pass_at_k: self.repeats.pass_rates(),
+            pass_at_k: self.tasks.pass_rates(),
+            best_of_k: self.tasks.best_of_k(),
             episodes: self.episodes,
             truncated_share: share(self.truncated, self.episodes),
             mean_turns: share(self.turns, self.episodes),
@@ -195,7 +215,16 @@ impl AgentFigures {
                 p99_seconds: seconds(0.99),
                 max_seconds: seconds(1.0),
             }),
+            ..AgentSummary::default()
+        };
+        for task in self.tasks.coverage() {
+            summary.expected += u64::from(task.expected);
+            summary.missing += u64::from(task.missing);
+            summary.tasks += 1;
+            summary.tasks_incomplete += u64::from(task.missing > 0);
+            summary.tasks_without_rollout += u64::from(task.recorded == 0);
         }
+        summary
     }
 }
 

@@ -1,8 +1,8 @@
 //! Counters of a running collection, for progress displays, metrics and the summary.
 
 mod figures;
-mod repeats;
 mod rewards;
+mod tasks;
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -11,6 +11,7 @@ use std::time::Duration;
 
 use gym_core::base::{InFlight, WorkKey};
 use gym_core::rollout::{Attempt, FailureClass, TaskKey};
+use serde::Serialize;
 use tokio::time::Instant;
 
 use crate::collect::run::causes::{FailureCause, FailureCauses};
@@ -19,8 +20,12 @@ use crate::work::{WorkPool, WorkPoolSnapshot};
 use figures::AgentFigures;
 pub use figures::{AgentSummary, LatencySummary, TokenSummary};
 pub(in crate::collect) use figures::{EpisodeFigures, RolloutFigures};
-pub use repeats::PassRate;
 pub use rewards::RewardBin;
+pub(in crate::collect) use tasks::RequestedTasks;
+pub use tasks::{BestOfK, PassRate, TaskCoverage};
+
+/// Incomplete tasks of an agent that a summary lists; the statistics file lists all.
+pub(in crate::collect) const INCOMPLETE_TASKS_MAX: usize = 1_000;
 
 /// Counters of one collection. The driver updates them; progress bars and metrics read them.
 #[derive(Debug, Default)]
@@ -30,12 +35,35 @@ pub struct CollectProgress {
     already_completed: AtomicU64,
     already_given_up: AtomicU64,
     given_up: AtomicU64,
+    unrecorded: Mutex<UnrecordedRollouts>,
     tool_failures: AtomicU64,
     in_flight: InFlight<InFlightRollout>,
     agents: Mutex<BTreeMap<Arc<str>, AgentFigures>>,
     failures: Mutex<FailureCounts>,
     /// The pool from which workers take the rollouts, if they do.
     pool: OnceLock<WorkPool>,
+}
+
+/// Rollouts that failed, in this run or an earlier one, by what a resumed run does with them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct UnrecordedRollouts {
+    /// They have attempts left, so a resumed run tries them again.
+    pub attempts_left: u64,
+    /// They have used up [`DriverOptions::attempts_max`](super::DriverOptions::attempts_max).
+    pub attempts_spent: u64,
+    /// They have used up [`DriverOptions::lost_max`](super::DriverOptions::lost_max): their workers were lost.
+    pub workers_lost: u64,
+    /// Their environment asked for no further attempt.
+    pub terminal: u64,
+}
+
+/// What a resumed run does with a rollout that failed; see [`UnrecordedRollouts`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::collect) enum Unrecorded {
+    AttemptsLeft,
+    AttemptsSpent,
+    WorkersLost,
+    Terminal,
 }
 
 /// The failed attempts.
@@ -92,6 +120,8 @@ pub struct ProgressSnapshot {
     pub already_given_up: u64,
     /// Rollouts that used up their attempts or failed permanently in this run.
     pub given_up: u64,
+    /// What a resumed run does with the rollouts of `given_up` and `already_given_up`.
+    pub unrecorded: UnrecordedRollouts,
     /// Rollouts in flight.
     pub in_flight: u64,
     /// The rollout that has been in flight for the longest time.
@@ -149,10 +179,11 @@ impl CollectProgress {
             already_completed: of(&self.already_completed),
             already_given_up: of(&self.already_given_up),
             given_up: of(&self.given_up),
+            unrecorded: *self.unrecorded(),
             in_flight: self.in_flight.count() as u64,
             oldest: self.in_flight.oldest().map(OldestRollout::of),
             tool_failures: of(&self.tool_failures),
-            scores: self.agents().iter().map(|(agent, figures)| (Arc::clone(agent), figures.score)).collect(),
+            scores: self.scores(),
             failures,
             causes,
             other_causes,
@@ -160,10 +191,31 @@ impl CollectProgress {
         }
     }
 
+    /// Returns the scores of the agents with a recorded rollout.
+    fn scores(&self) -> BTreeMap<Arc<str>, AgentScore> {
+        let agents = self.agents();
+        let scores = agents.iter().map(|(agent, figures)| (Arc::clone(agent), figures.score));
+        scores.filter(|(_, score)| score.count + score.unscored > 0).collect()
+    }
+
     /// Returns the figures of each agent. Costs time for each task; [`CollectProgress::snapshot`] does not.
     #[must_use]
     pub fn agent_summaries(&self) -> BTreeMap<Arc<str>, AgentSummary> {
         self.agents().iter().map(|(agent, figures)| (Arc::clone(agent), figures.summary())).collect()
+    }
+
+    /// Returns the tasks with missing rollouts, by agent: first those without a single recorded rollout, and at most `max` of each agent.
+    #[must_use]
+    pub fn incomplete_tasks(&self, max: usize) -> BTreeMap<Arc<str>, Vec<TaskCoverage>> {
+        let incomplete = |figures: &AgentFigures| {
+            let missing = |none: bool| {
+                figures.tasks.coverage().filter(move |task| task.missing > 0 && (task.recorded == 0) == none)
+            };
+            missing(true).chain(missing(false)).take(max).collect::<Vec<_>>()
+        };
+        let agents = self.agents();
+        let tasks = agents.iter().map(|(agent, figures)| (Arc::clone(agent), incomplete(figures)));
+        tasks.filter(|(_, tasks)| !tasks.is_empty()).collect()
     }
 
     /// Returns at most `max` rollouts in flight, the oldest first. Looks at all of them.
@@ -184,6 +236,7 @@ impl CollectProgress {
         ];
         counters.into_iter().for_each(|counter| counter.store(0, Ordering::Relaxed));
         self.agents().clear();
+        *self.unrecorded() = UnrecordedRollouts::default();
         *self.failures() = FailureCounts::default();
     }
 
@@ -193,14 +246,24 @@ impl CollectProgress {
         drop(self.pool.set(pool));
     }
 
+    /// Sets the requested tasks of each agent. Called before the first rollout.
+    pub(in crate::collect) fn expect(&self, requested: RequestedTasks) {
+        let figures = requested.into_agents().map(|(agent, tasks)| (agent, AgentFigures::expecting(tasks)));
+        *self.agents() = figures.collect();
+    }
+
     /// Sets the number of requested rollouts.
     pub fn set_total(&self, total: u64) {
         self.total.store(total, Ordering::Relaxed);
     }
 
-    pub(super) fn skip(&self, completed: bool) {
-        let counter = if completed { &self.already_completed } else { &self.already_given_up };
+    /// Counts a rollout that needs no attempt in this run; `None` if it is completed.
+    pub(super) fn skip(&self, unrecorded: Option<Unrecorded>) {
+        let counter = if unrecorded.is_none() { &self.already_completed } else { &self.already_given_up };
         counter.fetch_add(1, Ordering::Relaxed);
+        if let Some(unrecorded) = unrecorded {
+            self.count(unrecorded);
+        }
     }
 
     /// Counts a rollout that was recorded in this run.
@@ -243,8 +306,23 @@ impl CollectProgress {
         self.failures.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(super) fn give_up(&self) {
+    pub(super) fn give_up(&self, unrecorded: Unrecorded) {
         self.given_up.fetch_add(1, Ordering::Relaxed);
+        self.count(unrecorded);
+    }
+
+    fn count(&self, unrecorded: Unrecorded) {
+        let mut counts = self.unrecorded();
+        *match unrecorded {
+            Unrecorded::AttemptsLeft => &mut counts.attempts_left,
+            Unrecorded::AttemptsSpent => &mut counts.attempts_spent,
+            Unrecorded::WorkersLost => &mut counts.workers_lost,
+            Unrecorded::Terminal => &mut counts.terminal,
+        } += 1;
+    }
+
+    fn unrecorded(&self) -> MutexGuard<'_, UnrecordedRollouts> {
+        self.unrecorded.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn agents(&self) -> MutexGuard<'_, BTreeMap<Arc<str>, AgentFigures>> {

@@ -1,0 +1,80 @@
+//! Cases about resumed collections whose servers have changed.
+
+use serde_json::json;
+
+use crate::fixture::{CONFIG, TestFolder, ended_with, row};
+
+/// A collection of two tasks with the settings of [`CONFIG`].
+fn recorded() -> TestFolder {
+    let folder = TestFolder::new();
+    folder.tasks((0..2).map(|number| row("0123456789", number)));
+    let (out, error) = own(&folder, &[], 0);
+    assert!(out.contains("2 of 2 rollouts are recorded"), "{out}{error}");
+    folder
+}
+
+/// Collects with servers of its own.
+fn own(folder: &TestFolder, options: &[&str], code: i32) -> (String, String) {
+    let port = folder.port();
+    let options = [&["--config", "gym.yaml", &port], options].concat();
+    ended_with(&folder.collect(&options).output().unwrap(), code)
+}
+
+/// Sets a setting of the model.
+fn set(folder: &TestFolder, setting: &str) {
+    let model = "scripted_model:\n      entrypoint: app.py\n";
+    std::fs::write(folder.file("gym.yaml"), CONFIG.replace(model, &format!("{model}      {setting}\n"))).unwrap();
+}
+
+/// Returns the mark of each row, and `null` for rows without one, in the order of the repeats.
+fn marks(folder: &TestFolder) -> Vec<serde_json::Value> {
+    let mut rows = folder.rollouts();
+    rows.sort_by_key(|row| row["_ng_rollout_index"].as_u64());
+    rows.iter().map(|row| row["_gym_settings"].clone()).collect()
+}
+
+pub(crate) fn a_resume_with_other_settings_is_refused_or_marked() {
+    let folder = recorded();
+    set(&folder, "seed: 7");
+    let before = folder.contents();
+    let (_, error) = own(&folder, &["--resume", "--num-repeats", "2"], 2);
+    let says = "policy_model.responses_api_models.scripted_model.seed: was absent, is 7";
+    assert!(error.contains(says) && error.contains("--changed-settings mark"), "{error}");
+    assert!(folder.contents() == before, "the refused resume changed a file");
+
+    own(&folder, &["--resume", "--num-repeats", "2", "--changed-settings", "mark"], 0);
+    assert_eq!(marks(&folder), [json!(null), json!(null), json!(1), json!(1)]);
+
+    // What decides no reward may change, and both sets of settings are known now.
+    set(&folder, "seed: 7\n      latency_ms: 1");
+    let started = folder.start(&[]);
+    let (_, error) = ended_with(&folder.collected(&["--resume", "--num-repeats", "3"]), 0);
+    assert!(!error.contains("settings"), "{error}");
+    assert_eq!(started.interrupt(), Some(0));
+    assert_eq!(marks(&folder)[4..], [json!(1), json!(1)]);
+    std::fs::write(folder.file("gym.yaml"), CONFIG).unwrap();
+    own(&folder, &["--resume", "--num-repeats", "4"], 0);
+    assert_eq!(marks(&folder)[6..], [json!(null), json!(null)]);
+    ended_with(&folder.run(&["view", "out/rollouts.jsonl", "--list"]), 0);
+}
+
+pub(crate) fn a_remote_head_server_tells_the_settings_of_its_servers() {
+    let folder = recorded();
+    set(&folder, "model: \"${other_model}\"\nother_model: elsewhere");
+    let started = folder.start(&[]);
+    let before = folder.contents();
+    let (_, error) = ended_with(&folder.collected(&["--resume", "--num-repeats", "2"]), 2);
+    let says = "policy_model.responses_api_models.scripted_model.model: was absent, is \"elsewhere\"";
+    assert!(error.contains(says), "{error}");
+    assert!(folder.contents() == before, "the refused resume changed a file");
+    assert_eq!(started.interrupt(), Some(0));
+}
+
+pub(crate) fn results_without_settings_resume_with_one_warning() {
+    let folder = recorded();
+    std::fs::remove_file(folder.file("out/rollouts_settings.json")).unwrap();
+    let warns = |options: &[&str]| own(&folder, options, 0).1.contains("not checked against the servers' settings");
+    assert!(warns(&["--resume", "--num-repeats", "2"]));
+    assert!(!warns(&["--resume", "--num-repeats", "3"]));
+    assert_eq!(marks(&folder), vec![json!(null); 6]);
+}
