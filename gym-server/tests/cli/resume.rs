@@ -1,5 +1,7 @@
 //! Cases about resumed collections whose servers have changed.
 
+use std::path::Path;
+
 use serde_json::json;
 
 use crate::fixture::{CONFIG, TestFolder, ended_with, row};
@@ -77,4 +79,29 @@ pub(crate) fn results_without_settings_resume_with_one_warning() {
     assert!(warns(&["--resume", "--num-repeats", "2"]));
     assert!(!warns(&["--resume", "--num-repeats", "3"]));
     assert_eq!(marks(&folder), vec![json!(null); 6]);
+}
+
+pub(crate) fn results_of_an_earlier_commit_are_read_and_resumed() {
+    let data = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/data/collection");
+    for with_index in [true, false] {
+        let folder = TestFolder::new();
+        std::fs::create_dir(folder.file("out")).unwrap();
+        for entry in std::fs::read_dir(&data).unwrap().map(Result::unwrap) {
+            let name = entry.file_name().into_string().unwrap();
+            let at = if name == "tasks.jsonl" { "" } else { "out/" };
+            std::fs::copy(entry.path(), folder.file(&format!("{at}{name}"))).unwrap();
+        }
+        if !with_index {
+            std::fs::remove_file(folder.file("out/rollouts.jsonl.index")).unwrap();
+        }
+        let (list, said) = ended_with(&folder.run(&["view", "out/rollouts.jsonl", "--list"]), 0);
+        assert!(list.contains("2-1 ") && list.contains("failed: verifier_error"), "{list}");
+        assert!(said.contains("2 of 6 rollouts are missing"), "{said}");
+        let before = std::fs::read_to_string(folder.file("out/rollouts.jsonl")).unwrap();
+        let (out, error) = own(&folder, &["--resume", "--num-repeats", "3", "--attempts", "1"], 3);
+        // The failed rollouts have no attempts left, but their task has one more repeat.
+        assert!(out.contains("9 of 12 rollouts are recorded (4 of them by earlier runs), 3 failed"), "{out}{error}");
+        assert!(error.contains("3 of the failed have used all their attempts (1)"), "{error}");
+        assert!(std::fs::read_to_string(folder.file("out/rollouts.jsonl")).unwrap().starts_with(&before));
+    }
 }

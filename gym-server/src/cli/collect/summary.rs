@@ -97,7 +97,7 @@ pub(super) fn advice(collected: &CollectSummary) -> Option<String> {
         (
             attempts_spent,
             format!(
-                "have used all {attempts_max} attempts: --resume --attempts {} tries them again",
+                "have used all their attempts ({attempts_max}): --resume --attempts {} tries them again",
                 attempts_max.saturating_mul(2)
             ),
         ),
@@ -265,7 +265,7 @@ mod tests {
         for words in [
             "10 rollouts failed",
             "4 of the failed have attempts left: repeat the command with --resume",
-            "3 of the failed have used all 3 attempts: --resume --attempts 6",
+            "3 of the failed have used all their attempts (3): --resume --attempts 6",
             "2 of the failed lost their worker 10 times: --resume --lost-attempts 20",
             "1 of the failed are not tried again",
         ] {
