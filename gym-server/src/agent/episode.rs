@@ -20,6 +20,7 @@ use tokio::time::Instant;
 
 use crate::agent::config::OutputLimits;
 use crate::agent::observation::ToolRules;
+use crate::agent::reports::TurnReports;
 use crate::agent::turn::{TokenUsage, Turn, yield_after};
 use crate::role::resources::{SESSION_METADATA, TOOLS_KEY};
 use crate::role::route::{classified, tool_route};
@@ -57,6 +58,7 @@ pub struct Episode {
     cx: CallContext,
     row: RawObject,
     course: Course,
+    reports: TurnReports,
     /// `true` if the model was offered the tools of the server.
     offered: bool,
     tool_errors: ToolErrors,
@@ -77,6 +79,7 @@ impl Episode {
             cx: cx.child(),
             row: row.clone(),
             course,
+            reports: TurnReports::default(),
             offered: false,
             tool_errors: ToolErrors::Auto,
             limits: None,
@@ -127,6 +130,7 @@ impl Episode {
             let (input, output) = usage.tokens();
             self.course.record.add_tokens(input, output);
         }
+        self.reports.add(&answer);
         self.course.record.truncated = None;
         let end = ResponseEnd::of_response(&answer).truncation().and_then(|end| {
             // As the verifier will read it: what it cannot read is the model's fault.
@@ -171,7 +175,7 @@ impl Episode {
             Some(params) => row.set_object(PARAMS_KEY, params),
             None => row,
         };
-        let row = row.set_object("response", response.0).to_rope();
+        let row = row.set_object("response", self.reports.write(response)?.0).to_rope();
         let asked = Instant::now();
         let response = self.session.verify(&self.cx, row).await?;
         self.course.add(Phase::Verify, asked);
