@@ -74,7 +74,8 @@ shop_environment:
     rollouts.sort_by_key(|rollout| rollout["_ng_task_index"].as_u64());
     let rewards: Vec<&Value> = rollouts.iter().map(|rollout| &rollout["reward"]).collect();
     assert_eq!(rewards, [&json!(1.0), &json!(0.0)]);
-    assert!(rollouts.iter().all(|rollout| rollout["responses_create_params"].get("tools").is_none()), "{rollouts:?}");
+    let offered = |rollout: &Value| rollout["responses_create_params"]["tools"].as_array().map(Vec::len);
+    assert!(rollouts.iter().all(|rollout| offered(rollout) == Some(2)), "{rollouts:?}");
     stack.stop().await;
 }
 

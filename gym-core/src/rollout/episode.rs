@@ -14,6 +14,13 @@ pub const EPISODE_METADATA: &str = "x-gym-episode";
 /// Key of a scored row with the episode's course. NeMo Gym computes no metrics of keys that begin with `_`.
 pub const EPISODE_KEY: &str = "_gym_episode";
 
+/// Key of a model's response with what the engine reported about each turn: a list with one object for each response of the model, in
+/// order. It is a key of the response, not of its items or of the row: Python verifiers return only the former unchanged.
+pub const TURNS_KEY: &str = "_gym_turns";
+
+/// Key of a model's response with the settings of the model server that shaped the prompt, as the engine received them.
+pub const PROMPT_KEY: &str = "_gym_prompt";
+
 /// Maximum bytes of a reason; the reasons of model servers are single words.
 const REASON_BYTES_MAX: usize = 64;
 

@@ -128,8 +128,9 @@ impl<T: ToolReply> ToolReply for Result<T> {
 /// Declares the tools of a [`ResourcesServer`](super::ResourcesServer) by generating its methods `tools` and `call_tool`.
 ///
 /// A tool has a name, typed arguments and an expression, which can `.await` and use the three names between the bars. Doc comments
-/// of tools and arguments become their descriptions. Agents of this SDK offer the tools to the model unless a row has `tools`. A
-/// call with invalid arguments gets a 422 with pydantic's messages. A call of an unknown tool gets `NotFound`.
+/// of tools and arguments become their descriptions. Agents of this SDK offer the tools to the model unless a row has `tools`. The
+/// body of `/verify` and the scored row have the tools that the model received. A call with invalid arguments gets a 422 with
+/// pydantic's messages. A call of an unknown tool gets `NotFound`.
 ///
 /// ```
 /// use gym_core::prelude::*;

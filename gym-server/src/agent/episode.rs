@@ -20,9 +20,13 @@ use tokio::time::Instant;
 
 use crate::agent::config::OutputLimits;
 use crate::agent::observation::ToolRules;
+use crate::agent::reports::TurnReports;
 use crate::agent::turn::{TokenUsage, Turn, yield_after};
 use crate::role::resources::{SESSION_METADATA, TOOLS_KEY};
 use crate::role::route::{classified, tool_route};
+
+/// The key of a row with the request for the model.
+pub(super) const PARAMS_KEY: &str = "responses_create_params";
 
 /// Maximum bytes of a route that an error shows; routes are ASCII.
 const ROUTE_SHOWN_BYTES: usize = 120;
@@ -54,6 +58,9 @@ pub struct Episode {
     cx: CallContext,
     row: RawObject,
     course: Course,
+    reports: TurnReports,
+    /// `true` if the model was offered the tools of the server.
+    offered: bool,
     tool_errors: ToolErrors,
     limits: Option<OutputLimits>,
 }
@@ -67,7 +74,16 @@ impl Episode {
         let mut course = Course::begin();
         let session = ResourcesSession::seed(&cx.child(), &cx.metadata, client, resources, row).await?;
         course.add(Phase::Seed, course.began);
-        Ok(Self { session, cx: cx.child(), row: row.clone(), course, tool_errors: ToolErrors::Auto, limits: None })
+        Ok(Self {
+            session,
+            cx: cx.child(),
+            row: row.clone(),
+            course,
+            reports: TurnReports::default(),
+            offered: false,
+            tool_errors: ToolErrors::Auto,
+            limits: None,
+        })
     }
 
     /// Sets what happens with the errors of tools that the model did not cause. By default [`ToolErrors::Auto`].
@@ -89,7 +105,8 @@ impl Episode {
         self.course.record.truncate(reason);
     }
 
-    /// Sends a request to a model server, with the tools of the resources server unless the request has `tools`.
+    /// Sends a request to a model server, with the tools of the resources server unless the request has `tools`. The scored row has
+    /// the tools that were added. Of an agent that changes the request otherwise, [`Episode::seed`] should get the changed row.
     ///
     /// # Errors
     /// The error of `/v1/responses`; `InvalidArgument` if the request has a tool that the resources server lacks, or if the
@@ -99,7 +116,10 @@ impl Episode {
         self.course.record.turns = self.course.record.turns.saturating_add(1);
         let mut params = params.into();
         if self.session.tools.is_some() {
-            params = self.session.with_tools(&params.to_object()?)?.into();
+            let request = params.to_object()?;
+            let offered = self.session.with_tools(&request)?;
+            self.offered |= offered.is_some();
+            params = offered.unwrap_or(request).into();
         }
         let asked = Instant::now();
         let answer: Message = post(self.session.calls(), &self.cx, model, "/v1/responses", params).await?;
@@ -110,6 +130,7 @@ impl Episode {
             let (input, output) = usage.tokens();
             self.course.record.add_tokens(input, output);
         }
+        self.reports.add(&answer);
         self.course.record.truncated = None;
         let end = ResponseEnd::of_response(&answer).truncation().and_then(|end| {
             // As the verifier will read it: what it cannot read is the model's fault.
@@ -148,7 +169,13 @@ impl Episode {
     /// # Errors
     /// The error of `/verify`; `DataLoss` if its response has no reward.
     pub async fn verify(mut self, response: ModelResponse) -> Result<Response> {
-        let row = self.row.edit().set_object("response", response.0).to_rope();
+        let offered = if self.offered { self.session.row_params_with_tools(&self.row)? } else { None };
+        let row = self.row.edit();
+        let row = match offered {
+            Some(params) => row.set_object(PARAMS_KEY, params),
+            None => row,
+        };
+        let row = row.set_object("response", self.reports.write(response)?.0).to_rope();
         let asked = Instant::now();
         let response = self.session.verify(&self.cx, row).await?;
         self.course.add(Phase::Verify, asked);
@@ -308,12 +335,21 @@ impl ResourcesSession {
         self.calls.as_mut().expect("taken only when this is dropped")
     }
 
-    /// Adds the server's tools to a request for a model. Tools of the request take precedence if the server has all of them.
-    pub(super) fn with_tools(&self, params: &RawObject) -> Result<RawObject> {
-        let Some(tools) = &self.tools else { return Ok(params.clone()) };
-        match params.get("tools").filter(|own| &own[..] != b"null") {
-            Some(own) => self.check_tools(&own, tools).map(|()| params.clone()),
-            None => Ok(params.edit().set("tools", tools.clone()).to_object()?),
+    /// Returns a request for a model with the server's tools; `None` if the server declares none, or if the request has tools of its
+    /// own. The server must have all of those.
+    pub(super) fn with_tools(&self, params: &RawObject) -> Result<Option<RawObject>> {
+        let Some(tools) = &self.tools else { return Ok(None) };
+        match own_tools(params) {
+            Some(own) => self.check_tools(&own, tools).map(|()| None),
+            None => Ok(Some(params.edit().set("tools", tools.clone()).to_object()?)),
+        }
+    }
+
+    /// Returns the request of a row with the server's tools, unless the row has tools of its own.
+    fn row_params_with_tools(&self, row: &RawObject) -> Result<Option<RawObject>> {
+        match row.get_object(PARAMS_KEY)?.filter(|params| own_tools(params).is_none()) {
+            Some(params) => self.with_tools(&params),
+            None => Ok(None),
         }
     }
 
@@ -346,6 +382,10 @@ impl ResourcesSession {
             }
         }
     }
+}
+
+fn own_tools(params: &RawObject) -> Option<Bytes> {
+    params.get("tools").filter(|own| &own[..] != b"null")
 }
 
 impl Drop for ResourcesSession {

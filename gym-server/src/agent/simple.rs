@@ -16,7 +16,7 @@ use serde_json::{Value, json};
 use tokio::time::Instant;
 
 use crate::agent::config::SimpleAgentConfig;
-use crate::agent::episode::{Course, ResourcesSession, aggregate, ask, of_inner, recorded, return_cookies};
+use crate::agent::episode::{Course, PARAMS_KEY, ResourcesSession, aggregate, ask, of_inner, recorded, return_cookies};
 use crate::agent::observation::ToolRules;
 use crate::agent::tool_arguments;
 use crate::agent::turn::{Conversation, FunctionCall, NextStep, yield_after};
@@ -182,9 +182,15 @@ impl SimpleAgent {
             let mut course = Course::begin();
             let mut session = ResourcesSession::seed(cx, &caller.metadata, &self.client, resources, row).await?;
             course.add(Phase::Seed, course.began);
-            let params = session.with_tools(&params)?;
+            let (params, offered) = match session.with_tools(&params)? {
+                Some(offered) => (offered, true),
+                None => (params, false),
+            };
             let response = self.converse(cx, session.calls(), &params, &mut course).await?;
-            let row = row.edit().set_object("response", response.0);
+            let row = row.edit();
+            // The request as the model received it, so that its prompt can be rendered again.
+            let row = if offered { row.set_object(PARAMS_KEY, params) } else { row };
+            let row = row.set_object("response", response.0);
             if self.config.skip_verification {
                 let row = row.set_value("reward", &self.config.skip_verification_reward)?;
                 return Ok(recorded(Response::json(row.set("verification_skipped", "true").to_rope()), &course.record));
@@ -237,7 +243,7 @@ impl AgentServer for SimpleAgent {
 
 /// Returns the request for the model of a row, or the 422 of a row without a valid one.
 pub(super) fn params_of(row: &RawObject) -> Result<RawObject, Response> {
-    let path = ["responses_create_params"];
+    let path = [PARAMS_KEY];
     let params = match row.get_object(path[0]) {
         Ok(Some(params)) => params,
         Ok(None) => {

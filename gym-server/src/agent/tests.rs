@@ -94,22 +94,25 @@ struct TestServers {
     model: ObedientModel,
     metrics: Metrics,
     client: ServerClient,
-    _net: TestNetwork,
+    net: TestNetwork,
 }
 
 fn servers(env: impl Handler) -> TestServers {
     let (model, metrics, mut net) = (ObedientModel::default(), Metrics::new(), TestNetwork::new());
-    let client = net.client(&["model", "env", "agent", "player", "own"]);
+    let client = net.client(&["model", "env", "agent", "unverified", "player", "own", "bare"]);
     let context = |name: &str| ServerContext::new(name, "Test", &world());
     let simple = SimpleAgent::new(SimpleAgentConfig::new("model", "env"), client.clone());
     let player = GymnasiumAgentConfig { max_steps: 3.try_into().unwrap(), ..GymnasiumAgentConfig::new("model", "env") };
     let player = GymnasiumAgent::new(player, client.clone(), &world());
+    let unverified = SimpleAgentConfig { skip_verification: true, ..SimpleAgentConfig::new("model", "env") };
+    let unverified = SimpleAgent::new(unverified, client.clone());
     net.serve("model", RoleServer::model(model.clone(), &context("model")));
     net.serve("env", env);
+    net.serve("unverified", RoleServer::agent(unverified, &context("unverified")));
     net.serve("agent", RoleServer::agent(simple, &context("agent")));
     net.serve("player", RoleServer::agent(player, &context("player")));
     net.serve("own", RoleServer::agent(OneTurn(client.clone()), &context("own")));
-    TestServers { model, metrics, client, _net: net }
+    TestServers { model, metrics, client, net }
 }
 
 /// Creates the servers, with an environment that counts in the metrics of the result.
@@ -181,7 +184,6 @@ async fn a_servers_tools_are_offered_to_the_model_unless_the_row_has_tools() {
     for agent in ["agent", "own"] {
         let (status, scored) = servers.run(CallContext::default(), agent, &row("call count")).await.unwrap();
         assert_eq!(status, Status(200), "{scored}");
-        assert_eq!(scored["responses_create_params"], row("call count")["responses_create_params"]);
         assert_eq!(servers.asked()[0]["tools"], json!(counter.tools()));
 
         let mut own = row("say done");
@@ -199,6 +201,72 @@ async fn a_servers_tools_are_offered_to_the_model_unless_the_row_has_tools() {
     }
     tokio::time::sleep(Duration::from_secs(1)).await;
     assert_eq!(counts(&counter), SessionCounts { open: 0, closed: 6, expired: 0 });
+}
+
+/// The prompt of a row can be rendered again only if the row has the tools that the model was offered.
+#[tokio::test(start_paused = true)]
+async fn a_scored_row_has_the_tools_that_the_model_received() {
+    let counter = Counter::default();
+    let mine = json!([{"type": "function", "name": "count", "description": "Mine.", "parameters": {}, "strict": true}]);
+    let (declared, absent) = (Some(json!(counter.tools())), None);
+    // Each with the tools of the row, and those of the scored row. Only a resources server declares tools.
+    for (own, expected) in [
+        (absent.clone(), declared.clone()),
+        (Some(Value::Null), declared.clone()),
+        (Some(json!([])), Some(json!([]))),
+        (Some(mine.clone()), Some(mine)),
+    ] {
+        for agent in ["agent", "unverified", "own", "player"] {
+            let plays = agent == "player";
+            let servers = if plays { servers(endless()) } else { with_counter(&counter) };
+            let mut row = row("call count");
+            row["expected"] = json!(7);
+            row["responses_create_params"]["temperature"] = json!(0.5);
+            if let Some(tools) = &own {
+                row["responses_create_params"]["tools"] = tools.clone();
+            }
+            let (status, scored) = servers.run(CallContext::default(), agent, &row).await.unwrap();
+            assert_eq!(status, Status(200), "{scored}");
+            let kept = &scored["responses_create_params"];
+            let expected = if plays { &own } else { &expected };
+            assert_eq!(kept.get("tools"), expected.as_ref(), "{agent} {own:?}");
+            // The request as the model received it, and nothing else of the row changes.
+            assert_eq!(kept, &servers.asked()[0], "{agent} {own:?}");
+            if !plays {
+                row["responses_create_params"]["tools"] = kept["tools"].clone();
+                assert_eq!((&row["responses_create_params"], &scored["expected"]), (kept, &json!(7)));
+            }
+        }
+    }
+}
+
+/// An environment that is played in steps and never ends an episode.
+fn endless() -> impl Handler {
+    handler_fn(|request: Request| {
+        let reply = if request.route.path() == "/step" { r#"{"observation":"say more"}"# } else { "{}" };
+        async move { Ok(Response::json(reply)) }
+    })
+}
+
+/// The tools of an agent are its own: the row of a task does not get them.
+#[tokio::test(start_paused = true)]
+async fn a_row_has_no_tools_that_no_model_was_offered() {
+    struct WithoutTools(ServerClient);
+
+    impl AgentServer for WithoutTools {
+        async fn run(&self, cx: &CallContext, _: &SessionId, row: &RawObject) -> Result<Response> {
+            let mut episode = Episode::seed(cx, &self.0, "env", row).await?;
+            let params = row.get_object("responses_create_params")?.unwrap_or_default();
+            let answer = episode.ask("model", params.edit().set("tools", "[]").to_rope()).await?;
+            episode.verify(answer).await
+        }
+    }
+
+    let mut servers = with_counter(&Counter::default());
+    let agent = WithoutTools(servers.client.clone());
+    servers.net.serve("bare", RoleServer::agent(agent, &ServerContext::new("bare", "Test", &world())));
+    let (status, scored) = servers.run(CallContext::default(), "bare", &row("say done")).await.unwrap();
+    assert_eq!((status, scored["responses_create_params"].get("tools")), (Status(200), None), "{scored}");
 }
 
 #[tokio::test(start_paused = true)]

@@ -4,11 +4,14 @@ use std::fmt;
 use std::marker::PhantomData;
 
 use bytes::{BufMut, Bytes, BytesMut};
+use gym_core::rollout::TURNS_KEY;
 use gym_core::server::{ResponseEnd, ResponseOutline};
 use gym_core::{Code, Error, ModelResponse, RawObject, Result, Rope};
 use serde::de::{IgnoredAny, MapAccess, SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer};
 use serde_json::Value;
+
+use crate::agent::reports::{TurnReports, inside};
 
 /// The sentence that NeMo Gym's agent adds to the metadata of a response without message and tool call.
 const TERMINATION_MESSAGE: &str = "Ending trajectory: model returned no assistant message or tool calls (reasoning-only or empty output) without reported truncation. This is the stop-token case (finish_reason='stop'), not length truncation (finish_reason='length', handled separately via incomplete_details). This indicates either a badly trained model requiring training-level fixes or a bug in the inference engine.";
@@ -171,6 +174,7 @@ pub(super) struct Conversation {
     /// The items of all turns, without brackets: the outputs of the model and of the tools, and messages of the user.
     said: Vec<Bytes>,
     turns: u32,
+    reports: TurnReports,
     /// The usage of all turns so far; parsed only when a second usage is added.
     usage: Option<Bytes>,
 }
@@ -186,7 +190,7 @@ impl Conversation {
             }
             _ => return Err(Error::invalid("`input` is neither a string nor a list of items")),
         };
-        Ok(Self { input, listed, said: Vec::new(), turns: 0, usage: None })
+        Ok(Self { input, listed, said: Vec::new(), turns: 0, reports: TurnReports::default(), usage: None })
     }
 
     /// Returns the request of the next turn.
@@ -200,6 +204,7 @@ impl Conversation {
     /// Adds a response.
     pub(super) fn answered(&mut self, turn: &Turn) -> Result<()> {
         self.turns += 1;
+        self.reports.add(&turn.response);
         self.say(inside(&turn.response.get("output").unwrap_or_default()));
         if turn.outline.usage.is_some() {
             let usage = turn.response.get("usage").unwrap_or_default();
@@ -239,6 +244,9 @@ impl Conversation {
         let mut edit = last.response.edit();
         if !whole {
             edit = edit.set("output", list(&self.said));
+            if let Some(reports) = self.reports.list() {
+                edit = edit.set(TURNS_KEY, reports);
+            }
             if let Some(usage) = self.usage {
                 edit = edit.set("usage", usage);
             }
@@ -277,15 +285,6 @@ pub(super) fn items_of(params: &RawObject, more: Option<&str>) -> Result<Option<
 /// Returns the input item of a user's message.
 pub(super) fn user_message(text: &str) -> String {
     format!(r#"{{"content":{},"role":"user","type":"message"}}"#, Value::from(text))
-}
-
-/// Returns the text of a list without its brackets and the adjacent whitespace.
-fn inside(list: &Bytes) -> Bytes {
-    let blank = |byte: &u8| byte.is_ascii_whitespace();
-    let Some(text) = list.get(1..list.len().saturating_sub(1)) else { return Bytes::new() };
-    let start = 1 + text.iter().take_while(|byte| blank(byte)).count();
-    let end = list.len() - 1 - text.iter().rev().take_while(|byte| blank(byte)).count();
-    if start < end { list.slice(start..end) } else { Bytes::new() }
 }
 
 /// Returns a list of the items in the pieces.

@@ -49,7 +49,12 @@ const MATERIALIZED: [&str; 2] = ["_ng_task_index", "_ng_rollout_index"];
 
 /// Keys of scored rows.
 const SCORED: [Key; 16] = [
-    key("responses_create_params", "mapping", "The request of the episode, as in the input row."),
+    key(
+        "responses_create_params",
+        "mapping",
+        "The request of the episode as the model received it: that of the input row, with the `tools` that an agent of this SDK took from \
+         the resources server.",
+    ),
     key("response", "mapping", "The last response of the model, with all items of the episode in `output`."),
     key("reward", "number or null", "The reward; `null` if the environment gives none."),
     key("mask_sample", "boolean", "Set by environments: if `true`, the reward does not count."),
@@ -84,6 +89,41 @@ const SCORED: [Key; 16] = [
     ),
     key("_gym_episode.attempts", "integer", "Attempts of the rollout until it was scored, at least 1."),
     key("_gym_episode.seconds", "number", "Duration of the attempt in seconds."),
+];
+
+/// Keys that `vllm_model` adds to the response. The tests of `vllm_model` check them.
+const REPORTED: [Key; 6] = [
+    key(
+        "response._gym_turns",
+        "list",
+        "One object for each response of the model, in order. A turn without a report is an empty object; absent if no turn has one.",
+    ),
+    key(
+        "response._gym_turns[].finish_reason",
+        "string",
+        "The engine's word, such as `tool_calls`, `stop` or `length`. `length` is also that of a prompt that did not fit into the context.",
+    ),
+    key(
+        "response._gym_turns[].native_finish_reason",
+        "any",
+        "The word of the provider behind a gateway. Absent if the engine writes none.",
+    ),
+    key(
+        "response._gym_turns[].weight_version",
+        "any",
+        "The version of the weights that the engine names. Absent if it names none, or `null`.",
+    ),
+    key(
+        "response._gym_turns[].weight_versions",
+        "any",
+        "The versions of the tokens of the turn: SGLang's list of `version`, `start` and `end`. Absent if the engine writes none.",
+    ),
+    key(
+        "response._gym_prompt",
+        "mapping",
+        "What the model server added to the request of the last turn that shapes the prompt, as the engine received it: keys such as \
+         `chat_template_kwargs`, `chat_template` or `continue_final_message`. Absent if it added none.",
+    ),
 ];
 
 /// Keys of failed rows.
@@ -355,6 +395,20 @@ async fn the_page_on_rows_is_the_generated_one() {
     );
     page.section("Scored rows", "`OUTPUT.jsonl` has one row for each rollout that was scored.");
     page.table(head, scored.into_iter().map(row));
+    page.section(
+        "Turns of `vllm_model`",
+        "Keys of the response. Values keep the engine's text, of whatever type they are.\n\n\
+         - Training reads the entries of `_gym_turns` in order. With `return_token_id_information`, an entry belongs to the item of `output` \
+         that has `generation_token_ids`, the first entry to the first such item. The weights changed within the episode if two entries \
+         have different versions.\n\
+         - The version is read from the first of these that is not `null`: `weight_version` of the choice, or of the completion; then that of \
+         `metadata` (SGLang), `sglext` or `meta_info` in either. vLLM's chat completions have none. Before the first update, SGLang writes `default`. \
+         With `is_responses_native`, the same keys of the response are read, and there is no finish reason.\n\
+         - The prompt of a turn is `instructions`, `input` and `tools` of `responses_create_params`, and the items of `output` before the turn, \
+         rendered with `_gym_prompt`. `vllm_model` sends tools without `strict`. `prompt_token_ids` are the ids that the engine has read.\n\
+         - An agent in Python keeps these keys of the last turn only. NeMo Gym's types drop unknown keys of items, and keep those of the response.",
+    );
+    page.table(head, REPORTED.iter().map(row));
     page.section("Failed attempts", "`OUTPUT_failures.jsonl` has one row for each attempt that failed.");
     page.table(head, FAILED.iter().map(row));
     page.section(

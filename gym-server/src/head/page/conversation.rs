@@ -2,7 +2,7 @@
 
 use gym_client::collect::TokenUsage;
 use gym_core::base::ErrorLink;
-use gym_core::rollout::{EPISODE_KEY, Phase, Phases};
+use gym_core::rollout::{EPISODE_KEY, Phase, Phases, TURNS_KEY};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
@@ -217,6 +217,7 @@ impl Rollout {
                     && !value.is_null()
             })
             .map(|(key, value)| (key.clone(), fact(key, value)))
+            .chain(generation(&row))
             .filter(|(_, text)| text.len() <= FACT_CHARS_MAX)
             .collect();
         Ok(Self { label, items, facts, causes, course: Course::of(&row) })
@@ -234,6 +235,43 @@ fn fact(key: &str, value: &Value) -> String {
     let mut value = value.clone();
     value["phases"] = sums.into();
     value.to_string()
+}
+
+/// Returns facts of the generation: the tools that the model was offered, and what the engine reported about the turns.
+fn generation(row: &Map<String, Value>) -> Vec<(String, String)> {
+    let tools = list(row.get("responses_create_params").and_then(|params| params.get("tools")));
+    let name = |tool: &Value| tool.get("name").or_else(|| tool.get("type")).map(plain).unwrap_or_default();
+    let names: Vec<String> = tools.iter().map(name).collect();
+    let turns = list(row.get("response").and_then(|response| response.get(TURNS_KEY)));
+    let reported = |key: &str| runs(turns.iter().filter_map(|turn| turn.get(key)).map(plain));
+    let facts = [
+        ("tools", names.join(", ")),
+        ("finish_reason", reported("finish_reason")),
+        ("weight_version", reported("weight_version")),
+    ];
+    let facts = facts.into_iter().filter(|(_, text)| !text.is_empty());
+    facts.map(|(key, text)| (key.to_owned(), text)).collect()
+}
+
+/// Returns a text without quotation marks, and any other value as JSON.
+fn plain(value: &Value) -> String {
+    value.as_str().map_or_else(|| value.to_string(), str::to_owned)
+}
+
+/// Returns words in order, with the number of each that follows itself: `tool_calls ×2, stop`.
+fn runs(words: impl Iterator<Item = String>) -> String {
+    let mut runs: Vec<(String, usize)> = Vec::new();
+    for word in words {
+        match runs.last_mut() {
+            Some((last, times)) if *last == word => *times += 1,
+            _ => runs.push((word, 1)),
+        }
+    }
+    let shown = runs.into_iter().map(|(word, times)| match times {
+        1 => word,
+        _ => format!("{word} ×{times}"),
+    });
+    shown.collect::<Vec<_>>().join(", ")
 }
 
 impl Course {
@@ -395,6 +433,31 @@ pub(crate) mod tests {
         assert_eq!((&page["phases"], &page["tokens"]["input_tokens"]), (&"model 0+7".into(), &9.into()));
         let [(key, course)] = &rollout.facts[..] else { panic!("{:?}", rollout.facts) };
         assert!(key == EPISODE_KEY && course.contains(r#""phases":{"model":7e-6}"#), "{course}");
+    }
+
+    #[test]
+    fn a_rollout_shows_its_tools_and_how_its_turns_ended() {
+        let facts = |tools: Value, turns: Value| {
+            let row = json!({"responses_create_params": {"input": "x", "tools": tools}, "response": {"output": [], TURNS_KEY: turns}});
+            let facts = read(row.to_string().as_bytes()).unwrap().facts;
+            facts.iter().map(|(key, text)| format!("{key}: {text}")).collect::<Vec<_>>()
+        };
+        let turn = |reason: &str, version: Value| json!({"finish_reason": reason, "weight_version": version});
+        assert_eq!(
+            facts(
+                json!([{"type": "function", "name": "add"}, {"type": "web_search"}, 3]),
+                json!([
+                    turn("tool_calls", json!("v1")),
+                    turn("tool_calls", json!("v1")),
+                    {},
+                    turn("stop", json!({"rank": 2}))
+                ]),
+            ),
+            ["tools: add, web_search, ", "finish_reason: tool_calls ×2, stop", r#"weight_version: v1 ×2, {"rank":2}"#]
+        );
+        for odd in [Value::Null, json!([]), json!(3), json!({}), json!([null, 3, "x"])] {
+            assert!(facts(Value::Null, odd.clone()).is_empty(), "{odd}");
+        }
     }
 
     #[test]

@@ -4,6 +4,9 @@
 //! Some features of NeMo Gym's server are unsupported: the completions API, prefix supply, endpoint files, and audio from files. A
 //! configuration or request that uses one of them is rejected.
 //!
+//! Beyond NeMo Gym's fields, a response reports the engine's finish reason and weight version, and the settings that shaped the prompt:
+//! [`TURNS_KEY`] and [`PROMPT_KEY`].
+//!
 //! Three more are absent, and no configuration of this server can request them: `/v1/messages`, which no model server of the SDK
 //! serves; token capture with its external staging; the transport log of `NEMO_GYM_VLLM_TRANSPORT_LOG`.
 
@@ -12,6 +15,7 @@ mod config;
 mod engines;
 mod overflow;
 mod prepare;
+mod report;
 mod request;
 mod response;
 mod think;
@@ -21,7 +25,7 @@ use std::sync::{Arc, Once};
 use bytes::Bytes;
 use futures_util::future::{BoxFuture, join_all};
 use gym_core::registry::Balance;
-use gym_core::rollout::FailureClass;
+use gym_core::rollout::{FailureClass, PROMPT_KEY, TURNS_KEY};
 use gym_core::server::{EndpointReport, ModelEndpoints};
 use gym_core::{CallContext, Error, ModelResponse, ModelServer, RawObject, Result, SessionId, World};
 use serde_json::{Value, json};
@@ -33,7 +37,7 @@ use crate::model::secret::Secret;
 use crate::model::upstream::retry::{EndpointRetries, RetryKeys};
 use crate::model::upstream::{EndpointKeys, Upstream, UpstreamOptions};
 use engines::Engines;
-use response::{Completion, ResponseForm, TokenFields};
+use response::{Answer, Completion, ResponseForm, TokenFields};
 
 /// Request keys that determine how the engine tokenizes the request.
 const TOKENIZE_KEYS: [&str; 5] = ["model", "messages", "tools", "chat_template_kwargs", "mm_processor_kwargs"];
@@ -88,13 +92,8 @@ impl VllmModel {
         self
     }
 
-    /// Returns the completion, and the engine's message if the request did not fit into the model's context.
-    async fn chat(
-        &self,
-        cx: &CallContext,
-        session: &SessionId,
-        request: &RawObject,
-    ) -> Result<(RawObject, Option<String>)> {
+    /// Asks an engine for a chat completion.
+    async fn chat(&self, cx: &CallContext, session: &SessionId, request: &RawObject) -> Result<Answer> {
         let config = &*self.config;
         if !config.forward_request_chat_template_kwargs && request.contains("chat_template_kwargs") {
             self.template_dropped.call_once(|| {
@@ -113,8 +112,10 @@ impl VllmModel {
             let conversation = json!({"conversation_id": session.as_str()});
             body = body.edit().set("conversation_params", conversation.to_string()).to_object()?;
         }
+        let prompt = report::prompt(request, &body);
         if !config.sequential_reasoning_allowed && prepare::ends_in_empty_assistant(&body)? {
-            return Ok((response::empty(&config.model, "content_filter", &self.world)?, None));
+            let chat = response::empty(&config.model, "content_filter", &self.world)?;
+            return Ok(Answer { chat, overflow: None, prompt });
         }
         let (engine, answer) = self.engines.post(cx, session, &body, CHAT_ROUTE, body.text().clone()).await?;
         if let Some(message) = overflow::of(&answer) {
@@ -123,7 +124,8 @@ impl VllmModel {
                 let error = error.unwrap_or_else(|| Error::internal("an overflow is an error"));
                 return Err(error.with_class(FailureClass::Truncated));
             }
-            return Ok((response::empty(&config.model, "length", &self.world)?, Some(message)));
+            let chat = response::empty(&config.model, "length", &self.world)?;
+            return Ok(Answer { chat, overflow: Some(message), prompt });
         }
         let mut completion = Completion::parse(engine.object(CHAT_ROUTE, answer, "choices")?)?;
         let continued = body.get("continue_final_message").is_some_and(|value| value == "true");
@@ -140,7 +142,7 @@ impl VllmModel {
                 }
             }
         }
-        Ok((completion.finish()?, None))
+        Ok(Answer { chat: completion.finish()?, overflow: None, prompt })
     }
 
     /// Requests the token ids of the prompt from `/tokenize`.
@@ -184,18 +186,27 @@ impl ModelServer for VllmModel {
             if !body.contains("stream") {
                 edit = edit.set("stream", "false");
             }
-            let native = edit.to_rope().to_bytes();
-            let (engine, answer) = self.engines.post(cx, session, body, "/responses", native).await?;
-            return engine.object("/responses", answer, "output").map(ModelResponse);
+            let native = edit.to_object()?;
+            let prompt = report::prompt(body, &native);
+            let (engine, answer) = self.engines.post(cx, session, body, "/responses", native.into_text()).await?;
+            let response = engine.object("/responses", answer, "output")?;
+            let turn = report::turn(&response, None);
+            let reports = [(TURNS_KEY, turn), (PROMPT_KEY, prompt)];
+            if reports.iter().all(|(_, report)| report.is_none()) {
+                return Ok(ModelResponse(response));
+            }
+            let reports = reports.into_iter().filter_map(|(key, report)| Some((key, report?)));
+            let edit = reports.fold(response.edit(), |edit, (key, report)| edit.set(key, report));
+            return Ok(ModelResponse(edit.to_object()?));
         }
         let tokens = config.return_token_id_information;
-        let (chat, overflow) = self.chat(cx, session, &request::to_chat(body, tokens)?).await?;
+        let answer = self.chat(cx, session, &request::to_chat(body, tokens)?).await?;
         let form = ResponseForm { model: &config.model, uses_parser: config.uses_reasoning_parser, tokens };
-        response::to_response(body, chat, form, overflow.as_deref(), &self.world).map(ModelResponse)
+        response::to_response(body, answer, form, &self.world).map(ModelResponse)
     }
 
     async fn chat_completions(&self, cx: &CallContext, session: &SessionId, body: &RawObject) -> Result<RawObject> {
-        self.chat(cx, session, body).await.map(|(chat, _)| chat)
+        self.chat(cx, session, body).await.map(|answer| answer.chat)
     }
 
     fn endpoints(&self) -> Option<&dyn ModelEndpoints> {

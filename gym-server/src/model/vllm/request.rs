@@ -234,6 +234,10 @@ impl ObjectText {
         self.0.push_str(json);
     }
 
+    pub(super) fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
     pub(super) fn finish(mut self) -> String {
         if self.0.is_empty() {
             self.0.push('{');

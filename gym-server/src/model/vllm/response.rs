@@ -2,12 +2,14 @@
 //! log-probabilities are never parsed as numbers: their text is moved.
 
 use bytes::Bytes;
+use gym_core::rollout::{PROMPT_KEY, TURNS_KEY};
 use gym_core::server::ResponseEnd;
 use gym_core::{Code, Error, RawObject, Result, World};
 use serde::Deserialize;
 use serde_json::value::RawValue;
 use serde_json::{Value, json};
 
+use crate::model::vllm::report;
 use crate::model::vllm::request::{ObjectText, TOKEN_FIELDS};
 use crate::model::vllm::think;
 
@@ -230,15 +232,24 @@ pub(super) struct ResponseForm<'a> {
 /// Maximum characters of the engine's message in `incomplete_details`.
 const MESSAGE_CHARS_MAX: usize = 500;
 
-/// Converts a chat completion to the Responses response to `params`. `overflow` is the engine's message if the request did not fit into
-/// the model's context.
+/// The chat completion of an engine, or one without content for a request that no engine answered.
+#[derive(Debug)]
+pub(super) struct Answer {
+    pub(super) chat: RawObject,
+    /// The engine's message if the request did not fit into the model's context.
+    pub(super) overflow: Option<String>,
+    /// The settings that shaped the prompt, as a JSON object.
+    pub(super) prompt: Option<String>,
+}
+
+/// Converts a chat completion to the Responses response to `params`.
 pub(super) fn to_response(
     params: &RawObject,
-    chat: RawObject,
+    answer: Answer,
     form: ResponseForm<'_>,
-    overflow: Option<&str>,
     world: &World,
 ) -> Result<RawObject> {
+    let Answer { chat, overflow, prompt } = answer;
     let completion = Completion::parse(chat)?;
     let output = output(&completion, form.uses_parser, form.tokens, world)?;
     let choice = &completion.choices[0];
@@ -251,7 +262,7 @@ pub(super) fn to_response(
     answer.add("object", r#""response""#);
     answer.add("output", &output);
     answer.add("status", if incomplete.is_some() { r#""incomplete""# } else { r#""completed""# });
-    let details = incomplete.map(|reason| match overflow {
+    let details = incomplete.map(|reason| match &overflow {
         None => json!({"reason": reason}),
         // OpenAI's type allows no other reason, but further keys.
         Some(message) => {
@@ -279,6 +290,12 @@ pub(super) fn to_response(
     if let Some(native) = native.or(finish_reason) {
         let native = native.as_str().map_or_else(|| native.to_string(), str::to_owned);
         answer.add("native_finish_reason", &Value::from(native).to_string());
+    }
+    if let Some(turn) = report::turn(&completion.whole, Some(choice)) {
+        answer.add(TURNS_KEY, &turn);
+    }
+    if let Some(prompt) = prompt {
+        answer.add(PROMPT_KEY, &prompt);
     }
     Ok(RawObject::parse(answer.finish())?)
 }

@@ -1,9 +1,13 @@
-use gym_core::Code;
+use gym_client::{CallOptions, ServerClient};
+use gym_core::rollout::{PROMPT_KEY, TURNS_KEY};
 use gym_core::server::EndpointState;
+use gym_core::{AgentServer, Code, Request, ResourcesServer, Response, Verdict};
 
 use super::*;
+use crate::agent::{Episode, SimpleAgent};
 use crate::model::mock::{MockEndpoint, answer};
-use crate::testing::world;
+use crate::role::{RoleServer, ServerContext};
+use crate::testing::{TestNetwork, world};
 
 fn model(mock: &MockEndpoint, change: impl FnOnce(&mut VllmModelConfig)) -> VllmModel {
     let mut config = VllmModelConfig::new(mock.url(), "qwen");
@@ -384,4 +388,169 @@ async fn the_choice_among_engines_can_be_set_and_one_engine_needs_a_weight() {
     config.load_balancing_strategy = Some(Balance::Weighted(vec![0]));
     let error = VllmModel::new(config, &world()).unwrap_err().to_string();
     assert!(error.contains("`load_balancing_strategy`: each engine of `base_url` has weight 0"), "{error}");
+}
+
+/// An environment with one tool.
+struct Bell;
+
+impl ResourcesServer for Bell {
+    type Task = serde::de::IgnoredAny;
+
+    gym_core::tools! { |self, _cx, _session|
+        /// Rings.
+        ring() => json!("rang"),
+    }
+
+    async fn verify(&self, _: &CallContext, _: &SessionId, _: Self::Task, _: &ModelResponse) -> Result<Verdict> {
+        Ok(Verdict::correct(true))
+    }
+}
+
+/// An agent of a user: it calls the model until there is no tool call, and keeps the items of all turns.
+struct OwnLoop(ServerClient);
+
+impl AgentServer for OwnLoop {
+    async fn run(&self, cx: &CallContext, _: &SessionId, row: &RawObject) -> Result<Response> {
+        let mut episode = Episode::seed(cx, &self.0, "bell", row).await?;
+        let mut output: Vec<Value> = Vec::new();
+        loop {
+            let answer = episode.ask("policy", r#"{"input":"ring"}"#).await?;
+            output.extend(answer.0.get_as::<Vec<Value>>("output")?.unwrap_or_default());
+            if answer.outline()?.function_calls().next().is_none() {
+                let whole = answer.0.edit().set_value("output", &output)?.to_object()?;
+                return episode.verify(ModelResponse(whole)).await;
+            }
+        }
+    }
+}
+
+/// Returns a chat completion with a tool call or a text; `reports` are further members of the completion.
+fn completion(finish_reason: &str, reports: &str) -> String {
+    let message = match finish_reason {
+        "tool_calls" => {
+            r#"{"role":"assistant","content":null,"tool_calls":[{"id":"t","type":"function","function":{"name":"ring","arguments":"{}"}}]}"#
+        }
+        _ => r#"{"role":"assistant","content":"done"}"#,
+    };
+    let choice = format!(r#"{{"index":0,"finish_reason":"{finish_reason}","message":{message}}}"#);
+    answer(200, &format!(r#"{{"id":"c","created":1,"choices":[{choice}]{reports}}}"#))
+}
+
+/// Returns the row of an episode of an agent, with these answers of the engine.
+async fn scored(agent: &str, answers: Vec<String>, change: impl FnOnce(&mut VllmModelConfig)) -> Value {
+    let mock = MockEndpoint::new(answers).await;
+    let mut net = TestNetwork::new();
+    let client = net.client(&["policy", "bell", "agent", "own"]);
+    let context = |name: &str| ServerContext::new(name, "Test", &world());
+    net.serve("policy", RoleServer::model(model(&mock, change), &context("policy")));
+    net.serve("bell", RoleServer::resources(Bell, &context("bell")));
+    let simple = SimpleAgent::between("policy", "bell", client.clone());
+    net.serve("agent", RoleServer::agent(simple, &context("agent")));
+    net.serve("own", RoleServer::agent(OwnLoop(client.clone()), &context("own")));
+    let row = r#"{"responses_create_params":{"input":"ring"}}"#;
+    let request = Request::post(CallContext::default(), "/run", row);
+    let response = client.send(agent, &request, CallOptions::default()).await.unwrap().into_result().unwrap();
+    serde_json::from_slice(&response.message.head.to_bytes()).unwrap()
+}
+
+#[tokio::test]
+async fn a_row_has_the_finish_reason_and_the_weight_version_of_every_turn() {
+    let version = |version: &str| format!(r#","metadata":{{"weight_version":"{version}"}}"#);
+    let answers = [("tool_calls", "v1"), ("tool_calls", "v1"), ("stop", "v2")];
+    let answers: Vec<String> = answers.iter().map(|(reason, weights)| completion(reason, &version(weights))).collect();
+    for agent in ["agent", "own"] {
+        let row = scored(agent, answers.clone(), |_| ()).await;
+        assert_eq!(
+            row["response"][TURNS_KEY],
+            json!([
+                {"finish_reason": "tool_calls", "weight_version": "v1"},
+                {"finish_reason": "tool_calls", "weight_version": "v1"},
+                {"finish_reason": "stop", "weight_version": "v2"},
+            ]),
+            "{agent}"
+        );
+        assert_eq!(row["responses_create_params"]["tools"], json!(Bell.tools()));
+    }
+    let one = scored("own", vec![completion("stop", &version("v3"))], |_| ()).await;
+    assert_eq!(one["response"][TURNS_KEY], json!([{"finish_reason": "stop", "weight_version": "v3"}]));
+}
+
+#[tokio::test]
+async fn a_weight_version_is_kept_as_the_engine_wrote_it() {
+    let spans = r#"[{"version":"v1","start":0,"end":3},{"version":"v2","start":3,"end":9}]"#;
+    for (reports, expected) in [
+        // SGLang: in `metadata`, later in `sglext`; with the versions of the tokens if they differ.
+        (r#","metadata":{"weight_version":"default"}"#.to_owned(), r#","weight_version":"default""#.to_owned()),
+        (
+            format!(r#","metadata":{{"weight_version":"v2","weight_versions":{spans}}}"#),
+            format!(r#","weight_version":"v2","weight_versions":{spans}"#),
+        ),
+        (
+            format!(r#","sglext":{{"weight_versions":{spans},"weight_version":"v2"}}"#),
+            format!(r#","weight_version":"v2","weight_versions":{spans}"#),
+        ),
+        (r#","meta_info":{"weight_version":"step-7"}"#.to_owned(), r#","weight_version":"step-7""#.to_owned()),
+        (r#","weight_version":17"#.to_owned(), r#","weight_version":17"#.to_owned()),
+        // Values of other types, unchanged; the first one that is not null.
+        (r#","weight_version":1E5"#.to_owned(), r#","weight_version":1E5"#.to_owned()),
+        (r#","weight_version":{"rank": [0, 3]}"#.to_owned(), r#","weight_version":{"rank": [0, 3]}"#.to_owned()),
+        (r#","weight_version":"""#.to_owned(), r#","weight_version":"""#.to_owned()),
+        (r#","weight_version":false"#.to_owned(), r#","weight_version":false"#.to_owned()),
+        (
+            r#","weight_version":null,"metadata":{"weight_version":"v3"}"#.to_owned(),
+            r#","weight_version":"v3""#.to_owned(),
+        ),
+        (r#","metadata":{"weight_version":null}"#.to_owned(), String::new()),
+        (r#","metadata":null,"sglext":"x","meta_info":[1]"#.to_owned(), String::new()),
+        (String::new(), String::new()),
+    ] {
+        let mock = MockEndpoint::new(vec![completion("stop", &reports)]).await;
+        let (_, text) = ask(&model(&mock, |_| ()), r#"{"input":"x"}"#).await.unwrap();
+        let turns = format!(r#""{TURNS_KEY}":[{{"finish_reason":"stop"{expected}}}]"#);
+        assert!(text.contains(&turns), "{reports}: {text}");
+    }
+    // SGLang with `return_meta_info`, and a gateway that translates the engine's word.
+    let choice = r#"{"finish_reason":"STOP","native_finish_reason":"end_turn","meta_info":{"weight_version":"v4"},"message":{"role":"assistant","content":"x"}}"#;
+    let mock = MockEndpoint::new(vec![answer(200, &format!(r#"{{"choices":[{choice}]}}"#))]).await;
+    let (got, _) = ask(&model(&mock, |_| ()), r#"{"input":"x"}"#).await.unwrap();
+    let turn = json!({"finish_reason": "STOP", "native_finish_reason": "end_turn", "weight_version": "v4"});
+    assert_eq!(got[TURNS_KEY], json!([turn]));
+}
+
+#[tokio::test]
+async fn a_native_response_has_the_weight_version_and_no_key_of_ours_without_one() {
+    let native = |more: &str| answer(200, &format!(r#"{{"id":"r","status":"completed","output":[]{more}}}"#));
+    for (more, expected) in [
+        (r#","metadata":{"weight_version":"v5"}"#, Some(json!([{"weight_version": "v5"}]))),
+        ("", None),
+        (r#","metadata":{}"#, None),
+    ] {
+        let mock = MockEndpoint::new(vec![native(more)]).await;
+        let model = model(&mock, |config| config.is_responses_native = true);
+        let (got, _) = ask(&model, r#"{"input":"x"}"#).await.unwrap();
+        assert_eq!(got.get(TURNS_KEY), expected.as_ref(), "{more}");
+    }
+}
+
+#[tokio::test]
+async fn a_response_has_the_settings_of_the_server_that_shape_the_prompt() {
+    let thinking = |config: &mut VllmModelConfig| {
+        config.chat_template_kwargs = json!({"enable_thinking": true, "depth": 2}).as_object().cloned();
+        config.extra_body = json!({"add_generation_prompt": true, "top_k": 3}).as_object().cloned();
+    };
+    let of_row = r#"{"input":"x","metadata":{"chat_template_kwargs":"{\"enable_thinking\": false}"}}"#;
+    let native = r#"{"id":"r","status":"completed","output":[]}"#;
+    let mock = MockEndpoint::new(vec![completion("stop", ""), completion("stop", ""), answer(200, native)]).await;
+    let (plain, _) = ask(&model(&mock, |_| ()), r#"{"input":"x"}"#).await.unwrap();
+    assert_eq!(plain.get(PROMPT_KEY), None);
+    let (got, _) = ask(&model(&mock, thinking), of_row).await.unwrap();
+    let sent = json!({"chat_template_kwargs": {"enable_thinking": false, "depth": 2}, "add_generation_prompt": true});
+    assert_eq!(got[PROMPT_KEY], sent);
+    assert_eq!(mock.body(1)["chat_template_kwargs"], sent["chat_template_kwargs"]);
+    let native = |config: &mut VllmModelConfig| {
+        thinking(config);
+        config.is_responses_native = true;
+    };
+    let (got, _) = ask(&model(&mock, native), r#"{"input":"x","add_generation_prompt":true}"#).await.unwrap();
+    assert_eq!(got[PROMPT_KEY], json!({"chat_template_kwargs": {"enable_thinking": true, "depth": 2}}));
 }
