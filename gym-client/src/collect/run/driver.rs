@@ -414,8 +414,9 @@ impl Driver {
         deadline: Instant,
         observed: bool,
     ) -> RunningAttempt {
-        let mut cx = CallContext::within(self.options.attempt_timeout);
         let trace_id = self.world.rng().u128(1..);
+        // An attempt has a trace of its own, so the number identifies its call too.
+        let mut cx = CallContext::within(self.options.attempt_timeout).with_call_id(trace_id);
         let trace = TraceContext { trace_id, span_id: u64::from(attempt.number) + 1, sampled: self.options.sampled };
         cx.trace = trace;
         let cancel = cx.cancel.clone();
