@@ -51,6 +51,9 @@ pub struct CallContext {
     pub incarnation: Option<Incarnation>,
     /// Progress of the call, reported by its handler; distinguishes a slow call from a stuck one.
     pub progress: CallProgress,
+    /// `true` if the peer may receive the request twice, because it changes nothing twice or joins equal requests. A transport may then send it
+    /// once more, over a new connection, if a reused one broke before the response began. Never sent, and `false` for calls on behalf of this one.
+    pub repeatable: bool,
     /// `true` if the response holds no capacity of the connection once it has arrived, because its caller may start any number of calls before
     /// it reads the first response.
     pub(crate) reads_later: bool,
@@ -74,6 +77,7 @@ impl CallContext {
             reply_bytes_max: DEFAULT_REPLY_BYTES_MAX,
             incarnation: None,
             progress: CallProgress::default(),
+            repeatable: false,
             reads_later: false,
         }
     }
@@ -90,6 +94,7 @@ impl CallContext {
             reply_bytes_max: DEFAULT_REPLY_BYTES_MAX,
             incarnation: None,
             progress: self.progress.clone(),
+            repeatable: false,
             reads_later: false,
         }
     }

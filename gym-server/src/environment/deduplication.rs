@@ -168,6 +168,11 @@ impl RunDeduplicator {
         }
     }
 
+    /// Returns the time that an episode without callers runs on.
+    pub(crate) fn grace(&self) -> Duration {
+        self.shared.grace
+    }
+
     /// Returns the number of episodes in progress.
     #[cfg(test)]
     pub(crate) fn len(&self) -> usize {

@@ -143,6 +143,11 @@ impl EnvironmentServer for Relay {
         Ok(self.runs.run(key, row, cx.metadata.get(CALL_METADATA), cx.deadline, start).await)
     }
 
+    /// With a call id, a request joins even if the first connection broke. Without a grace, the episode has then ended.
+    fn joins_runs(&self) -> bool {
+        !self.runs.grace().is_zero()
+    }
+
     async fn aggregate_metrics(&self, cx: &CallContext, body: &RawObject) -> Result<Response> {
         let request = outgoing(cx.child(), &cx.metadata, "/aggregate_metrics", body);
         self.agent.ask(&request, CallOptions::idempotent()).await

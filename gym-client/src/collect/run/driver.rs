@@ -446,8 +446,8 @@ impl Driver {
         };
         let request = Request::post(cx, Route::from_static("/run"), body);
         async move {
-            // Not idempotent: only our relay joins a replayed request to the first one, and only on the same replica.
-            // An attempt with an unknown outcome is followed by a new attempt with its own number.
+            // Not idempotent: only our relay joins a request that is sent again to the first one, and only on the same replica. The client does
+            // this itself when a reused connection broke. An attempt with an unknown outcome is followed by a new attempt with its own number.
             let began = Instant::now();
             let answer = driver.dispatch.run(&row.server, &request).await;
             let trace = request.context.trace;
