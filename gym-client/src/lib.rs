@@ -65,5 +65,5 @@ pub mod work;
 #[doc(hidden)]
 pub use client::url as client_url;
 pub use client::values;
-pub use client::{CallOptions, CookieJar, ServerClient, Session};
+pub use client::{CallOptions, CookieJar, JOINS_RUNS_LABEL, ServerClient, Session};
 pub use transport::Transports;

@@ -4,10 +4,12 @@
 
 mod support;
 
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use gym_core::rollout::FailureClass;
 use gym_core::transport::handler_fn;
-use gym_core::{Code, Error, Execution, Request, Response, Status};
+use gym_core::{Code, Error, Execution, Request, Response, Status, Verb};
 use gym_transport_http::HttpConfig;
 use support::{Client, Server, TIMEOUT, channel_to, soon, within};
 use tokio::net::TcpListener;
@@ -54,35 +56,90 @@ async fn calls_one_after_the_other_share_a_connection() {
     assert_eq!(*server.accepted.borrow(), 1);
 }
 
-#[tokio::test]
-async fn a_kept_connection_that_breaks_is_replaced_only_for_requests_without_side_effects() {
+/// Starts a server that answers the first request of each connection. Of the second one, it sends `begun` and then closes the connection, as a
+/// balancer does. Connections after the first are answered with `later` and closed; without `later`, nobody listens after the first. Returns the
+/// header sections that arrived.
+async fn closing_second(
+    begun: &'static str,
+    later: Option<&'static str>,
+) -> (std::net::SocketAddr, Arc<Mutex<Vec<String>>>) {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
+    let heads = Arc::<Mutex<Vec<String>>>::default();
+    let seen = Arc::clone(&heads);
     tokio::spawn(async move {
-        loop {
+        let mut client = Client(listener.accept().await.unwrap().0);
+        // Before the connection breaks, so that the next one is refused.
+        let listener = later.map(|later| (listener, later));
+        let read = async |client: &mut Client| {
+            let head = read_request(client).await;
+            seen.lock().unwrap().push(head);
+        };
+        read(&mut client).await;
+        client.write(ANSWER).await;
+        read(&mut client).await;
+        client.write(begun).await;
+        drop(client);
+        while let Some((listener, later)) = &listener {
             let mut client = Client(listener.accept().await.unwrap().0);
-            tokio::spawn(async move {
-                read_request(&mut client).await;
-                client.write("HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}").await;
-                // As a balancer: the second request of a connection is read, and not answered.
-                read_request(&mut client).await;
-            });
+            read(&mut client).await;
+            client.write(later).await;
         }
     });
-    for repeats in [true, false] {
-        let config = HttpConfig { repeats_on_new_connection: repeats, ..HttpConfig::default() };
+    (address, heads)
+}
+
+const ANSWER: &str = "HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}";
+
+#[tokio::test]
+async fn a_reused_connection_that_breaks_is_replaced_for_requests_that_may_arrive_twice() {
+    let half = "HTTP/1.1 200 OK\r\n";
+    // The verb, whether the request is repeatable, whether the connector repeats all, what comes of the response; `true` if it is sent again.
+    let table = [
+        (Verb::Post, false, false, "", false),
+        (Verb::Put, false, false, "", false),
+        (Verb::Get, false, false, "", true),
+        (Verb::Head, false, false, "", true),
+        (Verb::Post, true, false, "", true),
+        (Verb::Post, false, true, "", true),
+        (Verb::Get, true, true, half, false),
+        (Verb::Post, true, true, half, false),
+    ];
+    for (verb, repeatable, all, begun, again) in table {
+        let case = format!("{verb} {repeatable} {all} {begun:?}");
+        let (address, heads) = closing_second(begun, Some(ANSWER)).await;
+        let config = HttpConfig { repeats_on_new_connection: all, ..HttpConfig::default() };
         let channel = channel_to(address, config).await;
-        let call = || channel.call(Request::post(within(), "/", "{}"));
-        call().await.unwrap();
-        for _ in 0..4 {
-            match call().await {
-                Ok(_) => assert!(repeats),
-                Err(error) => {
-                    assert_eq!((repeats, facts(&error)), (false, (Code::Unavailable, Execution::Unknown)));
-                    break;
-                }
+        channel.call(Request::post(within(), "/", "{}")).await.unwrap();
+        let mut request = Request::post(within(), "/", "{}");
+        request.verb = verb;
+        request.context.repeatable = repeatable;
+        let answered = soon(channel.call(request)).await;
+        assert_eq!(heads.lock().unwrap().len(), 2 + usize::from(again), "{case}");
+        match answered {
+            Ok(response) => assert!(again && response.status == Status::OK, "{case}"),
+            Err(error) => {
+                assert_eq!((again, facts(&error)), (false, (Code::Unavailable, Execution::Unknown)), "{case}: {error}");
+                let reused = error.to_string().contains("the reused connection broke before a response came");
+                assert_eq!(reused, begun.is_empty(), "{case}: {error}");
+                assert_eq!(error.class(), reused.then_some(FailureClass::TransportPeerDrop), "{case}: {error}");
             }
         }
+    }
+}
+
+#[tokio::test]
+async fn a_repetition_that_did_not_start_says_nothing_of_the_first_request() {
+    let refused = "HTTP/1.1 503 Service Unavailable\r\nx-gym-execution: not-started\r\ncontent-length: 2\r\n\r\n{}";
+    for (later, arrived) in [(None, 2), (Some(""), 3), (Some(refused), 3)] {
+        let (address, heads) = closing_second("", later).await;
+        let channel = channel_to(address, HttpConfig::default()).await;
+        channel.call(Request::post(within(), "/", "{}")).await.unwrap();
+        let mut request = Request::post(within(), "/", "{}");
+        request.context.repeatable = true;
+        let error = soon(channel.call(request)).await.unwrap_err();
+        assert_eq!(facts(&error), (Code::Unavailable, Execution::Unknown), "{later:?}: {error}");
+        assert_eq!(heads.lock().unwrap().len(), arrived, "{later:?}");
     }
 }
 

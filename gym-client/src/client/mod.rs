@@ -11,5 +11,6 @@ pub mod url;
 pub mod values;
 
 pub use cookies::CookieJar;
+pub use replicas::JOINS_RUNS_LABEL;
 pub use server_client::{CallOptions, ServerClient};
 pub use session::Session;

@@ -8,6 +8,7 @@ use std::task::{Context, Poll, ready};
 
 use gym_core::base::Cancelled;
 use gym_core::base::waits::WaitTarget;
+use gym_core::message::CALL_METADATA;
 use gym_core::registry::{AffinityCounts, AffinityKey, Balance, Instance, Load, Picker};
 use gym_core::server::ServerKind;
 use gym_core::transport::ConnectOptions;
@@ -16,6 +17,10 @@ use tokio::time::Instant;
 
 use crate::client::pending::PendingCalls;
 use crate::transport::peer::ReconnectingPeer;
+
+/// The label of an instance that joins a `/run` which arrives again; see
+/// [`EnvironmentServer::joins_runs`](gym_core::EnvironmentServer::joins_runs). Its value is `1`.
+pub const JOINS_RUNS_LABEL: &str = "joins_runs";
 
 /// The replicas of one name.
 #[derive(Debug)]
@@ -114,6 +119,8 @@ pub(super) struct Replica {
     pub(super) incarnation: Incarnation,
     pub(super) rank: u32,
     pub(super) kind: ServerKind,
+    /// The server joins a `/run` that arrives again.
+    joins_runs: bool,
     pub(super) pending: PendingCalls,
     /// The server gets no new work: its member is joining, suspect or draining.
     paused: AtomicBool,
@@ -125,6 +132,11 @@ impl Replica {
     /// Waits for the loss of the replica; `None` if nothing tells of it.
     pub(super) fn loss(&self) -> Option<ReplicaLoss<'_>> {
         self.lost.as_ref().map(|signal| ReplicaLoss { signal, fired: signal.token.cancelled() })
+    }
+
+    /// Returns `true` if the server may receive this request twice, because it joins the second one to the first.
+    pub(super) fn joins(&self, request: &Request) -> bool {
+        self.joins_runs && request.route.path() == "/run" && request.context.metadata.get(CALL_METADATA).is_some()
     }
 
     pub(super) fn takes_work(&self) -> bool {
@@ -206,6 +218,7 @@ pub(super) fn replica(instance: Instance, known: Option<&ReplicaSet>, follows: b
                 incarnation: instance.incarnation,
                 rank: instance.rank,
                 kind: instance.kind,
+                joins_runs: instance.labels.get(JOINS_RUNS_LABEL).is_some_and(|value| value == "1"),
                 pending: PendingCalls::default(),
                 paused: AtomicBool::new(instance.paused),
                 lost: (follows && other_process).then(LostSignal::default),

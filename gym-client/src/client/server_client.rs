@@ -86,7 +86,8 @@ enum ResolveMiss {
 /// Options of a call.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct CallOptions {
-    /// Repeats the message even if the server may have executed it. Off by default.
+    /// Repeats the message even if the server may have executed it. Off by default. A `/run` with a call id is repeated without it, once, if a reused
+    /// connection broke and the server joins equal runs ([`JOINS_RUNS_LABEL`](crate::JOINS_RUNS_LABEL)).
     pub idempotent: bool,
 }
 
@@ -224,7 +225,7 @@ impl ServerClient {
             let resolved = self.resolve(&request.context, server).await;
             let chosen = resolved.map_err(|error| about(error, server, request))?.choose(server, &[], request, session);
             let (failed, error) = match chosen {
-                Ok(replica) => match self.call(server, &replica, request).await {
+                Ok(replica) => match self.call(server, &replica, request, options).await {
                     Ok(response) => return Ok((replica, response)),
                     Err(error) => (Some(replica.rank), error),
                 },
@@ -252,7 +253,7 @@ impl ServerClient {
             self.forget(server);
             let exclude = lock(&failed).clone();
             let replica = self.resolve(cx, server).await?.choose(server, &exclude, request, session)?;
-            let result = self.call(server, &replica, request).await;
+            let result = self.call(server, &replica, request, options).await;
             if result.is_err() {
                 lock(&failed).push(replica.rank);
             }
@@ -289,10 +290,11 @@ impl ServerClient {
         server: &'a str,
         replica: &'a Arc<Replica>,
         request: &'a Request,
+        options: CallOptions,
     ) -> impl Future<Output = Result<Response>> + Send + use<'a> {
-        self.call_once(server, replica, request).and_then(move |response| match response.status.0 {
+        self.call_once(server, replica, request, options).and_then(move |response| match response.status.0 {
             // Boxed, because a redirect is rare.
-            300..400 => Either::Right(Box::pin(self.redirected(server, replica, request, response))),
+            300..400 => Either::Right(Box::pin(self.redirected(server, replica, request, options, response))),
             _ => Either::Left(ready(Ok(response))),
         })
     }
@@ -304,6 +306,7 @@ impl ServerClient {
         server: &str,
         replica: &Arc<Replica>,
         request: &Request,
+        options: CallOptions,
         mut response: Response,
     ) -> Result<Response> {
         let http = replica.peer.endpoints().iter().find(|endpoint| endpoint.scheme() == "http");
@@ -319,7 +322,7 @@ impl ServerClient {
             let why = match target {
                 Some(target) if hop < HOPS_MAX => {
                     again.route = Route::from(target);
-                    response = self.call_once(server, replica, &again).await?;
+                    response = self.call_once(server, replica, &again, options).await?;
                     continue;
                 }
                 Some(_) => format!("after {HOPS_MAX} redirects, it refers to {place}: a loop"),
@@ -339,9 +342,11 @@ impl ServerClient {
         server: &'a str,
         replica: &'a Arc<Replica>,
         request: &'a Request,
+        options: CallOptions,
     ) -> impl Future<Output = Result<Response>> + Send + use<'a> {
+        let repeatable = options.idempotent || replica.joins(request);
         ReplicaCall {
-            call: replica.peer.call(&self.inner.transports, request),
+            call: replica.peer.call_with(&self.inner.transports, request, repeatable),
             loss: replica.loss(),
             wait: PendingWait::default(),
             _counted: replica.pending.begin(),

@@ -4,6 +4,7 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
+use gym_core::rollout::FailureClass;
 use gym_core::server::ServerKind;
 use gym_core::{CallContext, Code, Error, Request, Response, Result, Rope, Route};
 
@@ -47,7 +48,8 @@ impl Session {
     ///
     /// # Errors
     /// Before the first response, as [`ServerClient::post`]. Later, `FailedPrecondition` if the replica has exited: the session
-    /// is lost, and a new episode is needed. A replica of a model that has exited is replaced by another one.
+    /// is lost, and a new episode is needed. A replica of a model that has exited is replaced by another one. `Unavailable, Unknown` of the class
+    /// `transport_peer_drop` if only a reused connection broke: the session may go on, but the request may have run.
     pub fn post<'s, R, B>(
         &'s mut self,
         cx: &CallContext,
@@ -104,13 +106,18 @@ impl SessionServer {
                 self.replica = Some(replica);
                 return Ok(response);
             };
-            let error = match client.call(&self.server, replica, request).await {
+            let options = CallOptions::default();
+            let error = match client.call(&self.server, replica, request, options).await {
                 Ok(response) => return Ok(response),
                 Err(error) => error,
             };
-            let again = |_| client.call(&self.server, replica, request);
-            let again = client.resend(error, &request.context, CallOptions::default().idempotent, again);
+            let again = |_| client.call(&self.server, replica, request, options);
+            let again = client.resend(error, &request.context, options.idempotent, again);
             again.await.map_err(|error| match error.code() {
+                // Only a connection that was kept for the next call is known to have ended; the server may be well.
+                Code::Unavailable if error.class() == Some(FailureClass::TransportPeerDrop) => {
+                    about(error, &self.server, request)
+                }
                 Code::Unavailable => self.lost(about(error, &self.server, request)),
                 _ => about(error, &self.server, request),
             })

@@ -108,7 +108,7 @@ impl RemoteRegistry {
         Box::pin(async move {
             let mut rng = self.world.rng();
             retry(&request.context, &RetryPolicy::default(), &mut rng, idempotent, |_| async {
-                self.peer.call(&self.transports, request).await?.into_result()
+                self.peer.call_with(&self.transports, request, idempotent).await?.into_result()
             })
             .await
             .map_err(|error| match error.subject() {

@@ -28,13 +28,23 @@ impl ReconnectingPeer {
     }
 
     /// Calls the peer. After the channel is lost, the next call opens a new one; calls in flight on the old one keep it.
-    ///
-    /// Not an async fn, whose future would hold the arguments twice. Neither are the other functions on the way of a call, because every rollout
-    /// in flight waits in several of these futures.
     pub(crate) fn call(
         &self,
         transports: &Transports,
         request: &Request,
+    ) -> impl Future<Output = Result<Response>> + Send {
+        self.call_with(transports, request, false)
+    }
+
+    /// Like [`ReconnectingPeer::call`], of a request that may be [`repeatable`](CallContext::repeatable) although its context does not say so.
+    ///
+    /// Not an async fn, whose future would hold the arguments twice. Neither are the other functions on the way of a call, because every rollout
+    /// in flight waits in several of these futures.
+    pub(crate) fn call_with(
+        &self,
+        transports: &Transports,
+        request: &Request,
+        repeatable: bool,
     ) -> impl Future<Output = Result<Response>> + Send {
         let mut open = self.channel();
         async move {
@@ -43,7 +53,9 @@ impl ReconnectingPeer {
                 // Boxed, because connecting is rare, and every waiting call would be as large otherwise.
                 none => none.insert(Box::pin(self.connect(transports, &request.context)).await?),
             };
-            let result = channel.call(request.clone()).await;
+            let mut sent = request.clone();
+            sent.context.repeatable |= repeatable;
+            let result = channel.call(sent).await;
             if let Err(error) = &result {
                 self.drop_if_lost(channel, error);
             }

@@ -10,7 +10,7 @@ use crate::client::{CallOptions, ServerClient};
 /// Runs requests on servers. The driver calls it once for each attempt.
 ///
 /// - **Errors.** Any complete response is `Ok`, including error statuses. An error says whether the request may have run.
-/// - **Repetition.** A request that may have run is never sent again.
+/// - **Repetition.** A request that may have run is never sent again, except to a server that then joins it to the first one.
 /// - **Cancellation.** Dropping the future cancels the request, also if a worker has begun it.
 pub trait Dispatch: fmt::Debug + Send + Sync + 'static {
     /// Runs the request on a server of this name, until the deadline of its context.

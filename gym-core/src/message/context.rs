@@ -19,6 +19,13 @@ use crate::base::progress::CallProgress;
 /// Length of a `traceparent`: version, trace, span and flags, with hyphens between them.
 const TRACEPARENT_BYTES: usize = 2 + 1 + 32 + 1 + 16 + 1 + 2;
 
+/// Length of a call id of this SDK: a number of 128 bits in hexadecimal digits.
+const CALL_ID_BYTES: usize = 32;
+
+/// Metadata key for the id of a call: any text of at most 64 bytes. A client that sends a request again keeps it, and two calls never share one.
+/// A server that joins equal requests recognizes by it a request that was sent again, while the first connection still looks open.
+pub const CALL_METADATA: &str = "x-gym-call";
+
 /// Default time until the deadline of a call: longer than a slow model turn, shorter than a night.
 pub const DEFAULT_DEADLINE: Duration = Duration::from_secs(600);
 
@@ -44,6 +51,9 @@ pub struct CallContext {
     pub incarnation: Option<Incarnation>,
     /// Progress of the call, reported by its handler; distinguishes a slow call from a stuck one.
     pub progress: CallProgress,
+    /// `true` if the peer may receive the request twice, because it changes nothing twice or joins equal requests. A transport may then send it
+    /// once more, over a new connection, if a reused one broke before the response began. Never sent, and `false` for calls on behalf of this one.
+    pub repeatable: bool,
     /// `true` if the response holds no capacity of the connection once it has arrived, because its caller may start any number of calls before
     /// it reads the first response.
     pub(crate) reads_later: bool,
@@ -67,6 +77,7 @@ impl CallContext {
             reply_bytes_max: DEFAULT_REPLY_BYTES_MAX,
             incarnation: None,
             progress: CallProgress::default(),
+            repeatable: false,
             reads_later: false,
         }
     }
@@ -83,6 +94,7 @@ impl CallContext {
             reply_bytes_max: DEFAULT_REPLY_BYTES_MAX,
             incarnation: None,
             progress: self.progress.clone(),
+            repeatable: false,
             reads_later: false,
         }
     }
@@ -98,6 +110,17 @@ impl CallContext {
     #[must_use]
     pub fn with_metadata(mut self, name: &'static str, value: impl Into<String>) -> Self {
         self.metadata.push(name, value);
+        self
+    }
+
+    /// Adds the id of the call, [`CALL_METADATA`]: a number that no other call has.
+    #[must_use]
+    pub fn with_call_id(mut self, id: u128) -> Self {
+        let mut text = String::with_capacity(CALL_ID_BYTES);
+        hex::push::<CALL_ID_BYTES>(&mut text, id);
+        // Every rollout in flight has it, and nothing else.
+        self.metadata.reserve_exact(1);
+        self.metadata.push(CALL_METADATA, text);
         self
     }
 

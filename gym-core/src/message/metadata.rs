@@ -18,6 +18,11 @@ impl Metadata {
         self.0.push((name.into(), value.into()));
     }
 
+    /// Makes room for `pairs` more pairs and no others.
+    pub(crate) fn reserve_exact(&mut self, pairs: usize) {
+        self.0.reserve_exact(pairs);
+    }
+
     /// Returns the first value of a name.
     #[must_use]
     pub fn get(&self, name: &str) -> Option<&str> {

@@ -423,6 +423,12 @@ pub trait EnvironmentServer: Send + Sync + 'static {
     /// An error fails the attempt.
     fn run(&self, cx: &CallContext, row: &RawObject) -> impl Future<Output = Result<Response>> + Send;
 
+    /// Returns `true` if a `/run` that arrives again with the same call id ([`CALL_METADATA`](crate::message::CALL_METADATA)) joins the episode
+    /// of the first one. Clients then send a `/run` again whose connection broke. The default is `false`.
+    fn joins_runs(&self) -> bool {
+        false
+    }
+
     /// Computes the metrics of many rollouts, for `POST /aggregate_metrics`.
     ///
     /// # Errors

@@ -1,9 +1,13 @@
-//! Runs each `/run` once per rollout, attempt and body.
+//! Runs a `/run` that is sent again once.
 //!
 //! Python clients resend a POST when a connection breaks, even if the request ran. Each resent request would start a second episode
 //! with its own side effects. An episode whose caller disconnects therefore runs on for a grace period, and an equal request within
 //! that period joins it. A delivered response is dropped at once, so a second collection of the same rows never receives the
 //! rollouts of the first.
+//!
+//! An equal request of a caller who is still connected is not a resent one: two clients may collect the same rows at the same time, and
+//! each wants rollouts of its own. It joins only if both requests have the same call id ([`CALL_METADATA`](gym_core::message::CALL_METADATA)).
+//! A client of this SDK keeps the id when it resends, so it joins even if the server has not noticed yet that the first connection broke.
 //!
 //! The callers that wait for an episode poll it. Without callers, a task polls the episode until the grace period ends. The task
 //! then drops the episode, which cancels its calls.
@@ -12,6 +16,8 @@ use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::future::Future;
 use std::panic::AssertUnwindSafe;
+use std::sync::atomic::AtomicUsize;
+use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
@@ -51,7 +57,10 @@ impl RunKey {
     }
 }
 
-/// Runs equal requests as one episode. Cheap to clone; clones share the episodes in progress.
+/// Maximum bytes of a call id; a longer one is ignored. Those of this SDK have 32, and a UUID has 36.
+const CALL_BYTES_MAX: usize = 64;
+
+/// Runs requests that are sent again as one episode. Cheap to clone; clones share the episodes in progress.
 #[derive(Clone, Debug)]
 pub(crate) struct RunDeduplicator {
     shared: Arc<SharedRuns>,
@@ -65,7 +74,8 @@ struct SharedRuns {
 
 #[derive(Debug, Default)]
 struct RunTable {
-    /// A key can have several episodes: requests with the same ids and different bodies are not equal.
+    /// A key can have several episodes: of different bodies, and of callers who are connected at the same time. The listener bounds the number
+    /// of callers.
     episodes: HashMap<RunKey, Vec<Arc<InFlightRun>>>,
     /// The tasks that poll episodes without callers; dropping the table ends them.
     abandoned: JoinSet<()>,
@@ -74,10 +84,13 @@ struct RunTable {
 #[derive(Debug)]
 struct InFlightRun {
     body: RawObject,
+    /// The id of the call that began the episode.
+    call: Option<Box<str>>,
     deadline: Instant,
     /// Callers and tasks that poll the episode hold it; the episode ends when nothing holds it.
     run: WeakShared<RunFuture>,
-    callers: Mutex<usize>,
+    /// The number of connected callers; changed only under the lock of the table.
+    callers: AtomicUsize,
     /// Fires when a response has been delivered. Created when somebody waits for that, or at the end.
     delivered: OnceLock<CancelToken>,
 }
@@ -85,6 +98,10 @@ struct InFlightRun {
 impl InFlightRun {
     fn delivered(&self) -> &CancelToken {
         self.delivered.get_or_init(CancelToken::new)
+    }
+
+    fn is_abandoned(&self) -> bool {
+        self.callers.load(Relaxed) == 0
     }
 }
 
@@ -94,12 +111,13 @@ impl RunDeduplicator {
         Self { shared: Arc::new(SharedRuns { grace, table: Mutex::default() }) }
     }
 
-    /// Returns the response to `body`, from the matching episode in progress or from the episode that `start` begins: at this call, not at the first
-    /// poll. The future of `start` continues after this call if the caller disconnects.
+    /// Returns the response to `body`, from an episode in progress that the call `call` joins, or from the episode that `start` begins: at this
+    /// call, not at the first poll. The future of `start` continues after this call if the caller disconnects.
     pub(crate) fn run<Fut>(
         &self,
         key: RunKey,
         body: &RawObject,
+        call: Option<&str>,
         deadline: Instant,
         start: impl FnOnce() -> Fut,
     ) -> impl Future<Output = Response> + Send
@@ -109,11 +127,14 @@ impl RunDeduplicator {
         let (episode, run) = {
             let mut table = lock(&self.shared.table);
             let known = table.episodes.entry(key.clone()).or_default();
-            let joined = known
-                .iter()
-                .filter(|episode| episode.body == *body)
-                .find_map(|episode| Some((Arc::clone(episode), episode.run.upgrade()?)));
-            let joined = joined.unwrap_or_else(|| {
+            let call = call.filter(|call| call.len() <= CALL_BYTES_MAX);
+            let first = |joins: &dyn Fn(&InFlightRun) -> bool| {
+                let mut equal = known.iter().filter(|episode| joins(episode) && episode.body == *body);
+                equal.find_map(|episode| Some((Arc::clone(episode), episode.run.upgrade()?)))
+            };
+            // First by the id: another abandoned episode is that of a caller who may still come back.
+            let joined = call.and_then(|call| first(&|episode| episode.call.as_deref() == Some(call)));
+            let joined = joined.or_else(|| first(&InFlightRun::is_abandoned)).unwrap_or_else(|| {
                 // A panic must not make the shared response unusable for callers that join.
                 let run = AssertUnwindSafe(start()).catch_unwind().map(|answer| {
                     answer.unwrap_or_else(|_| Response::from_error(&Error::internal("the episode panicked")))
@@ -121,17 +142,20 @@ impl RunDeduplicator {
                 let run = run.boxed().shared();
                 let episode = Arc::new(InFlightRun {
                     body: body.clone(),
+                    call: call.map(Box::from),
                     deadline,
                     run: run.downgrade().expect("a shared future that was never polled has a value to come"),
-                    callers: Mutex::new(0),
+                    callers: AtomicUsize::new(0),
                     delivered: OnceLock::new(),
                 });
-                // Nearly all have one; a vector of its own accord has room for four.
-                known.reserve_exact(1);
+                if known.is_empty() {
+                    // Nearly all have one; a vector of its own accord has room for four.
+                    known.reserve_exact(1);
+                }
                 known.push(Arc::clone(&episode));
                 (episode, run)
             });
-            *lock(&joined.0.callers) += 1;
+            joined.0.callers.fetch_add(1, Relaxed);
             joined
         };
         let mut caller = Waiter { runs: self, key, episode, run: Some(run) };
@@ -142,6 +166,11 @@ impl RunDeduplicator {
             caller.answered();
             answer
         }
+    }
+
+    /// Returns the time that an episode without callers runs on.
+    pub(crate) fn grace(&self) -> Duration {
+        self.shared.grace
     }
 
     /// Returns the number of episodes in progress.
@@ -183,11 +212,7 @@ impl Drop for Waiter<'_> {
         let run = self.run.take();
         // Counted and moved to a task under one lock, so that no resent request intervenes.
         let mut table = lock(&self.runs.shared.table);
-        let last = {
-            let mut callers = lock(&self.episode.callers);
-            *callers -= 1;
-            *callers == 0
-        };
+        let last = self.episode.callers.fetch_sub(1, Relaxed) == 1;
         while table.abandoned.try_join_next().is_some() {}
         let Some(run) = run.filter(|_| last && !self.episode.delivered().is_cancelled()) else { return };
         let until = (Instant::now() + self.runs.shared.grace).min(self.episode.deadline);
@@ -229,7 +254,7 @@ async fn drive_abandoned(
     let Some(runs) = runs.upgrade() else { return };
     // A caller that has joined meanwhile now polls the episode and removes it.
     let mut table = lock(&runs.table);
-    if *lock(&episode.callers) == 0 {
+    if episode.is_abandoned() {
         tracing::debug!(?key, "episode dropped: no caller came back within the grace period");
         table.forget(&key, &episode);
     }
@@ -285,24 +310,79 @@ mod tests {
     const ROW: &str = r#"{"_ng_task_index":3,"_ng_rollout_index":0,"x":1}"#;
 
     async fn call(runs: &RunDeduplicator, counts: &Counts, row: &str, seconds: u64) -> String {
+        call_of(None, runs, counts, row, seconds).await
+    }
+
+    /// Calls with a call id.
+    async fn call_of(id: Option<&str>, runs: &RunDeduplicator, counts: &Counts, row: &str, seconds: u64) -> String {
         let body = RawObject::parse(row.to_owned()).unwrap();
         let key = RunKey::of(&body).unwrap();
         let deadline = Instant::now() + Duration::from_secs(600);
-        let answer = runs.run(key, &body, deadline, || counts.episode(seconds)).await;
+        let answer = runs.run(key, &body, id, deadline, || counts.episode(seconds)).await;
         String::from_utf8(answer.message.head.to_bytes().to_vec()).unwrap()
     }
 
     /// Simulates a caller that disconnects after `seconds`.
     async fn leave_after(seconds: u64, runs: &RunDeduplicator, counts: &Counts, takes: u64) {
+        leave_of(None, seconds, runs, counts, takes).await;
+    }
+
+    async fn leave_of(id: Option<&str>, seconds: u64, runs: &RunDeduplicator, counts: &Counts, takes: u64) {
         let patience = Duration::from_secs(seconds);
-        tokio::time::timeout(patience, call(runs, counts, ROW, takes)).await.unwrap_err();
+        tokio::time::timeout(patience, call_of(id, runs, counts, ROW, takes)).await.unwrap_err();
     }
 
     #[tokio::test(start_paused = true)]
-    async fn equal_calls_at_once_are_one_episode() {
+    async fn equal_calls_of_connected_callers_are_an_episode_each_unless_they_have_one_call_id() {
+        let long = "x".repeat(CALL_BYTES_MAX + 1);
+        let table = [
+            (None, None, 2),
+            (None, Some("a"), 2),
+            (Some("a"), None, 2),
+            (Some("a"), Some("b"), 2),
+            (Some(&*long), Some(&*long), 2),
+            (Some("a"), Some("a"), 1),
+        ];
+        for (first, second, episodes) in table {
+            let (runs, counts) = (RunDeduplicator::new(DEFAULT_GRACE), Counts::default());
+            let both = tokio::join!(call_of(first, &runs, &counts, ROW, 5), call_of(second, &runs, &counts, ROW, 5));
+            let second_episode = (episodes - 1).to_string();
+            assert_eq!(
+                (both, counts.get()),
+                (("0".into(), second_episode), (episodes, episodes, 0)),
+                "{first:?} {second:?}"
+            );
+            assert_eq!((runs.len(), lock(&runs.shared.table).episodes.len()), (0, 0));
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn an_episode_without_callers_is_joined_whatever_the_call_id() {
+        for (first, second) in [(None, Some("a")), (Some("a"), None), (Some("a"), Some("b")), (Some("a"), Some("a"))] {
+            let (runs, counts) = (RunDeduplicator::new(DEFAULT_GRACE), Counts::default());
+            leave_of(first, 2, &runs, &counts, 20).await;
+            assert_eq!(call_of(second, &runs, &counts, ROW, 20).await, "0", "{first:?} {second:?}");
+            assert_eq!((counts.get(), runs.len()), ((1, 1, 0), 0));
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn two_callers_who_lost_their_connections_get_their_two_episodes_back() {
         let (runs, counts) = (RunDeduplicator::new(DEFAULT_GRACE), Counts::default());
-        let both = tokio::join!(call(&runs, &counts, ROW, 5), call(&runs, &counts, ROW, 5));
-        assert_eq!((both, counts.get()), (("0".into(), "0".into()), (1, 1, 0)));
+        tokio::join!(leave_after(2, &runs, &counts, 20), leave_of(Some("b"), 3, &runs, &counts, 20));
+        assert_eq!(runs.len(), 2);
+        // The one with an id gets its own, although the other one is free too.
+        let both = tokio::join!(call_of(Some("b"), &runs, &counts, ROW, 20), call(&runs, &counts, ROW, 20));
+        assert_eq!((both, counts.get()), (("1".into(), "0".into()), (2, 2, 0)));
+        assert_eq!(runs.len(), 0);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_caller_who_joins_a_free_episode_leaves_none_to_the_next() {
+        let (runs, counts) = (RunDeduplicator::new(DEFAULT_GRACE), Counts::default());
+        leave_after(2, &runs, &counts, 20).await;
+        let both = tokio::join!(call(&runs, &counts, ROW, 20), call(&runs, &counts, ROW, 20));
+        assert_eq!((both, counts.get()), (("0".into(), "1".into()), (2, 2, 0)));
         assert_eq!(runs.len(), 0);
     }
 

@@ -114,6 +114,11 @@ impl PoolServer {
         self.pool.follow(members);
     }
 
+    /// Returns `true` if the pool joins a `/run` that arrives again to the first one.
+    pub(crate) fn joins_runs(&self) -> bool {
+        self.role.joins_runs()
+    }
+
     /// Returns the state of the queue and the workers.
     #[must_use]
     pub fn snapshot(&self) -> WorkPoolSnapshot {

@@ -7,6 +7,7 @@ use futures_util::TryFutureExt as _;
 use futures_util::future::Either;
 use gym_client::work::{WorkKind, WorkPool};
 use gym_client::{CallOptions, ServerClient};
+use gym_core::message::CALL_METADATA;
 use gym_core::transport::INCARNATION_METADATA;
 use gym_core::{CallContext, EnvironmentServer, Metadata, RawObject, Request, Response, Result, Route};
 use serde::Deserialize;
@@ -32,6 +33,7 @@ pub(super) const HOP_BY_HOP: &[&str] = &[
     "trailer",
     "transfer-encoding",
     "upgrade",
+    CALL_METADATA,
     INCARNATION_METADATA,
 ];
 
@@ -55,7 +57,7 @@ impl RelayConfig {
 }
 
 /// Forwards `/run` and `/aggregate_metrics` to an agent: the body unchanged, and end-to-end metadata such as cookies in both
-/// directions. A `/run` that arrives twice, because its caller lost the connection, runs once.
+/// directions. A `/run` that arrives twice, because its caller lost the connection, runs once. Equal requests of two connected callers run twice.
 #[derive(Clone, Debug)]
 pub struct Relay {
     agent: AgentClient,
@@ -138,7 +140,12 @@ impl EnvironmentServer for Relay {
                 }
             }
         };
-        Ok(self.runs.run(key, row, cx.deadline, start).await)
+        Ok(self.runs.run(key, row, cx.metadata.get(CALL_METADATA), cx.deadline, start).await)
+    }
+
+    /// With a call id, a request joins even if the first connection broke. Without a grace, the episode has then ended.
+    fn joins_runs(&self) -> bool {
+        !self.runs.grace().is_zero()
     }
 
     async fn aggregate_metrics(&self, cx: &CallContext, body: &RawObject) -> Result<Response> {
@@ -152,4 +159,97 @@ fn outgoing(mut cx: CallContext, metadata: &Metadata, route: &'static str, body:
     cx.metadata = metadata.clone();
     cx.metadata.retain(|name| !HOP_BY_HOP.contains(&name));
     Request::post(cx, Route::from_static(route), body.clone())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Mutex;
+
+    use gym_core::Status;
+    use gym_core::transport::handler_fn;
+    use serde_json::Value;
+    use tokio::task::JoinSet;
+
+    use super::*;
+    use crate::role::{RoleServer, ServerContext};
+    use crate::testing::{TestNetwork, world};
+
+    /// A relay in front of an agent whose episodes take ten seconds and return their number.
+    struct Relayed {
+        net: TestNetwork,
+        /// The metadata of the episodes that began.
+        begun: Arc<Mutex<Vec<Metadata>>>,
+    }
+
+    impl Relayed {
+        fn new() -> Self {
+            let (mut net, begun) = (TestNetwork::new(), Arc::<Mutex<Vec<Metadata>>>::default());
+            let client = net.client(&["agent"]);
+            let relay = Relay::new(RelayConfig::new("agent"), client);
+            net.serve("relay", RoleServer::environment(relay, &ServerContext::new("relay", "Test", &world())));
+            let seen = Arc::clone(&begun);
+            let agent = move |request: Request| {
+                let number = {
+                    let mut seen = seen.lock().unwrap();
+                    seen.push(request.context.metadata);
+                    seen.len() - 1
+                };
+                async move {
+                    tokio::time::sleep(Duration::from_secs(10)).await;
+                    Ok(Response::json(format!(r#"{{"episode":{number}}}"#)))
+                }
+            };
+            net.serve("agent", handler_fn(agent));
+            Self { net, begun }
+        }
+
+        fn begun(&self) -> usize {
+            self.begun.lock().unwrap().len()
+        }
+    }
+
+    /// Sends the row of a task with a call id, and returns the number of the episode that answered.
+    async fn run(client: &ServerClient, task: u32, call: Option<&str>) -> Result<u64> {
+        let mut cx = CallContext::within(Duration::from_secs(100));
+        call.into_iter().for_each(|call| cx.metadata.push(CALL_METADATA, call));
+        let row = format!(r#"{{"_ng_task_index":{task},"_ng_rollout_index":0}}"#);
+        let response = client.send("relay", &Request::post(cx, "/run", row), CallOptions::default()).await?;
+        assert_eq!(response.status, Status::OK);
+        let body: Value = serde_json::from_slice(&response.message.head.to_bytes()).unwrap();
+        Ok(body["episode"].as_u64().unwrap())
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn two_clients_with_the_same_rows_get_rollouts_of_their_own() {
+        let relayed = Relayed::new();
+        let mut calls = JoinSet::new();
+        for id in [None, Some("a")] {
+            let client = relayed.net.client(&["relay"]);
+            for task in 0..32 {
+                let (client, call) = (client.clone(), id.map(|id| format!("{id}{task}")));
+                calls.spawn(async move { run(&client, task, call.as_deref()).await.unwrap() });
+            }
+        }
+        let mut episodes = calls.join_all().await;
+        episodes.sort_unstable();
+        assert_eq!(episodes, (0..64).collect::<Vec<_>>());
+        assert!(relayed.begun.lock().unwrap().iter().all(|metadata| metadata.get(CALL_METADATA).is_none()));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_call_that_is_sent_again_joins_before_its_first_connection_is_known_to_be_broken() {
+        let relayed = Relayed::new();
+        let client = relayed.net.client(&["relay"]);
+        let (first, again) = tokio::join!(run(&client, 3, Some("a")), run(&client, 3, Some("a")));
+        assert_eq!((first.unwrap(), again.unwrap(), relayed.begun()), (0, 0, 1));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_client_without_call_ids_joins_after_its_connection_broke() {
+        let relayed = Relayed::new();
+        let client = relayed.net.client(&["relay"]);
+        let broken = tokio::time::timeout(Duration::from_secs(3), run(&client, 3, None)).await;
+        assert!(broken.is_err(), "{broken:?}");
+        assert_eq!((run(&client, 3, None).await.unwrap(), relayed.begun()), (0, 1));
+    }
 }

@@ -14,6 +14,7 @@ pub(super) const SPEC: RoleSpec =
 trait DynEnvironmentServer: Send + Sync + 'static {
     fn run<'a>(&'a self, cx: &'a CallContext, row: &'a RawObject) -> BoxFuture<'a, Result<Response>>;
     fn aggregate_metrics<'a>(&'a self, cx: &'a CallContext, body: &'a RawObject) -> BoxFuture<'a, Result<Response>>;
+    fn joins_runs(&self) -> bool;
 }
 
 impl<S: EnvironmentServer> DynEnvironmentServer for S {
@@ -24,6 +25,10 @@ impl<S: EnvironmentServer> DynEnvironmentServer for S {
     fn aggregate_metrics<'a>(&'a self, cx: &'a CallContext, body: &'a RawObject) -> BoxFuture<'a, Result<Response>> {
         Box::pin(EnvironmentServer::aggregate_metrics(self, cx, body))
     }
+
+    fn joins_runs(&self) -> bool {
+        EnvironmentServer::joins_runs(self)
+    }
 }
 
 pub(super) struct EnvironmentRole(Box<dyn DynEnvironmentServer>);
@@ -31,6 +36,10 @@ pub(super) struct EnvironmentRole(Box<dyn DynEnvironmentServer>);
 impl EnvironmentRole {
     pub(super) fn new(environment: impl EnvironmentServer) -> Self {
         Self(Box::new(environment))
+    }
+
+    pub(super) fn joins_runs(&self) -> bool {
+        self.0.joins_runs()
     }
 
     pub(super) async fn respond(&self, request: &RoleRequest) -> Result<Response> {

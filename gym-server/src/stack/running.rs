@@ -12,7 +12,7 @@ use gym_client::registry::{LeaseKeeper, MemberKeeper, RemoteRegistry, SharedConf
 use gym_client::transport::HTTP;
 use gym_client::transport::http::HttpBackend;
 use gym_client::work::{COLLECTOR_POOL, PoolWatch, WORK_LABEL, WorkPullerOptions};
-use gym_client::{ServerClient, Transports};
+use gym_client::{JOINS_RUNS_LABEL, ServerClient, Transports};
 use gym_core::registry::{Instance, MemberLimits, MemoryRegistry, Registry};
 use gym_core::server::ServerKind;
 use gym_core::transport::{InProcess, ListenOptions, Listener, Transport, TransportPolicy, bare_host, host_port};
@@ -263,13 +263,13 @@ impl Stack {
             context.incarnation = Some(incarnation);
             match servers.make(Build::new(instance, &context, &self.client)) {
                 Some(made) => {
-                    let Made { handler, task_check, ignored } =
+                    let Made { handler, task_check, joins_runs, ignored } =
                         made.map_err(|error| error.about(format!("start {}", instance.name)))?;
                     ignored.iter().for_each(|ignored| tracing::warn!(server = instance.name, "{ignored}"));
                     if let Some(check) = task_check {
                         self.names.add_task_check(&instance.name, check);
                     }
-                    self.start_native(instance, handler, incarnation, local, options).await?;
+                    self.start_native(instance, handler, joins_runs, incarnation, local, options).await?;
                 }
                 None if instance.entrypoint.is_some() && options.in_process => {
                     return Err(Error::invalid(format!(
@@ -360,6 +360,7 @@ impl Stack {
         &mut self,
         instance: &InstanceConfig,
         handler: Arc<dyn Handler>,
+        joins_runs: bool,
         incarnation: Incarnation,
         local: bool,
         options: &StackOptions,
@@ -395,9 +396,8 @@ impl Stack {
         let url = endpoints.last().cloned().ok_or_else(|| Error::internal("nothing listens"))?;
         stage.serve(listener, &handler, options.stop_grace);
         let mut labels = BTreeMap::from([("pid".to_owned(), std::process::id().to_string())]);
-        if instance.implementation == POOL_IMPLEMENTATION {
-            labels.insert(WORK_LABEL.to_owned(), "1".to_owned());
-        }
+        let told = [(joins_runs, JOINS_RUNS_LABEL), (instance.implementation == POOL_IMPLEMENTATION, WORK_LABEL)];
+        labels.extend(told.iter().filter(|(is, _)| *is).map(|(_, label)| ((*label).to_owned(), "1".to_owned())));
         let registration = registration(instance, endpoints, incarnation, labels, &self.world);
         let cx = CallContext::within(Duration::from_secs(30));
         self.leases.push(LeaseKeeper::start(Arc::clone(&self.registry), &cx, registration).await?);

@@ -73,21 +73,25 @@ pub(crate) struct Made {
     pub(crate) handler: Arc<dyn Handler>,
     /// The check of the rows that it receives, if it is an environment.
     pub(crate) task_check: Option<TaskCheck>,
+    /// It joins a `/run` that arrives again to the first one.
+    pub(crate) joins_runs: bool,
     /// The keys of its block that only NeMo Gym's own server reads.
     pub(crate) ignored: Vec<Problem>,
 }
 
 type Factory = Arc<dyn Fn(&Build<'_>) -> Result<BuiltServer> + Send + Sync>;
 
-/// A server that a factory built, and the check of the rows that it receives.
+/// A server that a factory built, and what its role says of it.
 pub(crate) struct BuiltServer {
     pub(crate) handler: Arc<dyn Handler>,
+    /// The check of the rows that it receives.
     pub(crate) task_check: Option<TaskCheck>,
+    pub(crate) joins_runs: bool,
 }
 
 impl From<RoleServer> for BuiltServer {
     fn from(server: RoleServer) -> Self {
-        Self { task_check: server.task_check(), handler: Arc::new(server) }
+        Self { task_check: server.task_check(), joins_runs: server.joins_runs(), handler: Arc::new(server) }
     }
 }
 
@@ -147,7 +151,8 @@ impl Servers {
                 if let Some(members) = build.client.members() {
                     pool.follow(Arc::clone(members));
                 }
-                Ok(BuiltServer { handler: Arc::new(pool), task_check: None })
+                let joins_runs = pool.joins_runs();
+                Ok(BuiltServer { handler: Arc::new(pool), task_check: None, joins_runs })
             })
             .with(ServerKind::Resources, POOL_IMPLEMENTATION, |build| {
                 let pool = PoolServer::verifying(build.settings()?, build.context);
@@ -155,7 +160,7 @@ impl Servers {
                     pool.follow(Arc::clone(members));
                 }
                 let handler = Arc::new(pool);
-                Ok(BuiltServer { handler, task_check: None })
+                Ok(BuiltServer { handler, task_check: None, joins_runs: false })
             })
             .model("openai_model", |build| OpenAiModel::new(build.settings()?, &build.context.world))
             .model("vllm_model", |build| {
@@ -329,7 +334,7 @@ impl Servers {
                 Some(incarnation) => Arc::new(Fenced::new(incarnation, handler)),
                 None => handler,
             };
-            Ok(BuiltServer { handler, task_check: None })
+            Ok(BuiltServer { handler, task_check: None, joins_runs: false })
         })
     }
 
@@ -375,8 +380,8 @@ impl Servers {
     pub(crate) fn make(&self, build: Build<'_>) -> Option<Result<Made>> {
         let key = (build.instance.kind, build.instance.implementation.clone());
         let factory = self.factories.get(&key)?;
-        Some(factory(&build).and_then(|BuiltServer { handler, task_check }| {
-            Ok(Made { handler, task_check, ignored: build.into_ignored()? })
+        Some(factory(&build).and_then(|BuiltServer { handler, task_check, joins_runs }| {
+            Ok(Made { handler, task_check, joins_runs, ignored: build.into_ignored()? })
         }))
     }
 }

@@ -16,9 +16,9 @@ pub struct HttpConfig {
     pub connect_timeout: Duration,
     /// The `Host` of outgoing requests, if it differs from the endpoint's, because a proxy may select by it. Default: none.
     pub host: Option<String>,
-    /// Sends a request once more, over a new connection, if a connection that had carried requests before breaks before the first byte of the
-    /// response: balancers end kept connections without notice. Only for requests without side effects, because the peer may have received the
-    /// first one. Default: `false`.
+    /// Sends any request once more, over a new connection, if a connection that had carried requests before breaks before the first byte of the
+    /// response: balancers end kept connections without notice. Only for peers whose requests have no side effects, because the peer may have
+    /// received the first one. Default: `false`: only `GET`, `HEAD` and requests that are [`repeatable`](gym_core::CallContext::repeatable).
     pub repeats_on_new_connection: bool,
     /// Time for which an unused outgoing connection is kept. Default: 15 s, as in NeMo Gym's client. NeMo Gym's servers close an
     /// idle connection after 30 s, so requests are rarely written into a closing connection.

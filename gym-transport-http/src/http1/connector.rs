@@ -3,12 +3,14 @@
 use std::collections::VecDeque;
 use std::fmt;
 use std::future::{poll_fn, ready};
+use std::ops::Deref;
 use std::sync::Arc;
 use std::task::Poll;
 use std::time::Duration;
 
 use async_trait::async_trait;
 use bytes::Bytes;
+use gym_core::message::EXECUTION_METADATA;
 use gym_core::transport::{ConnectOptions, Connector, Link, PathInfo, Reply};
 use gym_core::{CallContext, Channel, Code, Endpoint, Error, Execution, Request, Response, Result, Verb};
 use tokio::sync::OwnedSemaphorePermit;
@@ -32,6 +34,8 @@ use crate::wire::headers::is_value;
 /// | no file descriptor left for the connection | `ResourceExhausted`, not started |
 /// | a pooled connection breaks before a byte was sent | another connection is tried |
 /// | a new connection breaks before a byte was sent | `Unavailable`, not started |
+/// | a pooled connection breaks before the response begins, and the request is a `GET`, a `HEAD` or [`repeatable`](CallContext::repeatable) | a new connection is tried, once |
+/// | a pooled connection breaks before the response begins, otherwise | `Unavailable`, unknown, of the class `transport_peer_drop` |
 /// | the connection breaks afterwards | `Unavailable`, unknown |
 /// | the response is not HTTP, or not a frame although it is marked as one | `DataLoss`, unknown |
 /// | the reply is larger than `reply_bytes_max` | `ResourceExhausted`, finished |
@@ -72,9 +76,7 @@ impl Connector for HttpConnector {
         }
         let link = HttpLink {
             path: PathInfo::new(SCHEME, to.address(), false),
-            pool: Arc::new(ConnectionPool::new(address, self.config.clone())),
-            host: host.into(),
-            prefix,
+            pool: Arc::new(ConnectionPool::new(address, host.into(), prefix, self.config.clone())),
         };
         Ok(Channel::new(link).fenced(options.incarnation))
     }
@@ -83,8 +85,6 @@ impl Connector for HttpConnector {
 struct HttpLink {
     path: PathInfo,
     pool: Arc<ConnectionPool>,
-    host: Arc<str>,
-    prefix: Arc<str>,
 }
 
 impl fmt::Debug for HttpLink {
@@ -94,12 +94,11 @@ impl fmt::Debug for HttpLink {
 }
 
 impl HttpLink {
-    /// Returns the bytes of a request in pieces: the header section, and the body unchanged.
-    fn pieces(&self, request: &Request) -> Result<VecDeque<Bytes>> {
-        let mut pieces = pieces(&request.message);
-        let length = pieces.iter().map(Bytes::len).sum();
-        pieces.push_front(head::write_request(request, &self.host, &self.prefix, length)?.into());
-        Ok(pieces)
+    /// Returns `true` if the peer may receive the request twice. `GET` and `HEAD` change nothing (RFC 9110, section 9.2.2).
+    fn repeats(&self, request: &Request) -> bool {
+        request.context.repeatable
+            || matches!(request.verb, Verb::Get | Verb::Head)
+            || self.pool.config.repeats_on_new_connection
     }
 
     fn subject(&self, request: &Request) -> String {
@@ -110,6 +109,10 @@ impl HttpLink {
 #[async_trait]
 impl Link for HttpLink {
     async fn send(&self, request: Request) -> Result<Reply> {
+        let request = match self.repeats(&request) {
+            true => Outgoing::Kept(Arc::new(request)),
+            false => Outgoing::Once(request),
+        };
         loop {
             let permit = self.pool.permit().await.map_err(|error| error.about(self.subject(&request)))?;
             let (connection, reused) = match self.pool.reuse() {
@@ -117,7 +120,7 @@ impl Link for HttpLink {
                 None => (self.pool.connect().await.map_err(|error| error.about(self.subject(&request)))?, false),
             };
             // Built only now, so that the remaining time that is sent is accurate.
-            let pieces = match self.pieces(&request) {
+            let pieces = match request_pieces(&request, &self.pool) {
                 Ok(pieces) => pieces,
                 Err(error) => {
                     self.pool.keep(connection);
@@ -131,7 +134,7 @@ impl Link for HttpLink {
                 route: request.route.clone(),
                 reply_bytes_max: request.context.reply_bytes_max,
                 permit,
-                repeats: reused && self.pool.config.repeats_on_new_connection,
+                again: request.kept().filter(|_| reused),
             };
             let mut reply: Reply = Box::pin(call.run(connection, pieces));
             // The first poll writes the request, so that it is being sent when this returns.
@@ -164,6 +167,41 @@ impl Link for HttpLink {
     }
 }
 
+/// Returns the bytes of a request in pieces: the header section, and the body unchanged.
+fn request_pieces(request: &Request, pool: &ConnectionPool) -> Result<VecDeque<Bytes>> {
+    let mut pieces = pieces(&request.message);
+    let length = pieces.iter().map(Bytes::len).sum();
+    pieces.push_front(head::write_request(request, &pool.host, &pool.prefix, length)?.into());
+    Ok(pieces)
+}
+
+/// A request to send. One that may be sent again is kept until the response arrives.
+#[expect(clippy::large_enum_variant, reason = "most requests are sent once, and a box would cost each an allocation")]
+enum Outgoing {
+    Once(Request),
+    Kept(Arc<Request>),
+}
+
+impl Outgoing {
+    fn kept(&self) -> Option<Arc<Request>> {
+        match self {
+            Self::Once(_) => None,
+            Self::Kept(request) => Some(Arc::clone(request)),
+        }
+    }
+}
+
+impl Deref for Outgoing {
+    type Target = Request;
+
+    fn deref(&self) -> &Request {
+        match self {
+            Self::Once(request) => request,
+            Self::Kept(request) => request,
+        }
+    }
+}
+
 /// A call that has a connection.
 struct ActiveCall {
     pool: Arc<ConnectionPool>,
@@ -172,26 +210,28 @@ struct ActiveCall {
     route: gym_core::Route,
     reply_bytes_max: usize,
     permit: OwnedSemaphorePermit,
-    /// Sends the request over a new connection if this one breaks before the response begins.
-    repeats: bool,
+    /// The request that is sent over a new connection if this one breaks before the response begins.
+    again: Option<Arc<Request>>,
 }
 
 impl ActiveCall {
     async fn run(self, mut connection: PooledConnection, request: VecDeque<Bytes>) -> Result<Response> {
         let closed = self.pool.closed.clone();
-        let again = self.repeats.then(|| request.clone());
         let mut answered = tokio::select! {
             biased;
             answered = exchange(&mut connection, request, self.verb, self.reply_bytes_max) => answered,
             () = closed.cancelled() => Err(Error::unknown(Code::Unavailable, "the channel was closed")),
         };
-        if let (Some(again), Err(error)) = (again, &answered)
+        if let (Some(again), Err(error)) = (&self.again, &answered)
             && error.code() == Code::Unavailable
             && connection.silent
             && !closed.is_cancelled()
         {
             // Boxed, because it is rare, and every waiting call would be as large otherwise.
-            (connection, answered) = Box::pin(self.repeat(again, connection)).await;
+            let repeated = Box::pin(self.repeat(again, connection));
+            let broke = answered;
+            (connection, answered) = repeated.await;
+            answered = after(broke, answered);
         }
         match answered {
             Ok(response) => {
@@ -206,9 +246,14 @@ impl ActiveCall {
         }
     }
 
-    async fn repeat(&self, request: VecDeque<Bytes>, broken: PooledConnection) -> (PooledConnection, Result<Response>) {
+    async fn repeat(&self, request: &Request, broken: PooledConnection) -> (PooledConnection, Result<Response>) {
         let mut connection = match self.pool.connect().await {
             Ok(connection) => connection,
+            Err(error) => return (broken, Err(error)),
+        };
+        // Built again, so that the remaining time that is sent is accurate.
+        let request = match request_pieces(request, &self.pool) {
+            Ok(request) => request,
             Err(error) => return (broken, Err(error)),
         };
         let answered = tokio::select! {
@@ -217,5 +262,19 @@ impl ActiveCall {
             () = self.pool.closed.cancelled() => Err(Error::unknown(Code::Unavailable, "the channel was closed")),
         };
         (connection, answered)
+    }
+}
+
+/// Returns the result of a call that was repeated after it had failed with `first`. The first request may have run, whatever became of the second
+/// one: a server that refused that one, because it has restarted or is full, says nothing about the first.
+fn after(first: Result<Response>, second: Result<Response>) -> Result<Response> {
+    let not_started = Some(Execution::NotStarted.as_str());
+    match (first, second) {
+        (Err(first), Ok(second)) if second.metadata.get(EXECUTION_METADATA) == not_started => Err(first),
+        (Err(first), Err(second)) => {
+            let execution = first.execution().max(second.execution());
+            Err(second.with_execution(execution))
+        }
+        (_, second) => second,
     }
 }

@@ -11,6 +11,7 @@ use std::pin::{Pin, pin};
 use std::task::{Context, Poll, ready};
 
 use bytes::{Buf, BufMut, Bytes, BytesMut};
+use gym_core::rollout::FailureClass;
 use gym_core::{Code, Error, Response, Result, Status, Verb};
 use httparse::parse_chunk_size;
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite};
@@ -37,11 +38,13 @@ pub(crate) struct Connection<S> {
     pub(crate) reusable: bool,
     /// `true` if no byte of the last response has arrived.
     pub(crate) silent: bool,
+    /// `true` if the connection has carried a call before the last one.
+    pub(crate) reused: bool,
 }
 
 impl<S> Connection<S> {
     pub(crate) fn new(stream: S) -> Self {
-        Self { stream, input: BytesMut::new(), reusable: true, silent: true }
+        Self { stream, input: BytesMut::new(), reusable: true, silent: true, reused: false }
     }
 }
 
@@ -277,10 +280,15 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Exchange<'_, S> {
 
     /// Returns the error of a call whose connection broke.
     fn broken(&mut self, error: Option<io::Error>) -> Error {
-        let said = if self.unsent.begun {
-            Error::unknown(Code::Unavailable, "the connection broke before the answer was complete")
-        } else {
-            Error::not_started(Code::Unavailable, "the connection was closed before anything was sent")
+        let said = match (self.unsent.begun, self.connection.reused && self.connection.silent) {
+            (false, _) => Error::not_started(Code::Unavailable, "the connection was closed before anything was sent"),
+            // Balancers and servers end kept connections, so the server may be well. The class keeps callers from taking it for lost.
+            (true, true) => Error::unknown(
+                Code::Unavailable,
+                "the reused connection broke before a response came; whether the request was executed is not known",
+            )
+            .with_class(FailureClass::TransportPeerDrop),
+            (true, false) => Error::unknown(Code::Unavailable, "the connection broke before the answer was complete"),
         };
         match self.broke.take().or(error) {
             Some(error) => said.caused_by(error),

@@ -34,6 +34,9 @@ fn is_open(connection: &PooledConnection) -> bool {
 
 pub(crate) struct ConnectionPool {
     pub(crate) address: HostPort,
+    /// The `Host` of requests, and the prefix of their routes.
+    pub(crate) host: Arc<str>,
+    pub(crate) prefix: Arc<str>,
     pub(crate) config: HttpConfig,
     /// Fires when running calls must end.
     pub(crate) closed: CancelToken,
@@ -50,10 +53,12 @@ struct IdleConnections {
 }
 
 impl ConnectionPool {
-    pub(crate) fn new(address: HostPort, config: HttpConfig) -> Self {
+    pub(crate) fn new(address: HostPort, host: Arc<str>, prefix: Arc<str>, config: HttpConfig) -> Self {
         let permits = config.connections_max.clamp(1, Semaphore::MAX_PERMITS);
         Self {
             address,
+            host,
+            prefix,
             config,
             closed: CancelToken::new(),
             permits: Arc::new(Semaphore::new(permits)),
@@ -79,8 +84,9 @@ impl ConnectionPool {
     pub(crate) fn reuse(&self) -> Option<PooledConnection> {
         loop {
             // Takes the connection that was used last: it is the least likely to be closed, and the others can age.
-            let (connection, _) = self.lock().connections.pop_back()?;
+            let (mut connection, _) = self.lock().connections.pop_back()?;
             if is_open(&connection) {
+                connection.reused = true;
                 return Some(connection);
             }
         }

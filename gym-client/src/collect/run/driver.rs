@@ -438,8 +438,9 @@ impl Driver {
         deadline: Instant,
         observed: bool,
     ) -> RunningAttempt {
-        let mut cx = CallContext::within(self.options.attempt_timeout);
         let trace_id = self.world.rng().u128(1..);
+        // An attempt has a trace of its own, so the number identifies its call too.
+        let mut cx = CallContext::within(self.options.attempt_timeout).with_call_id(trace_id);
         let trace = TraceContext { trace_id, span_id: u64::from(attempt.number) + 1, sampled: self.options.sampled };
         cx.trace = trace;
         let cancel = cx.cancel.clone();
@@ -469,8 +470,8 @@ impl Driver {
         };
         let request = Request::post(cx, Route::from_static("/run"), body);
         async move {
-            // Not idempotent: only our relay joins a replayed request to the first one, and only on the same replica.
-            // An attempt with an unknown outcome is followed by a new attempt with its own number.
+            // Not idempotent: only our relay joins a request that is sent again to the first one, and only on the same replica. The client does
+            // this itself when a reused connection broke. An attempt with an unknown outcome is followed by a new attempt with its own number.
             let began = Instant::now();
             let answer = driver.dispatch.run(&row.server, &request).await;
             let trace = request.context.trace;
