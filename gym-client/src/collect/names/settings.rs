@@ -155,7 +155,7 @@ mod tests {
 
     use super::*;
 
-    fn settings(configuration: Value) -> RewardSettings {
+    fn settings(configuration: &Value) -> RewardSettings {
         let blocks = configuration.as_object().unwrap().iter().map(|(name, block)| (name.clone(), block.clone()));
         RewardSettings::of(&blocks.collect(), ["relay".to_owned()])
     }
@@ -180,7 +180,7 @@ mod tests {
 
     #[test]
     fn the_settings_are_those_of_the_servers_that_take_part() {
-        let RewardSettings { servers, untold } = settings(configuration());
+        let RewardSettings { servers, untold } = settings(&configuration());
         assert_eq!(servers.keys().collect::<Vec<_>>(), ["math", "policy", "sums"]);
         assert_eq!(untold.into_iter().collect::<Vec<_>>(), ["elsewhere"]);
         let policy = json!({"openai_model": "m", "extra_body": {"seed": 1}});
@@ -194,12 +194,12 @@ mod tests {
         let changed = |server: &str, path: &str, value: Value| {
             let mut configuration = configuration();
             *configuration[server].pointer_mut(path).unwrap() = value;
-            settings(configuration) != settings(self::configuration())
+            settings(&configuration) != settings(&self::configuration())
         };
         let added = |server: &str, path: &str, key: &str, value: Value| {
             let mut configuration = configuration();
             configuration[server].pointer_mut(path).unwrap()[key] = value;
-            settings(configuration) != settings(self::configuration())
+            settings(&configuration) != settings(&self::configuration())
         };
         let (math, policy) = ("/responses_api_agents/simple_agent", "/responses_api_models/openai_model");
         for key in NO_REWARD_KEYS {
@@ -233,7 +233,7 @@ mod tests {
             "      extra_body: {seed: \"${oc.env:GYM_TEST_SEED,3}\"}\n      openai_base_url: ${oc.env:GYM_TEST_URL}\n",
             "      other: ${missing}\n"
         );
-        let RewardSettings { servers, untold } = settings(crate::config::parse_resolved(yaml, "head").unwrap());
+        let RewardSettings { servers, untold } = settings(&crate::config::parse_resolved(yaml, "head").unwrap());
         let expected = json!({"responses_api_models": {"openai_model": {"openai_model": "m"}}});
         assert_eq!(servers["relay"], expected);
         let block = "relay.responses_api_models.openai_model";
