@@ -4,7 +4,7 @@
 use std::borrow::Cow;
 
 use bytes::Bytes;
-use gym_core::message::ContentType;
+use gym_core::message::{CALL_METADATA, ContentType};
 use gym_core::{Code, Error, Message, Metadata, Response, Result, Status};
 use serde::{Deserialize, Serialize};
 
@@ -126,8 +126,10 @@ pub(super) fn next(
     Ok(Message { content_type, head: head.into(), segments: own })
 }
 
+/// Returns the metadata without the call id. The worker's call to its server is one of its own, and an item is begun once.
 pub(super) fn pairs(metadata: &Metadata) -> Vec<(String, String)> {
-    metadata.iter().map(|(name, value)| (name.to_owned(), value.to_owned())).collect()
+    let kept = metadata.iter().filter(|(name, _)| *name != CALL_METADATA);
+    kept.map(|(name, value)| (name.to_owned(), value.to_owned())).collect()
 }
 
 pub(super) fn metadata(pairs: Vec<(String, String)>) -> Metadata {
