@@ -1,8 +1,11 @@
 //! Model servers: proxies of OpenAI-compatible endpoints, and a scripted model that needs no endpoint.
 
+mod extra;
+mod limits;
 #[cfg(test)]
 mod mock;
 mod openai;
+mod overflow;
 mod scripted;
 mod secret;
 mod upstream;

@@ -4,7 +4,6 @@ use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use bytes::Bytes;
 use futures_util::future::BoxFuture;
 use gym_core::server::{EndpointReport, ModelEndpoints};
 use gym_core::{CallContext, Code, Error, Execution, ModelResponse, ModelServer, RawObject, Result, SessionId, World};
@@ -13,9 +12,13 @@ use serde_json::value::RawValue;
 use serde_json::{Map, Value};
 use tokio::sync::Semaphore;
 
+use crate::model::extra::extra_body;
+use crate::model::limits::TokenLimits;
+use crate::model::overflow;
 use crate::model::secret::Secret;
 use crate::model::upstream::retry::{self, EndpointRetries, RetryKeys};
-use crate::model::upstream::{EndpointKeys, Upstream, UpstreamOptions};
+use crate::model::upstream::{EndpointKeys, EndpointResponse, Upstream, UpstreamOptions};
+use crate::model::vllm::{empty, overflowed};
 
 /// The keys of an `openai_model` block.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
@@ -81,6 +84,8 @@ impl OpenAiModelConfig {
 #[derive(Clone, Debug)]
 pub struct OpenAiModel {
     upstream: Upstream,
+    world: World,
+    name: Arc<str>,
     /// The model's name as a JSON string.
     model: String,
     extra_body: Arc<[(String, String)]>,
@@ -95,7 +100,12 @@ impl OpenAiModel {
     /// `InvalidArgument` with the key if the URL or a header is invalid, or if the URL is https and this program has no TLS.
     pub fn new(config: OpenAiModelConfig, world: &World) -> Result<Self> {
         let options = UpstreamOptions {
-            keys: EndpointKeys { url: "openai_base_url", api_key: "openai_api_key", model: "openai_model" },
+            keys: EndpointKeys {
+                url: "openai_base_url",
+                api_key: "openai_api_key",
+                model: "openai_model",
+                uses_responses: true,
+            },
             key: Secret::or_from_environment(config.openai_api_key),
             headers: config.openai_default_headers,
             model: config.openai_model.clone(),
@@ -112,6 +122,8 @@ impl OpenAiModel {
         };
         Ok(Self {
             upstream: Upstream::new(&config.openai_base_url, &options, world)?,
+            world: world.clone(),
+            name: config.openai_model.as_str().into(),
             model: Value::from(config.openai_model).to_string(),
             extra_body: config.extra_body.into_iter().map(|(key, value)| (key, value.to_string())).collect(),
             drop_reasoning: config.drop_input_reasoning_items,
@@ -119,7 +131,9 @@ impl OpenAiModel {
         })
     }
 
-    async fn ask(&self, cx: &CallContext, path: &str, body: Bytes, key: &str) -> Result<RawObject> {
+    /// Sends a request. Returns its body as it was sent, and the response.
+    async fn ask(&self, cx: &CallContext, path: &str, request: &RawObject) -> Result<(RawObject, EndpointResponse)> {
+        let body = self.body(request)?;
         let _permit = match &self.permits {
             None => None,
             Some(permits) => Some(
@@ -129,33 +143,56 @@ impl OpenAiModel {
                 .await?,
             ),
         };
-        let answer = self.upstream.post(cx, path, body).await?;
-        self.upstream.object(path, answer, key)
+        let answer = self.upstream.post(cx, path, body.text().clone()).await?;
+        Ok((body, answer))
     }
 
-    fn body(&self, request: &RawObject) -> Result<Bytes> {
+    fn body(&self, request: &RawObject) -> Result<RawObject> {
         let mut edit = request.edit().set("model", self.model.clone());
-        for (key, value) in self.extra_body.iter().filter(|(key, _)| key != "model" && !request.contains(key)) {
+        let own = extra_body(request)?.into_iter().map(|(key, value)| (key, value.to_string()));
+        let own: Vec<(String, String)> = own.collect();
+        let is_own = |key: &str| own.iter().any(|(own, _)| own == key);
+        // The keys of a row's metadata, such as the seed of `--add-seed`, take precedence over those of the configuration.
+        let configured = self.extra_body.iter().filter(|(key, _)| !is_own(key));
+        let mut streams = request.contains("stream");
+        for (key, value) in own.iter().chain(configured).filter(|(key, _)| key != "model" && !request.contains(key)) {
+            streams |= key == "stream";
             edit = edit.set(key.clone(), value.clone());
         }
         // Some gateways stream unless told.
-        if !request.contains("stream") && !self.extra_body.iter().any(|(key, _)| key == "stream") {
+        if !streams {
             edit = edit.set("stream", "false");
         }
         if let Some(input) = replayable(request, self.drop_reasoning)? {
             edit = edit.set("input", input);
         }
-        Ok(edit.to_rope().to_bytes())
+        Ok(edit.to_object()?)
+    }
+
+    fn limits(&self, request: &RawObject) -> TokenLimits {
+        TokenLimits::of(request, self.upstream.context_tokens())
     }
 }
 
 impl ModelServer for OpenAiModel {
     async fn responses(&self, cx: &CallContext, _: &SessionId, body: &RawObject) -> Result<ModelResponse> {
-        self.ask(cx, "/responses", self.body(body)?, "output").await.map(ModelResponse)
+        const ROUTE: &str = "/responses";
+        let (sent, answer) = self.ask(cx, ROUTE, body).await?;
+        let limits = self.limits(&sent);
+        if let Some(message) = overflow::of(&answer, limits.output()) {
+            return overflowed(body, &self.name, message, &self.world);
+        }
+        let response = self.upstream.object(ROUTE, answer, "output")?;
+        Ok(ModelResponse(limits.cut(&response)?.unwrap_or(response)))
     }
 
     async fn chat_completions(&self, cx: &CallContext, _: &SessionId, body: &RawObject) -> Result<RawObject> {
-        self.ask(cx, "/chat/completions", self.body(body)?, "choices").await
+        const ROUTE: &str = "/chat/completions";
+        let (sent, answer) = self.ask(cx, ROUTE, body).await?;
+        match overflow::of(&answer, self.limits(&sent).output()) {
+            Some(_) => empty(&self.name, "length", &self.world),
+            None => self.upstream.object(ROUTE, answer, "choices"),
+        }
     }
 
     fn endpoints(&self) -> Option<&dyn ModelEndpoints> {

@@ -368,3 +368,70 @@ async fn a_redirect_that_loses_the_body_or_leaves_the_host_is_an_answer() {
     let second = mock.request(1);
     assert!(second.starts_with("POST /v1/responses/ ") && second.contains(r#""input":"x""#), "{second}");
 }
+
+#[tokio::test]
+async fn an_answer_that_used_up_its_tokens_is_incomplete_although_the_endpoint_says_completed() {
+    let body = r#"{"status":"completed","output":[],"usage":{"input_tokens":3,"output_tokens":5,"total_tokens":8}}"#;
+    for (request, cut) in [
+        (r#"{"input":"x","max_output_tokens":5}"#, true),
+        (r#"{"input":"x","max_output_tokens":6}"#, false),
+        (r#"{"input":"x"}"#, false),
+    ] {
+        let mock = MockEndpoint::new(vec![answer(200, body)]).await;
+        let got = ask(&model(&mock, |_| ()), request).await.unwrap().to_bytes();
+        let got: Value = serde_json::from_slice(&got).unwrap();
+        assert_eq!(got["incomplete_details"]["reason"] == "max_output_tokens", cut, "{got}");
+        assert_eq!(got["status"] == "incomplete", cut, "{got}");
+    }
+    // The limit of the configuration counts too.
+    let mock = MockEndpoint::new(vec![answer(200, body)]).await;
+    let model = model(&mock, |config| config.extra_body = serde_json::from_str(r#"{"max_output_tokens":5}"#).unwrap());
+    let got = ask(&model, r#"{"input":"x"}"#).await.unwrap().to_bytes();
+    assert!(String::from_utf8_lossy(&got).contains("max_output_tokens"));
+}
+
+#[tokio::test]
+async fn a_prompt_that_does_not_fit_is_a_response_without_content_that_says_so() {
+    for body in [
+        r#"{"error":{"code":"context_length_exceeded","message":"too long"}}"#,
+        r#"{"error":{"code":400,"message":"request (5000 tokens) exceeds the available context size","type":"exceed_context_size_error"}}"#,
+        r#"{"error":{"message":"The engine prompt length 4096 exceeds the max_model_len 4096","type":"BadRequestError","code":400}}"#,
+    ] {
+        let mock = MockEndpoint::new(vec![answer(400, body)]).await;
+        let got = ask(&model(&mock, |_| ()), r#"{"input":"x"}"#).await.unwrap().to_bytes();
+        let got: Value = serde_json::from_slice(&got).unwrap();
+        assert_eq!(
+            (&got["status"], &got["incomplete_details"]["code"]),
+            (&"incomplete".into(), &"context_length_exceeded".into())
+        );
+    }
+    // Any other rejection is an error.
+    let mock = MockEndpoint::new(vec![answer(400, r#"{"error":{"message":"no such option","code":400}}"#)]).await;
+    ask(&model(&mock, |_| ()), r#"{"input":"x"}"#).await.unwrap_err();
+}
+
+#[tokio::test]
+async fn the_keys_of_a_rows_metadata_reach_the_endpoint() {
+    let mock = MockEndpoint::new(vec![answer(200, ANSWER)]).await;
+    let model = model(&mock, |config| config.extra_body = serde_json::from_str(r#"{"seed":3,"top_k":1}"#).unwrap());
+    let request = r#"{"input":"x","temperature":0.5,"metadata":{"extra_body":"{\"seed\": 7, \"temperature\": 9, \"model\": \"no\"}"}}"#;
+    ask(&model, request).await.unwrap();
+    let sent = mock.body(0);
+    assert_eq!((&sent["seed"], &sent["top_k"], &sent["temperature"]), (&7.into(), &1.into(), &0.5.into()));
+    assert_eq!(sent["model"], "gpt \"x\"");
+    for wrong in [r#""[]""#, r#""{""#, r#""7""#] {
+        let error = ask(&model, &format!(r#"{{"input":"x","metadata":{{"extra_body":{wrong}}}}}"#)).await.unwrap_err();
+        assert!(error.to_string().contains("metadata.extra_body"), "{error}");
+    }
+}
+
+#[tokio::test]
+async fn a_vllm_behind_the_responses_dialect_is_named_with_the_risk_and_the_cure() {
+    for (owner, named) in [("vllm", true), ("llamacpp", false)] {
+        let models = format!(r#"{{"data":[{{"id":"gpt \"x\"","owned_by":"{owner}"}}]}}"#);
+        let mock = MockEndpoint::new(vec![answer(200, &models)]).await;
+        let report = &model(&mock, |_| ()).probe(&CallContext::default()).await[0];
+        assert_eq!(report.state, EndpointState::Ready);
+        assert_eq!(report.fix.contains("vllm_model"), named, "{report:?}");
+    }
+}

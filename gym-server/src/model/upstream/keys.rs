@@ -6,12 +6,14 @@ use gym_core::{Error, Execution};
 
 use crate::model::upstream::health::EndpointFailure;
 
-/// The names of the keys in a block.
+/// The names of the keys in a block, and its dialect.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::model) struct EndpointKeys {
     pub(in crate::model) url: &'static str,
     pub(in crate::model) api_key: &'static str,
     pub(in crate::model) model: &'static str,
+    /// Requests are sent in the Responses dialect.
+    pub(in crate::model) uses_responses: bool,
 }
 
 impl EndpointKeys {

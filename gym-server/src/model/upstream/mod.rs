@@ -7,6 +7,8 @@
 use std::collections::BTreeMap;
 use std::fmt;
 use std::pin::pin;
+use std::sync::atomic::AtomicU64;
+use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -77,6 +79,8 @@ struct UpstreamState {
     /// The URL without credentials and without a trailing slash.
     shown: String,
     connections: Semaphore,
+    /// Tokens of the model's context, once a list of models told it; 0 before.
+    context_tokens: AtomicU64,
     keys: EndpointKeys,
     model: String,
     retries: EndpointRetries,
@@ -156,6 +160,7 @@ impl Upstream {
             health: EndpointHealth::new(shown.clone()),
             shown,
             connections: Semaphore::new(CONNECTIONS_MAX),
+            context_tokens: AtomicU64::new(0),
             keys: options.keys,
             model: options.model.clone(),
             retries: options.retries.clone(),
@@ -169,12 +174,22 @@ impl Upstream {
         self.0.health.report(self.0.retries.budget)
     }
 
+    /// Returns the tokens of the model's context, if a probe was told.
+    pub(super) fn context_tokens(&self) -> Option<u64> {
+        Some(self.0.context_tokens.load(Relaxed)).filter(|tokens| *tokens > 0)
+    }
+
     /// Requests the list of models, once, and returns what the response shows.
     pub(super) async fn probe(&self, cx: &CallContext) -> EndpointReport {
         let state = &*self.0;
         let mut cx = cx.child();
         cx.deadline = cx.deadline.min(tokio::time::Instant::now() + PROBE_TIMEOUT);
         let answer = state.send_once(&cx, &format!("{}/models", state.place.path), None).await;
+        if let Ok(answer) = &answer
+            && let Some(tokens) = probe::context_tokens(answer, &state.model)
+        {
+            state.context_tokens.store(tokens, Relaxed);
+        }
         let judged = match &answer {
             Ok(answer) => probe::judge(answer, state.keys, &state.model),
             Err(error) if error.code() == Code::DeadlineExceeded => {
@@ -242,7 +257,7 @@ impl Upstream {
                 wait.on(Arc::new(move || shown.shown.clone()))
             };
             let result = recorded(pin!(state.send_once(cx, target, Some(body.clone()))), wait).await;
-            if matches!(&result, Ok(answer) if answer.status < 400) {
+            if matches!(&result, Ok(answer) if answer.status < 400 && !answer.is_aborted()) {
                 return result.map(Some);
             }
             let next = {
@@ -322,6 +337,13 @@ impl Upstream {
             // A redirect is not stored as a rejection: a client that followed it would bypass this server.
             let refused = EndpointRejection { status: answer.status, body: answer.body };
             return Err(if refused.status >= 400 { error.caused_by(refused) } else { error });
+        }
+        if answer.is_aborted() {
+            state.note(&answer);
+            let text =
+                format!("the engine aborted the response, as vLLM does when it pauses or sleeps ({})", answer.attempts);
+            let error = Error::finished(Code::Unavailable, text).about(subject());
+            return Err(error.with_class(FailureClass::ModelUnavailable));
         }
         let wrong = |why: String| {
             state.health.failed(state.keys.not_an_endpoint(&answer.body));

@@ -13,7 +13,7 @@ const NAMES_MAX: usize = 5;
 
 /// Returns the failure that the response shows; its state is `Ready` if it may be none. `Ok` if the endpoint lists the model.
 pub(super) fn judge(answer: &EndpointResponse, keys: EndpointKeys, model: &str) -> Result<(), EndpointFailure> {
-    let EndpointKeys { url, model: key, .. } = keys;
+    let EndpointKeys { url, model: key, uses_responses, .. } = keys;
     let not_checked = |why: &str| EndpointFailure {
         state: EndpointState::Ready,
         reason: format!("{why}, so the name of the model is not checked"),
@@ -30,12 +30,18 @@ pub(super) fn judge(answer: &EndpointResponse, keys: EndpointKeys, model: &str) 
         return Err(keys.not_an_endpoint(&answer.body));
     }
     let list: Value = serde_json::from_slice(&answer.body).unwrap_or_default();
-    // OpenAI's form, a bare list (Together AI), and `models` (Ollama, llama.cpp).
-    let listed = [&list["data"], &list, &list["models"]].into_iter().find_map(Value::as_array);
-    let Some(listed) = listed else { return Err(not_checked("answered GET /models in a form that is not known")) };
-    let named = |model: &Value| ["id", "name", "model"].iter().find_map(|key| model[*key].as_str().map(str::to_owned));
+    let Some(listed) = listed(&list) else {
+        return Err(not_checked("answered GET /models in a form that is not known"));
+    };
     let mut names: Vec<String> = listed.iter().filter_map(named).map(|name| format!("`{name}`")).collect();
     if names.is_empty() || names.contains(&format!("`{model}`")) {
+        if uses_responses && listed.iter().any(|entry| entry["owned_by"] == "vllm") {
+            return Err(EndpointFailure {
+                state: EndpointState::Ready,
+                reason: "it is a vLLM, which calls a response that it aborted `completed` over the Responses API".to_owned(),
+                fix: "use `vllm_model` without `is_responses_native`: over chat, an aborted response is recognized and requested again".to_owned(),
+            });
+        }
         return Ok(());
     }
     if names.len() > NAMES_MAX {
@@ -50,9 +56,33 @@ pub(super) fn judge(answer: &EndpointResponse, keys: EndpointKeys, model: &str) 
     })
 }
 
+/// The models of a list: OpenAI's form, a bare list (Together AI), and `models` (Ollama, llama.cpp).
+fn listed(list: &Value) -> Option<&Vec<Value>> {
+    [&list["data"], list, &list["models"]].into_iter().find_map(Value::as_array)
+}
+
+fn named(model: &Value) -> Option<&str> {
+    ["id", "name", "model"].iter().find_map(|key| model[*key].as_str())
+}
+
+/// Returns the tokens of the model's context, in the forms of vLLM and SGLang, of llama.cpp for one of its slots, and of gateways.
+pub(super) fn context_tokens(answer: &EndpointResponse, model: &str) -> Option<u64> {
+    let list: Value = serde_json::from_slice(&answer.body).ok()?;
+    let found = listed(&list)?.iter().find(|entry| named(entry) == Some(model))?;
+    let told = [&found["max_model_len"], &found["meta"]["n_ctx"], &found["context_length"], &found["context_window"]];
+    told.into_iter().find_map(Value::as_u64).filter(|tokens| *tokens > 0)
+}
+
 /// Returns what the status of a response says about the endpoint; `None` if it says nothing.
 pub(super) fn of_status(answer: &EndpointResponse, keys: EndpointKeys, model: &str) -> Option<EndpointFailure> {
-    let EndpointKeys { url, api_key, model: key } = keys;
+    if answer.is_aborted() {
+        return Some(EndpointFailure {
+            state: EndpointState::Unavailable,
+            reason: "it aborts responses (`finish_reason: abort`), as vLLM does when it pauses or sleeps".to_owned(),
+            fix: "resume the engine (POST /resume, /wake_up); pause it with mode=wait or mode=keep".to_owned(),
+        });
+    }
+    let EndpointKeys { url, api_key, model: key, .. } = keys;
     let said = || readable(&answer.body).chars().take(200).collect::<String>();
     let (state, fix) = match answer.status {
         401 | 403 => {
@@ -73,4 +103,35 @@ pub(super) fn of_status(answer: &EndpointResponse, keys: EndpointKeys, model: &s
     };
     let reason = format!("answered {}: {}", answer.status, said());
     Some(EndpointFailure { state, reason, fix })
+}
+
+#[cfg(test)]
+mod tests {
+    use bytes::Bytes;
+
+    use super::*;
+
+    #[test]
+    fn the_context_of_the_model_is_read_in_each_form_and_of_no_other_model() {
+        for (body, expected) in [
+            (
+                r#"{"object":"list","data":[{"id":"a","max_model_len":8},{"id":"m","owned_by":"vllm","max_model_len":4096}]}"#,
+                Some(4096),
+            ),
+            (
+                r#"{"models":[{"name":"m"}],"data":[{"id":"m","owned_by":"llamacpp","meta":{"n_ctx":4096,"n_ctx_train":32768}}]}"#,
+                Some(4096),
+            ),
+            (r#"[{"id":"m","context_length":131072}]"#, Some(131_072)),
+            (r#"{"data":[{"id":"m","context_window":8192}]}"#, Some(8_192)),
+            (r#"{"data":[{"id":"other","max_model_len":8}]}"#, None),
+            (r#"{"data":[{"id":"m","max_model_len":0}]}"#, None),
+            (r#"{"data":[{"id":"m","max_model_len":"8","meta":7}]}"#, None),
+            ("[3, null]", None),
+            ("no JSON", None),
+        ] {
+            let answer = EndpointResponse::new(200, None, None, Bytes::from_static(body.as_bytes()));
+            assert_eq!(context_tokens(&answer, "m"), expected, "{body}");
+        }
+    }
 }

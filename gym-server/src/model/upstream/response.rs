@@ -3,8 +3,11 @@
 use std::time::{Duration, UNIX_EPOCH};
 
 use bytes::Bytes;
-use gym_core::World;
+use gym_core::{RawObject, World};
 use serde_json::Value;
+
+/// The finish reason of a response that vLLM aborted, as JSON.
+const ABORTED: &str = r#""abort""#;
 
 /// What an error status of an endpoint says: whether the same request may be answered when it is sent again, and who is to blame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -80,7 +83,19 @@ impl EndpointResponse {
 
     /// Returns `true` if the endpoint, or a proxy in front of it, cannot serve the request at the moment.
     pub(in crate::model) fn is_rejection(&self) -> bool {
-        StatusMeaning::of(self.status) == StatusMeaning::Busy
+        StatusMeaning::of(self.status) == StatusMeaning::Busy || self.is_aborted()
+    }
+
+    /// Returns `true` for a chat completion that the engine aborted. vLLM ends with this `finish_reason` what runs when it pauses or sleeps, as before
+    /// an update of its weights.
+    pub(in crate::model) fn is_aborted(&self) -> bool {
+        if self.status >= 400 || memchr::memmem::find(&self.body, ABORTED.as_bytes()).is_none() {
+            return false;
+        }
+        let whole = RawObject::parse(self.body.clone()).ok();
+        let choices = whole.and_then(|whole| whole.get_as::<Vec<RawObject>>("choices").ok().flatten());
+        let reason = |choice: &RawObject| choice.get("finish_reason").is_some_and(|reason| reason == ABORTED);
+        choices.is_some_and(|choices| choices.iter().any(reason))
     }
 
     /// Returns the endpoint's name for a spent quota, which no repetition changes.
@@ -111,6 +126,23 @@ impl EndpointResponse {
 mod tests {
     use super::*;
     use crate::testing::world;
+
+    #[test]
+    fn a_completion_is_aborted_if_a_choice_says_so() {
+        for (status, body, expected) in [
+            (200, r#"{"choices":[{"finish_reason":"abort"}]}"#, true),
+            (200, r#"{"choices":[{"finish_reason":"stop"},{"index":1,"finish_reason":"abort"}]}"#, true),
+            (200, r#"{"choices":[{"finish_reason":"stop","message":{"content":"\"abort\"","name":"abort"}}]}"#, false),
+            (500, r#"{"choices":[{"finish_reason":"abort"}]}"#, false),
+            (200, r#"{"choices":"abort"}"#, false),
+            (200, r#"{"choices":[{"finish_reason":["abort"]}]}"#, false),
+            (200, r#"["abort"]"#, false),
+            (200, r#""abort"#, false),
+        ] {
+            let answer = EndpointResponse::new(status, None, None, Bytes::from_static(body.as_bytes()));
+            assert_eq!(answer.is_aborted(), expected, "{body}");
+        }
+    }
 
     #[test]
     fn a_retry_after_is_seconds_or_a_date() {

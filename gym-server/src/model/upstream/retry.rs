@@ -2,7 +2,7 @@
 //!
 //! | failure | the call is repeated |
 //! |---|---|
-//! | no connection; 429, 502, 503, 521 to 523, 525 to 530 | until the budget ends: the endpoint has done nothing, and may serve soon |
+//! | no connection; 429, 502, 503, 521 to 523, 525 to 530; a chat completion that vLLM aborted | until the budget ends: the endpoint has done nothing, and may serve soon |
 //! | the connection broke; 404, 408, 409, 425, 500 and other 5xx but 501, 505, 506, 510, 511 | at most [`HTTP_ATTEMPTS`] times: the same request may fail again |
 //! | a certificate that is not trusted; anything else | never |
 
@@ -179,6 +179,7 @@ impl Repeats {
             }),
             Err(_) => None,
             Ok(answer) if answer.exhausted_quota().is_some() => None,
+            Ok(answer) if answer.is_aborted() => Some(Self::Busy),
             Ok(answer) => match StatusMeaning::of(answer.status) {
                 StatusMeaning::Busy => Some(Self::Busy),
                 StatusMeaning::Late | StatusMeaning::Failed => Some(Self::Failed),

@@ -43,9 +43,13 @@ pub struct VllmModelConfig {
     /// Requests token ids and log-probabilities, and adds them to the last item. Off by default.
     #[serde(default)]
     pub return_token_id_information: bool,
-    /// Requests the token ids of prompt and generation in the engine's response. Off by default.
-    #[serde(default)]
+    /// Requests the token ids of prompt and generation in the engine's response, as vLLM has them since 0.10.2. From an engine that does not
+    /// return those of the prompt, they are requested with `/tokenize`. On by default; read only with `return_token_id_information`.
+    #[serde(default = "yes")]
     pub request_prompt_and_generation_token_ids: bool,
+    /// Sends `strict` of tools, which vLLM enforces since 0.32 and some chat templates print into the prompt. Off by default, as in NeMo Gym.
+    #[serde(default)]
+    pub keep_strict_tools: bool,
     /// Returns a context overflow as an error, instead of a truncated response. Off by default.
     #[serde(default)]
     pub propagate_context_overflow_errors: bool,
@@ -135,7 +139,8 @@ impl VllmModelConfig {
             api_key: None,
             model: model.into(),
             return_token_id_information: false,
-            request_prompt_and_generation_token_ids: false,
+            request_prompt_and_generation_token_ids: true,
+            keep_strict_tools: false,
             propagate_context_overflow_errors: false,
             uses_reasoning_parser: true,
             uses_interleaved_reasoning: true,

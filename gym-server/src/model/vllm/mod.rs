@@ -13,7 +13,6 @@
 mod audio;
 mod config;
 mod engines;
-mod overflow;
 mod prepare;
 mod report;
 mod request;
@@ -33,16 +32,31 @@ use serde_json::{Value, json};
 pub use config::{OneOrMany, ReasoningField, VllmModelConfig};
 
 use crate::metrics::Metrics;
+use crate::model::extra::extra_body;
+use crate::model::limits::TokenLimits;
+use crate::model::overflow;
 use crate::model::secret::Secret;
 use crate::model::upstream::retry::{EndpointRetries, RetryKeys};
 use crate::model::upstream::{EndpointKeys, Upstream, UpstreamOptions};
 use engines::Engines;
+pub(super) use response::empty;
 use response::{Answer, Completion, ResponseForm, TokenFields};
 
 /// Request keys that determine how the engine tokenizes the request.
-const TOKENIZE_KEYS: [&str; 5] = ["model", "messages", "tools", "chat_template_kwargs", "mm_processor_kwargs"];
+const TOKENIZE_KEYS: [&str; 9] = [
+    "model",
+    "messages",
+    "tools",
+    "chat_template_kwargs",
+    "mm_processor_kwargs",
+    "chat_template",
+    "add_generation_prompt",
+    "continue_final_message",
+    "add_special_tokens",
+];
 
 const CHAT_ROUTE: &str = "/chat/completions";
+const NATIVE_ROUTE: &str = "/responses";
 
 /// Serves vLLM and other engines that support Chat Completions.
 #[derive(Clone, Debug)]
@@ -64,7 +78,12 @@ impl VllmModel {
         config.check()?;
         config.choose_reasoning_field(std::env::var(config::REASONING_FIELD).ok().as_deref())?;
         let options = UpstreamOptions {
-            keys: EndpointKeys { url: "base_url", api_key: "api_key", model: "model" },
+            keys: EndpointKeys {
+                url: "base_url",
+                api_key: "api_key",
+                model: "model",
+                uses_responses: config.is_responses_native,
+            },
             key: Secret::or_from_environment(config.api_key.clone()),
             headers: config.default_headers.clone(),
             model: config.model.clone(),
@@ -115,17 +134,18 @@ impl VllmModel {
         let prompt = report::prompt(request, &body);
         if !config.sequential_reasoning_allowed && prepare::ends_in_empty_assistant(&body)? {
             let chat = response::empty(&config.model, "content_filter", &self.world)?;
-            return Ok(Answer { chat, overflow: None, prompt });
+            return Ok(Answer { chat, overflow: None, cut: None, prompt });
         }
         let (engine, answer) = self.engines.post(cx, session, &body, CHAT_ROUTE, body.text().clone()).await?;
-        if let Some(message) = overflow::of(&answer) {
+        let limits = TokenLimits::of(&body, engine.context_tokens());
+        if let Some(message) = overflow::of(&answer, limits.output()) {
             if config.propagate_context_overflow_errors {
                 let error = engine.object(CHAT_ROUTE, answer, "choices").err();
                 let error = error.unwrap_or_else(|| Error::internal("an overflow is an error"));
                 return Err(error.with_class(FailureClass::Truncated));
             }
             let chat = response::empty(&config.model, "length", &self.world)?;
-            return Ok(Answer { chat, overflow: Some(message), prompt });
+            return Ok(Answer { chat, overflow: Some(message), cut: None, prompt });
         }
         let mut completion = Completion::parse(engine.object(CHAT_ROUTE, answer, "choices")?)?;
         let continued = body.get("continue_final_message").is_some_and(|value| value == "true");
@@ -138,11 +158,13 @@ impl VllmModel {
                         Some(prompt) => prompt,
                         None => self.tokenize(cx, engine, &body).await?,
                     };
+                    completion.check_prompt(&prompt)?;
                     completion.put_tokens(Some((&prompt, &generation, &log_probs)))?;
                 }
             }
         }
-        Ok(Answer { chat: completion.finish()?, overflow: None, prompt })
+        let cut = completion.reached(limits);
+        Ok(Answer { chat: completion.finish()?, overflow: None, cut, prompt })
     }
 
     /// Requests the token ids of the prompt from `/tokenize`.
@@ -157,6 +179,14 @@ impl VllmModel {
         let answer = engine.object("/tokenize", answer, "tokens")?;
         Ok(answer.get("tokens").unwrap_or_default())
     }
+}
+
+/// Returns the response to a request that does not fit into the model's context: without content, and incomplete with the engine's message.
+pub(super) fn overflowed(params: &RawObject, model: &str, message: String, world: &World) -> Result<ModelResponse> {
+    let chat = response::empty(model, "length", world)?;
+    let answer = Answer { chat, overflow: Some(message), cut: None, prompt: None };
+    let form = ResponseForm { model, uses_parser: false, tokens: false };
+    response::to_response(params, answer, form, world).map(ModelResponse)
 }
 
 impl ModelEndpoints for VllmModel {
@@ -177,8 +207,10 @@ impl ModelServer for VllmModel {
             if let Some(template) = config.chat_template_kwargs.as_ref().filter(|template| !template.is_empty()) {
                 edit = edit.set("chat_template_kwargs", Value::from(template.clone()).to_string());
             }
-            for (key, value) in config.extra_body.iter().flatten().filter(|(key, _)| !body.contains(key)) {
-                edit = edit.set(key.clone(), value.to_string());
+            let mut extra = config.extra_body.clone().unwrap_or_default();
+            extra.extend(extra_body(body)?);
+            for (key, value) in extra.into_iter().filter(|(key, _)| !body.contains(key)) {
+                edit = edit.set(key, value.to_string());
             }
             for (key, value) in config.sampling_overrides.iter().flatten() {
                 edit = edit.set(key.clone(), value.to_string());
@@ -188,8 +220,15 @@ impl ModelServer for VllmModel {
             }
             let native = edit.to_object()?;
             let prompt = report::prompt(body, &native);
-            let (engine, answer) = self.engines.post(cx, session, body, "/responses", native.into_text()).await?;
-            let response = engine.object("/responses", answer, "output")?;
+            let (engine, answer) = self.engines.post(cx, session, body, NATIVE_ROUTE, native.text().clone()).await?;
+            let limits = TokenLimits::of(&native, engine.context_tokens());
+            if let Some(message) =
+                overflow::of(&answer, limits.output()).filter(|_| !config.propagate_context_overflow_errors)
+            {
+                return overflowed(body, &config.model, message, &self.world);
+            }
+            let response = engine.object(NATIVE_ROUTE, answer, "output")?;
+            let response = limits.cut(&response)?.unwrap_or(response);
             let turn = report::turn(&response, None);
             let reports = [(TURNS_KEY, turn), (PROMPT_KEY, prompt)];
             if reports.iter().all(|(_, report)| report.is_none()) {

@@ -3,6 +3,7 @@
 use gym_core::{Code, Error, RawObject, Result};
 use serde_json::{Map, Value};
 
+use crate::model::extra::{extra_body, object_in};
 use crate::model::vllm::config::{ReasoningField, VllmModelConfig};
 use crate::model::vllm::{audio, think};
 
@@ -11,25 +12,20 @@ pub(super) fn prepare(config: &VllmModelConfig, request: &RawObject) -> Result<R
     let metadata: Map<String, Value> =
         request.get_as::<Option<Map<String, Value>>>("metadata")?.flatten().unwrap_or_default();
     let audio = audio::of(&metadata)?;
-    let object_in = |key: &str| -> Result<Map<String, Value>> {
-        let text = metadata.get(key).and_then(Value::as_str).filter(|text| !text.is_empty()).unwrap_or("{}");
-        serde_json::from_str(text).map_err(|error| {
-            let text = format!("`metadata.{key}` is no JSON object: {error}");
-            Error::finished(Code::InvalidArgument, text)
-        })
-    };
     let mut edit = request.edit().set("model", Value::from(config.model.as_str()).to_string());
     if let Some(messages) = messages(config, request)? {
         edit = edit.set("messages", messages);
     }
-    if let Some(tools) = tools_without_strict(request)? {
+    if !config.keep_strict_tools
+        && let Some(tools) = tools_without_strict(request)?
+    {
         edit = edit.set("tools", tools);
     }
 
     let mut template = config.chat_template_kwargs.clone().unwrap_or_default();
     let own = request.get_as::<Option<Map<String, Value>>>("chat_template_kwargs")?.flatten();
     template.extend(own.filter(|_| config.forward_request_chat_template_kwargs).unwrap_or_default());
-    template.extend(object_in("chat_template_kwargs")?);
+    template.extend(object_in(request, "chat_template_kwargs")?);
     edit = if template.is_empty() {
         edit.remove("chat_template_kwargs")
     } else {
@@ -50,7 +46,7 @@ pub(super) fn prepare(config: &VllmModelConfig, request: &RawObject) -> Result<R
     let prepared = edit.to_object()?;
 
     let mut extra = config.extra_body.clone().unwrap_or_default();
-    extra.extend(object_in("extra_body")?);
+    extra.extend(extra_body(request)?);
     let mut edit = prepared.edit();
     for (key, value) in extra.into_iter().filter(|(key, _)| !prepared.contains(key)) {
         edit = edit.set(key, value.to_string());

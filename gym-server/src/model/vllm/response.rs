@@ -9,6 +9,7 @@ use serde::Deserialize;
 use serde_json::value::RawValue;
 use serde_json::{Value, json};
 
+use crate::model::limits::TokenLimits;
 use crate::model::vllm::report;
 use crate::model::vllm::request::{ObjectText, TOKEN_FIELDS};
 use crate::model::vllm::think;
@@ -101,6 +102,26 @@ impl Completion {
         Ok(TokenFields::Apart { prompt, generation: ids, log_probs })
     }
 
+    /// Checks that the ids are as many as the tokens that the engine counted in the prompt.
+    pub(super) fn check_prompt(&self, ids: &[u8]) -> Result<()> {
+        let usage = self.whole.get_as::<Value>("usage").ok().flatten().unwrap_or_default();
+        let Some(counted) = usage["prompt_tokens"].as_u64() else { return Ok(()) };
+        let ids = count(ids) as u64;
+        if ids == counted {
+            return Ok(());
+        }
+        let text = format!(
+            "the engine counts {counted} tokens in the prompt, and there are {ids} prompt token ids: they are those of another prompt; set \
+             `request_prompt_and_generation_token_ids: true`, so that the engine returns its own"
+        );
+        Err(broken(text))
+    }
+
+    /// Returns why the response is cut off, although the engine does not say so.
+    pub(super) fn reached(&self, limits: TokenLimits) -> Option<String> {
+        limits.reached_by_chat(&self.whole, &self.choices[0])
+    }
+
     /// Sets the token fields on the message, and removes the engine's own forms of them.
     pub(super) fn put_tokens(&mut self, fields: Option<(&[u8], &str, &str)>) -> Result<()> {
         let mut choice = self.choices[0].edit().remove("token_ids");
@@ -129,12 +150,16 @@ fn digits(text: &[u8]) -> Vec<u8> {
     text.iter().copied().filter(|byte| !byte.is_ascii_whitespace()).collect()
 }
 
+/// Returns the number of items in a list of numbers.
+fn count(list: &[u8]) -> usize {
+    match digits(list).as_slice() {
+        b"[]" => 0,
+        list => 1 + list.iter().filter(|byte| **byte == b',').count(),
+    }
+}
+
 fn counts_agree(ids: &[u8], log_probs: &[u8]) -> Result<()> {
     let list = |text: &[u8]| text.first() == Some(&b'[');
-    let count = |text: &[u8]| match digits(text).as_slice() {
-        b"[]" => 0,
-        text => 1 + text.iter().filter(|byte| **byte == b',').count(),
-    };
     if !list(ids) || !list(log_probs) {
         return Err(broken("the engine's token metadata are no lists"));
     }
@@ -188,7 +213,7 @@ fn log_probs(choice: &RawObject) -> Result<(String, String)> {
 }
 
 /// Returns an empty completion with this finish reason, for a request that is not answered by the engine.
-pub(super) fn empty(model: &str, finish_reason: &str, world: &World) -> Result<RawObject> {
+pub(in crate::model) fn empty(model: &str, finish_reason: &str, world: &World) -> Result<RawObject> {
     RawObject::from_value(&json!({
         "id": "chtcmpl-123", "object": "chat.completion", "created": world.now().as_secs(), "model": model,
         "choices": [{
@@ -238,6 +263,8 @@ pub(super) struct Answer {
     pub(super) chat: RawObject,
     /// The engine's message if the request did not fit into the model's context.
     pub(super) overflow: Option<String>,
+    /// Why the response is cut off, although the engine does not say so.
+    pub(super) cut: Option<String>,
     /// The settings that shaped the prompt, as a JSON object.
     pub(super) prompt: Option<String>,
 }
@@ -249,11 +276,12 @@ pub(super) fn to_response(
     form: ResponseForm<'_>,
     world: &World,
 ) -> Result<RawObject> {
-    let Answer { chat, overflow, prompt } = answer;
+    let Answer { chat, overflow, cut, prompt } = answer;
     let completion = Completion::parse(chat)?;
     let output = output(&completion, form.uses_parser, form.tokens, world)?;
     let choice = &completion.choices[0];
     let incomplete = ResponseEnd::of_choice(choice).truncation()?;
+    let incomplete = incomplete.or_else(|| cut.is_some().then(|| "max_output_tokens".to_owned()));
     let text = |bytes: Bytes| String::from_utf8_lossy(&bytes).into_owned();
     let mut answer = ObjectText::default();
     answer.add("id", &format!(r#""resp_{}""#, world.unique_id()));
@@ -263,7 +291,10 @@ pub(super) fn to_response(
     answer.add("output", &output);
     answer.add("status", if incomplete.is_some() { r#""incomplete""# } else { r#""completed""# });
     let details = incomplete.map(|reason| match &overflow {
-        None => json!({"reason": reason}),
+        None => match &cut {
+            Some(why) => json!({"reason": reason, "message": why}),
+            None => json!({"reason": reason}),
+        },
         // OpenAI's type allows no other reason, but further keys.
         Some(message) => {
             let message: String = message.chars().take(MESSAGE_CHARS_MAX).collect();

@@ -188,7 +188,7 @@ async fn a_context_overflow_is_a_response_that_was_cut_and_says_so() {
 
 #[tokio::test]
 async fn any_other_error_of_the_engine_fails_the_attempt() {
-    for message in ["max_tokens must be at least 1, got 0.", "no such thing", "maximum context length is 5 tokens"] {
+    for message in ["max_tokens must be at least 1, got -1.", "no such thing", "maximum context length is 5 tokens"] {
         let body = json!({"object": "error", "message": message, "code": 400}).to_string();
         let mock = MockEndpoint::new(vec![answer(400, &body)]).await;
         let error = ask(&model(&mock, |_| ()), r#"{"input":"x"}"#).await.unwrap_err();
@@ -205,8 +205,8 @@ async fn a_success_without_a_response_of_a_model_fails_the_attempt() {
         (r#"{"error":{"message":"the engine is dead"}}"#, "the engine is dead"),
         (r#"{"choices":null}"#, "no list `choices`"),
         (
-            r#"{"choices":[{"finish_reason":"abort","message":{"role":"assistant","content":"a"}}]}"#,
-            "finish_reason \"abort\"",
+            r#"{"choices":[{"finish_reason":"cancelled","message":{"role":"assistant","content":"a"}}]}"#,
+            "finish_reason \"cancelled\"",
         ),
     ] {
         for native in [false, true] {
@@ -553,4 +553,125 @@ async fn a_response_has_the_settings_of_the_server_that_shape_the_prompt() {
     };
     let (got, _) = ask(&model(&mock, native), r#"{"input":"x","add_generation_prompt":true}"#).await.unwrap();
     assert_eq!(got[PROMPT_KEY], json!({"chat_template_kwargs": {"enable_thinking": true, "depth": 2}}));
+}
+
+fn choice(finish_reason: &str) -> String {
+    format!(
+        r#"{{"choices":[{{"finish_reason":"{finish_reason}","message":{{"role":"assistant","content":"half"}}}}],"usage":{{"prompt_tokens":3,"completion_tokens":9,"total_tokens":12}}}}"#
+    )
+}
+
+#[tokio::test]
+async fn an_aborted_completion_is_requested_again_as_if_the_engine_were_busy() {
+    let mock = MockEndpoint::new(vec![
+        answer(200, &choice("abort")),
+        answer(200, &choice("abort")),
+        answer(200, &choice("stop")),
+    ])
+    .await;
+    // A limit of errors does not matter: the engine has done nothing.
+    let model = model(&mock, |_| ());
+    let (got, _) = ask(&model, r#"{"input":"x"}"#).await.unwrap();
+    assert_eq!((&got["status"], mock.count()), (&json!("completed"), 3));
+}
+
+#[tokio::test]
+async fn an_engine_that_aborts_to_the_end_is_unavailable_and_named() {
+    let mock = MockEndpoint::new(vec![answer(200, &choice("abort"))]).await;
+    let model = model(&mock, |config| config.retry_budget_seconds = 0.0);
+    let error = ask(&model, r#"{"input":"x"}"#).await.unwrap_err();
+    assert_eq!(error.class(), Some(FailureClass::ModelUnavailable), "{error}");
+    assert!(error.to_string().contains("aborted") && error.to_string().contains(mock.url()), "{error}");
+    let report = &model.reports()[0];
+    assert!(report.reason.contains("aborts") && report.fix.contains("/resume"), "{report:?}");
+}
+
+#[tokio::test]
+async fn an_engine_that_aborts_is_left_for_another_one() {
+    let [first, second] = [choice("abort"), choice("stop")].map(|body| answer(200, &body));
+    let (aborting, serving) = (MockEndpoint::new(vec![first]).await, MockEndpoint::new(vec![second]).await);
+    let model = several(&[&aborting, &serving], |config| config.load_balancing_strategy = Some(Balance::RoundRobin));
+    ask(&model, r#"{"input":"x"}"#).await.unwrap();
+    assert_eq!((aborting.count(), serving.count()), (1, 1));
+}
+
+#[tokio::test]
+async fn a_tool_call_that_used_up_the_tokens_is_cut_although_the_engine_names_the_call() {
+    for (limit, cut) in [(9, true), (10, false)] {
+        let mock = MockEndpoint::new(vec![answer(200, &choice("tool_calls"))]).await;
+        let (got, _) =
+            ask(&model(&mock, |_| ()), &format!(r#"{{"input":"x","max_output_tokens":{limit}}}"#)).await.unwrap();
+        assert_eq!(got["status"] == "incomplete", cut, "{got}");
+        if cut {
+            assert_eq!(got["incomplete_details"]["reason"], "max_output_tokens", "{got}");
+            assert_eq!(got["incomplete_details"]["message"], "the response has 9 tokens, and the request allows 9");
+        }
+    }
+}
+
+#[tokio::test]
+async fn what_fills_the_context_that_the_engine_told_is_cut() {
+    let models = r#"{"data":[{"id":"qwen","max_model_len":12}]}"#;
+    let mock = MockEndpoint::new(vec![answer(200, models), answer(200, &choice("tool_calls"))]).await;
+    let model = model(&mock, |_| ());
+    model.probe(&CallContext::default()).await;
+    let (got, _) = ask(&model, r#"{"input":"x"}"#).await.unwrap();
+    assert_eq!(
+        got["incomplete_details"]["message"],
+        "prompt and response have 12 tokens, and the model's context has 12"
+    );
+}
+
+#[tokio::test]
+async fn prompt_ids_of_another_prompt_are_an_error_with_both_numbers() {
+    let mut chat: Value = serde_json::from_str(&choice_with_token("token_id:11")).unwrap();
+    chat["usage"] = json!({"prompt_tokens": 3, "completion_tokens": 1, "total_tokens": 4});
+    let chat = chat.to_string();
+    for (ids, fits) in [("[7, 8, 9]", true), ("[7,8]", false), ("[]", false)] {
+        let tokens = format!(r#"{{"tokens":{ids}}}"#);
+        let mock = MockEndpoint::new(vec![answer(200, &chat), answer(200, &tokens)]).await;
+        let model = model(&mock, |config| {
+            config.return_token_id_information = true;
+            config.continue_final_assistant_message = true;
+            config.extra_body = serde_json::from_str(r#"{"add_special_tokens":false,"chat_template":"t"}"#).unwrap();
+        });
+        let request = r#"{"input":[{"role":"user","content":"x"},{"role":"assistant","content":"y"}]}"#;
+        match ask(&model, request).await {
+            Ok(_) => assert!(fits, "{ids}"),
+            Err(error) => assert!(!fits && error.to_string().contains("counts 3 tokens"), "{ids}: {error}"),
+        }
+        // Whatever shapes the prompt is sent to `/tokenize` too.
+        let asked = mock.body(1);
+        for (key, value) in [
+            ("add_generation_prompt", json!(false)),
+            ("continue_final_message", json!(true)),
+            ("add_special_tokens", json!(false)),
+            ("chat_template", json!("t")),
+        ] {
+            assert_eq!(asked[key], value, "{key}");
+        }
+    }
+}
+
+#[tokio::test]
+async fn strict_tools_are_sent_if_the_configuration_keeps_them() {
+    for keeps in [false, true] {
+        let mock = MockEndpoint::new(vec![answer(200, CHAT_ANSWER)]).await;
+        ask(&model(&mock, |config| config.keep_strict_tools = keeps), REQUEST).await.unwrap();
+        assert_eq!(mock.body(0)["tools"][0]["function"].get("strict"), keeps.then_some(&json!(true)));
+    }
+}
+
+#[tokio::test]
+async fn over_the_native_dialect_seeds_reach_the_engine_and_overflows_and_cut_answers_are_incomplete() {
+    let native = |config: &mut VllmModelConfig| config.is_responses_native = true;
+    let cut = r#"{"output":[],"status":"completed","usage":{"output_tokens":5,"total_tokens":9}}"#;
+    let mock = MockEndpoint::new(vec![answer(200, cut)]).await;
+    let request = r#"{"input":"x","max_output_tokens":5,"metadata":{"extra_body":"{\"seed\": 5}"}}"#;
+    let (got, _) = ask(&model(&mock, native), request).await.unwrap();
+    assert_eq!((&mock.body(0)["seed"], &got["incomplete_details"]["reason"]), (&json!(5), &json!("max_output_tokens")));
+    let full = json!({"error": {"message": "The engine prompt length 8 exceeds the max_model_len 8", "code": 400}});
+    let mock = MockEndpoint::new(vec![answer(400, &full.to_string())]).await;
+    let (got, _) = ask(&model(&mock, native), r#"{"input":"x"}"#).await.unwrap();
+    assert_eq!(got["incomplete_details"]["code"], "context_length_exceeded");
 }

@@ -31,14 +31,33 @@ const OUTPUT_AFTER: [&str; 2] = ["is too large:", "and max_tokens ("];
 const INPUT_BEFORE: [&str; 1] = ["input tokens"];
 const INPUT_AFTER: [&str; 1] = ["prompt length ("];
 
-/// Returns the engine's message if the response rejects a request that does not fit into the model's context.
-pub(super) fn of(answer: &EndpointResponse) -> Option<String> {
+/// Returns the engine's message if the response rejects a request that does not fit into the model's context. `output` is the limit of the response
+/// that the request sets.
+pub(super) fn of(answer: &EndpointResponse, output: Option<u64>) -> Option<String> {
     if !matches!(answer.status, 400 | 413 | 422) {
         return None;
     }
     let text = readable(&answer.body);
     let coded = answer.codes().iter().any(|code| CODES.contains(&code.as_str()));
-    (coded || exceeds(&text)).then_some(text)
+    (coded || exceeds(&text) || leaves_no_room(&text, output)).then_some(text)
+}
+
+/// Returns `true` for the messages of vLLM about a prompt that is exactly as long as the context: no token is left for a response. A request that
+/// itself asks for a response without tokens gets the first text too, and is wrong.
+fn leaves_no_room(text: &str, output: Option<u64>) -> bool {
+    let text = text.to_lowercase();
+    let computed = text.contains("max_tokens must be at least 1, got 0") && output != Some(0);
+    let after = |phrase: &str| numbers(&text[text.find(phrase)? + phrase.len()..]).next().map(|(_, number)| number);
+    // The length of the prompt, and the model's maximum.
+    let lengths = [
+        ("engine prompt length", "exceeds the max_model_len"),
+        ("prompt (length", "is longer than the maximum model length of"),
+    ];
+    let full = lengths.into_iter().any(|(prompt, maximum)| {
+        let at = text.find(prompt).filter(|at| text[*at..].contains(maximum));
+        at.is_some() && after(prompt).zip(after(maximum)).is_some_and(|(prompt, maximum)| prompt >= maximum)
+    });
+    computed || full
 }
 
 /// Returns `true` if the message names the model's maximum and a larger request. A request whose response alone reaches the maximum has a
@@ -100,7 +119,7 @@ mod tests {
     use super::*;
 
     fn is_overflow(status: u16, body: &str) -> bool {
-        of(&EndpointResponse::new(status, None, None, Bytes::copy_from_slice(body.as_bytes()))).is_some()
+        of(&EndpointResponse::new(status, None, None, Bytes::copy_from_slice(body.as_bytes())), None).is_some()
     }
 
     fn vllm(message: &str) -> String {
@@ -146,10 +165,32 @@ mod tests {
     }
 
     #[test]
+    fn a_prompt_as_long_as_the_context_is_one() {
+        let no_room = "max_tokens must be at least 1, got 0. (parameter=max_tokens, value=0)";
+        for (message, output, expected) in [
+            (no_room, None, true),
+            (no_room, Some(16), true),
+            // The request asks for a response without tokens.
+            (no_room, Some(0), false),
+            ("max_tokens must be at least 1, got -1", None, false),
+            (
+                "The decoder prompt (length 4096) plus the number of requested output tokens (at least 1) is longer than the maximum model length of 4096. Make sure that",
+                None,
+                true,
+            ),
+            ("The engine prompt length 4096 exceeds the max_model_len 4096. Please reduce prompt.", None, true),
+            ("The engine prompt length 5 exceeds the max_model_len 4096", None, false),
+            ("the max_model_len 4096 exceeds the engine prompt length 5", None, false),
+        ] {
+            let answer = EndpointResponse::new(400, None, None, vllm(message).into());
+            assert_eq!(of(&answer, output).is_some(), expected, "{message} {output:?}");
+        }
+    }
+
+    #[test]
     fn other_errors_about_tokens_are_errors() {
         for message in [
             "max_tokens must be at least 1, got -186.",
-            "max_tokens must be at least 1, got 0.",
             "min_tokens must be less than or equal to max_tokens=16, got 32.",
             "max_tokens is too large: 100000. This model supports at most 16384 completion tokens, whereas you provided 100000.",
             // The response alone does not fit: every prompt would fail.
