@@ -42,7 +42,7 @@ pub struct DriverOptions {
     pub attempt_timeout: Duration,
     /// Additional time after the attempt until its outcome must be on disk. Default: 30 s.
     pub record_timeout: Duration,
-    /// Time that running rollouts may take after a stop was requested. Default: 30 s.
+    /// Time that running rollouts may take after a stop was requested. Default: 20 s.
     pub stop_grace: Duration,
     /// When the run stops early because rollouts fail. Default: [`FailFast::Never`]; a collection
     /// has [`FailFast::Alike`].
@@ -66,7 +66,7 @@ impl Default for DriverOptions {
             lost_max: 10,
             attempt_timeout: Duration::from_secs(7_200),
             record_timeout: Duration::from_secs(30),
-            stop_grace: Duration::from_secs(30),
+            stop_grace: Duration::from_secs(20),
             fail_fast: FailFast::default(),
             truncated: TruncatedRollouts::default(),
             backoff: RetryPolicy { backoff_min: Duration::from_millis(200), ..RetryPolicy::default() },

@@ -419,7 +419,7 @@ pub(in crate::cli) struct CollectArgs {
     #[arg(long, value_enum, default_value_t = Truncated::Score, value_name = "HOW")]
     pub(in crate::cli) truncated: Truncated,
     /// Seconds allowed for running rollouts after Ctrl-C or --fail-fast
-    #[arg(long, value_name = "SECS", default_value = "30", value_parser = seconds)]
+    #[arg(long, value_name = "SECS", default_value = "20", value_parser = seconds)]
     pub(in crate::cli) stop_grace: Duration,
     /// How rollouts reach the servers: push calls them by name; pull lets workers take them, those of the cluster and those of run
     /// --pull-from URL [default: pull if workers of the head server's cluster serve the agent, else push]

@@ -282,8 +282,9 @@ impl Collection<'_> {
 /// Returns the options of a stack that serves only rollouts of this command, so many at a time.
 fn own_stack(loaded: &LoadedConfig, starting: &Starting, concurrency: u32, console: &Console) -> StackOptions {
     StackOptions {
-        // The rollouts have ended by then, so no caller waits for the remaining requests.
-        stop_grace: Duration::from_secs(5),
+        // The rollouts have ended by then, so no caller waits for the remaining requests. With the grace of the rollouts, one Ctrl-C ends within
+        // 25 s: Kubernetes kills after 30 s.
+        stop_grace: Duration::from_secs(2),
         in_process_calls_max: StackOptions::default()
             .in_process_calls_max
             .max((concurrency as usize).saturating_mul(2)),
