@@ -5,9 +5,9 @@ use std::marker::PhantomData;
 
 use bytes::{BufMut, Bytes, BytesMut};
 use gym_core::rollout::TURNS_KEY;
-use gym_core::server::{ResponseEnd, ResponseOutline};
+use gym_core::server::{IncompleteDetails, ResponseEnd};
 use gym_core::{Code, Error, ModelResponse, RawObject, Result, Rope};
-use serde::de::{IgnoredAny, MapAccess, SeqAccess, Visitor};
+use serde::de::{self, MapAccess, SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer};
 use serde_json::Value;
 
@@ -60,15 +60,18 @@ struct TurnOutline {
     output: Vec<TurnItem>,
     #[serde(default)]
     usage: Option<TokenUsage>,
+    /// Read only because a verifier reads it.
+    #[serde(default, rename = "incomplete_details")]
+    _incomplete: Option<IncompleteDetails>,
 }
 
 /// The tokens of one response. A count of another type is no reason to reject the response.
 #[derive(Debug, Deserialize)]
 pub(super) struct TokenUsage {
     #[serde(default)]
-    input_tokens: Lenient<u64>,
+    input_tokens: Count,
     #[serde(default)]
-    output_tokens: Lenient<u64>,
+    output_tokens: Count,
 }
 
 impl TokenUsage {
@@ -78,18 +81,77 @@ impl TokenUsage {
     }
 }
 
-#[derive(Debug, Deserialize)]
+/// An item of the output. It can be read exactly if a verifier can read it as [`OutputItem`](gym_core::OutputItem), which costs more: what a verifier
+/// cannot read is the model's fault.
+#[derive(Debug)]
 struct TurnItem {
-    #[serde(rename = "type")]
     kind: ItemKind,
-    #[serde(default)]
-    role: Lenient<String>,
-    #[serde(default)]
-    call_id: Lenient<String>,
-    #[serde(default)]
-    name: Lenient<String>,
-    #[serde(default)]
-    arguments: Lenient<String>,
+    role: Option<String>,
+    call_id: Option<String>,
+    name: Option<String>,
+    arguments: Option<String>,
+}
+
+impl<'de> Deserialize<'de> for TurnItem {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_map(TurnItemVisitor)
+    }
+}
+
+struct TurnItemVisitor;
+
+impl<'de> Visitor<'de> for TurnItemVisitor {
+    type Value = TurnItem;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("an item of the output")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut fields: A) -> Result<TurnItem, A::Error> {
+        let (mut kind, mut content_fits) = (None, true);
+        let [mut role, mut call_id, mut name, mut arguments] = [const { Word::Absent }; 4];
+        while let Some(key) = fields.next_key::<ItemKey>()? {
+            match key {
+                ItemKey::Type => kind = Some(fields.next_value::<ItemKind>()?),
+                ItemKey::Role => role = fields.next_value()?,
+                ItemKey::CallId => call_id = fields.next_value()?,
+                ItemKey::Name => name = fields.next_value()?,
+                ItemKey::Arguments => arguments = fields.next_value()?,
+                ItemKey::Content => content_fits = matches!(fields.next_value()?, Kind::Text | Kind::Parts),
+                ItemKey::Other => {
+                    fields.next_value::<Kind>()?;
+                }
+            }
+        }
+        let wrong =
+            |what: &str| Err(de::Error::custom(format!("an item's {what} has a type that no verifier can read")));
+        let kind = kind.ok_or_else(|| de::Error::missing_field("type"))?;
+        let read: &[(&str, &Word)] = match kind {
+            ItemKind::Message if !content_fits => return wrong("content"),
+            ItemKind::Message => &[("role", &role)],
+            ItemKind::FunctionCall => &[("call_id", &call_id), ("name", &name), ("arguments", &arguments)],
+            ItemKind::FunctionCallOutput => &[("call_id", &call_id)],
+            ItemKind::Other => &[],
+        };
+        if let Some((what, _)) = read.iter().find(|(_, field)| matches!(field, Word::Wrong)) {
+            return wrong(what);
+        }
+        let [role, call_id, name, arguments] = [role, call_id, name, arguments].map(Word::text);
+        Ok(TurnItem { kind, role, call_id, name, arguments })
+    }
+}
+
+#[derive(Deserialize)]
+#[serde(field_identifier, rename_all = "snake_case")]
+enum ItemKey {
+    Type,
+    Role,
+    CallId,
+    Name,
+    Arguments,
+    Content,
+    #[serde(other)]
+    Other,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
@@ -97,6 +159,7 @@ struct TurnItem {
 enum ItemKind {
     Message,
     FunctionCall,
+    FunctionCallOutput,
     #[serde(other)]
     Other,
 }
@@ -111,12 +174,10 @@ impl Turn {
         let response = text.to_object().map_err(|error| invalid(error.to_string()))?;
         let mut outline: TurnOutline = response.outline().map_err(|error| invalid(error.to_string()))?;
         let truncation = ResponseEnd::of_response(&response).truncation()?;
-        // As the verifier will read it: what it cannot read is the model's fault.
-        response.outline::<ResponseOutline>().map_err(|error| invalid(error.to_string()))?;
         let mut calls = Vec::new();
         for item in &mut outline.output {
             if item.kind == ItemKind::FunctionCall {
-                let (call_id, name, arguments) = (item.call_id.0.take(), item.name.0.take(), item.arguments.0.take());
+                let (call_id, name, arguments) = (item.call_id.take(), item.name.take(), item.arguments.take());
                 let (Some(call_id), Some(name), Some(arguments)) = (call_id, name, arguments) else {
                     return Err(invalid("a function call needs `call_id`, `name` and `arguments`".into()));
                 };
@@ -148,7 +209,7 @@ impl Turn {
 
     pub(super) fn next(&self) -> NextStep<'_> {
         let answered = |item: &TurnItem| {
-            item.kind == ItemKind::Message && item.role.0.as_deref().is_some_and(|role| role == "assistant")
+            item.kind == ItemKind::Message && item.role.as_deref().is_some_and(|role| role == "assistant")
         };
         if self.truncation.is_some() {
             NextStep::Stop
@@ -333,85 +394,227 @@ fn wrong_usage(error: &Error) -> Error {
     Error::finished(Code::DataLoss, format!("the model's `usage`: {error}"))
 }
 
-/// A value of one type, or nothing if the value has another type, because other kinds of items use the same keys for other values.
-#[derive(Debug)]
-struct Lenient<T>(Option<T>);
+/// A number of tokens, or nothing if the value is no such number.
+#[derive(Debug, Default)]
+struct Count(Option<u64>);
 
-/// A type of which [`Lenient`] keeps the values.
-trait Scalar: Sized {
-    fn of_text(_: &str) -> Option<Self> {
-        None
-    }
-
-    fn of_number(_: u64) -> Option<Self> {
-        None
-    }
-}
-
-impl Scalar for String {
-    fn of_text(text: &str) -> Option<Self> {
-        Some(text.to_owned())
-    }
-}
-
-impl Scalar for u64 {
-    fn of_number(number: u64) -> Option<Self> {
-        Some(number)
-    }
-}
-
-impl<T> Default for Lenient<T> {
-    fn default() -> Self {
-        Self(None)
-    }
-}
-
-impl<'de, T: Scalar> Deserialize<'de> for Lenient<T> {
+impl<'de> Deserialize<'de> for Count {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        deserializer.deserialize_any(LenientVisitor(PhantomData))
+        let kind = Kind::deserialize(deserializer)?;
+        Ok(Self(if let Kind::Number(number) = kind { Some(number) } else { None }))
     }
 }
 
-struct LenientVisitor<T>(PhantomData<T>);
+/// What a value is. All of it is read: what a parser of all values rejects is an error, such as a lone surrogate or too many nested lists.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kind {
+    Null,
+    Text,
+    Number(u64),
+    /// A mapping that can be a part of a content: its `type` is a text, if it has one, and its `text` a text or null.
+    Part,
+    /// A list of such mappings.
+    Parts,
+    Other,
+}
 
-impl<'de, T: Scalar> Visitor<'de> for LenientVisitor<T> {
-    type Value = Lenient<T>;
+/// A text, or another value.
+#[derive(Debug, Default)]
+enum Word {
+    #[default]
+    Absent,
+    Text(String),
+    Wrong,
+}
+
+impl Word {
+    fn text(self) -> Option<String> {
+        if let Self::Text(text) = self { Some(text) } else { None }
+    }
+}
+
+/// What is kept of a value.
+trait Kept {
+    fn of_text(text: &str) -> Self;
+    fn of(kind: Kind) -> Self;
+}
+
+impl Kept for Kind {
+    fn of_text(_: &str) -> Self {
+        Self::Text
+    }
+
+    fn of(kind: Kind) -> Self {
+        kind
+    }
+}
+
+impl Kept for Word {
+    fn of_text(text: &str) -> Self {
+        Self::Text(text.to_owned())
+    }
+
+    fn of(_: Kind) -> Self {
+        Self::Wrong
+    }
+}
+
+impl<'de> Deserialize<'de> for Kind {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_any(KeptVisitor(PhantomData))
+    }
+}
+
+impl<'de> Deserialize<'de> for Word {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_any(KeptVisitor(PhantomData))
+    }
+}
+
+struct KeptVisitor<T>(PhantomData<T>);
+
+impl<'de, T: Kept> Visitor<'de> for KeptVisitor<T> {
+    type Value = T;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("anything")
     }
 
-    fn visit_str<E>(self, text: &str) -> Result<Lenient<T>, E> {
-        Ok(Lenient(T::of_text(text)))
+    fn visit_str<E>(self, text: &str) -> Result<T, E> {
+        Ok(T::of_text(text))
     }
 
-    fn visit_u64<E>(self, number: u64) -> Result<Lenient<T>, E> {
-        Ok(Lenient(T::of_number(number)))
+    fn visit_u64<E>(self, number: u64) -> Result<T, E> {
+        Ok(T::of(Kind::Number(number)))
     }
 
-    fn visit_unit<E>(self) -> Result<Lenient<T>, E> {
-        Ok(Lenient(None))
+    fn visit_unit<E>(self) -> Result<T, E> {
+        Ok(T::of(Kind::Null))
     }
 
-    fn visit_bool<E>(self, _: bool) -> Result<Lenient<T>, E> {
-        Ok(Lenient(None))
+    fn visit_bool<E>(self, _: bool) -> Result<T, E> {
+        Ok(T::of(Kind::Other))
     }
 
-    fn visit_i64<E>(self, _: i64) -> Result<Lenient<T>, E> {
-        Ok(Lenient(None))
+    fn visit_i64<E>(self, _: i64) -> Result<T, E> {
+        Ok(T::of(Kind::Other))
     }
 
-    fn visit_f64<E>(self, _: f64) -> Result<Lenient<T>, E> {
-        Ok(Lenient(None))
+    fn visit_f64<E>(self, _: f64) -> Result<T, E> {
+        Ok(T::of(Kind::Other))
     }
 
-    fn visit_seq<A: SeqAccess<'de>>(self, mut items: A) -> Result<Lenient<T>, A::Error> {
-        while items.next_element::<IgnoredAny>()?.is_some() {}
-        Ok(Lenient(None))
+    fn visit_seq<A: SeqAccess<'de>>(self, mut items: A) -> Result<T, A::Error> {
+        let mut kind = Kind::Parts;
+        while let Some(item) = items.next_element::<Kind>()? {
+            if item != Kind::Part {
+                kind = Kind::Other;
+            }
+        }
+        Ok(T::of(kind))
     }
 
-    fn visit_map<A: MapAccess<'de>>(self, mut fields: A) -> Result<Lenient<T>, A::Error> {
-        while fields.next_entry::<IgnoredAny, IgnoredAny>()?.is_some() {}
-        Ok(Lenient(None))
+    fn visit_map<A: MapAccess<'de>>(self, mut fields: A) -> Result<T, A::Error> {
+        let mut kind = Kind::Part;
+        while let Some(key) = fields.next_key::<PartKey>()? {
+            let value = fields.next_value::<Kind>()?;
+            if !matches!(
+                (key, value),
+                (PartKey::Type | PartKey::Text, Kind::Text) | (PartKey::Text, Kind::Null) | (PartKey::Other, _)
+            ) {
+                kind = Kind::Other;
+            }
+        }
+        Ok(T::of(kind))
+    }
+}
+
+#[derive(Deserialize)]
+#[serde(field_identifier, rename_all = "snake_case")]
+enum PartKey {
+    Type,
+    Text,
+    #[serde(other)]
+    Other,
+}
+
+#[cfg(test)]
+mod tests {
+    use gym_core::server::ResponseOutline;
+    use proptest::prelude::*;
+    use serde_json::json;
+
+    use super::*;
+
+    /// Values of an item's keys as JSON: some that fit, and some that no verifier can read.
+    fn value() -> impl Strategy<Value = String> {
+        let nested = "[".repeat(200) + &"]".repeat(200);
+        let values = [
+            r#""a""#,
+            r#""\u0061""#,
+            r#""\ud83d""#,
+            "1",
+            "-1",
+            "1.5",
+            "1e400",
+            "null",
+            "true",
+            "[]",
+            "{}",
+            "[{}]",
+            "[1]",
+            r#"[{"type":"output_text","text":"a","annotations":[{}]}]"#,
+            r#"[{"text":null},{"type":"refusal"}]"#,
+            r#"[{"type":1}]"#,
+            r#"[{"type":"output_text","text":1}]"#,
+            r#"[{"text":"\ud83d"}]"#,
+            r#"[{"annotations":"\ud83d"}]"#,
+            &nested,
+        ];
+        prop::sample::select(values.map(str::to_owned).to_vec())
+    }
+
+    fn item() -> impl Strategy<Value = String> {
+        let kinds = ["message", "function_call", "function_call_output", "reasoning", "web_search_call"];
+        let keys = ["role", "content", "call_id", "name", "arguments", "output", "summary", "id"];
+        let fields = prop::collection::btree_map(prop::sample::select(keys.to_vec()), value(), 0..4);
+        (prop::option::weighted(0.95, prop::sample::select(kinds.to_vec())), fields, any::<bool>()).prop_map(
+            |(kind, fields, first)| {
+                let kind = kind.map(|kind| format!(r#""type":"{kind}""#));
+                let fields = fields.into_iter().map(|(key, value)| format!(r#""{key}":{value}"#));
+                let fields: Vec<String> = match first {
+                    true => kind.into_iter().chain(fields).collect(),
+                    false => fields.chain(kind).collect(),
+                };
+                format!("{{{}}}", fields.join(","))
+            },
+        )
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(2_000))]
+
+        #[test]
+        fn a_turn_can_be_read_exactly_if_a_verifier_can_read_its_response(
+            items in prop::collection::vec(item(), 1..3), details in prop::option::of(value())
+        ) {
+            let details = details.map(|details| format!(r#","incomplete_details":{details}"#)).unwrap_or_default();
+            let text = format!(r#"{{"output":[{}]{details}}}"#, items.join(","));
+            let (ours, verifiers) = (serde_json::from_str::<TurnOutline>(&text), serde_json::from_str::<ResponseOutline>(&text));
+            prop_assert_eq!(ours.is_ok(), verifiers.is_ok(), "{}: {:?} {:?}", text, ours.err(), verifiers.err());
+        }
+    }
+
+    #[test]
+    fn an_odd_usage_is_no_reason_to_reject_a_response() {
+        for (usage, expected) in [
+            (json!({"input_tokens": 3, "output_tokens": 4}), (Some(3), Some(4))),
+            (json!({"input_tokens": "3", "output_tokens": -4}), (None, None)),
+            (json!({"input_tokens": [1], "output_tokens": {"a": 1}}), (None, None)),
+            (Value::Null, (None, None)),
+        ] {
+            let text = json!({"output": [], "status": "completed", "usage": usage}).to_string();
+            assert_eq!(Turn::parse(&Rope::from(text)).unwrap().tokens(), expected);
+        }
     }
 }

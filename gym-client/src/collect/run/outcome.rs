@@ -159,7 +159,10 @@ pub(super) fn classify(
         let row = failure.write(&row, wanted, attempt, run_id, &told)?;
         return Ok(AttemptResult::Failed { failure: Box::new(failure), terminal, row });
     }
-    if let Some(ResponseEnd::Interrupted(how)) = end_of(&row) {
+    // Our agents have checked each turn, and only they report the episode.
+    if record.is_none()
+        && let Some(ResponseEnd::Interrupted(how)) = end_of(&row)
+    {
         let error = Error::internal(format!("the response of the model was ended by {how}, and is not scored"));
         return failed(FailureClass::ModelError, &error, Evidence::Observed, Some((status, &body)));
     }
