@@ -115,7 +115,8 @@ impl PoolServer {
     }
 
     /// Returns `true` if the pool joins a `/run` that arrives again to the first one.
-    pub(crate) fn joins_runs(&self) -> bool {
+    #[must_use]
+    pub fn joins_runs(&self) -> bool {
         self.role.joins_runs()
     }
 

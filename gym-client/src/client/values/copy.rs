@@ -324,17 +324,29 @@ impl NodeCopies {
             if !is_id(id) {
                 continue;
             }
-            match entry.metadata() {
+            let is_gone = |found: &io::Result<Metadata>| {
+                found.as_ref().is_err_and(|error| error.kind() == io::ErrorKind::NotFound)
+            };
+            let (mut path, mut complete, mut found) = (entry.path(), complete, entry.metadata());
+            if is_gone(&found) && !complete {
+                // A part that is gone may have been completed since it was listed, and then has the other name.
+                path.set_extension("");
+                (complete, found) = (true, path.symlink_metadata());
+            }
+            match found {
                 Ok(found) if found.is_file() => {
                     let left = if complete { lease_left(&found, &self.world)? } else { Duration::ZERO };
-                    files.push((left, found.len(), entry.path()));
+                    files.push((left, found.len(), path));
                 }
                 Ok(_) => {}
                 // Removed meanwhile.
-                Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+                found if is_gone(&found) => {}
                 Err(error) => return Err(error),
             }
         }
+        // A copy can be listed under both names.
+        files.sort_by(|(_, _, one), (_, _, other)| one.cmp(other));
+        files.dedup_by(|(_, _, one), (_, _, other)| one == other);
         Ok(files)
     }
 }
@@ -382,6 +394,30 @@ mod tests {
 
     fn world() -> World {
         World::new(Arc::new(SimFiles::new(1)), 1, Duration::from_secs(1_700_000_000))
+    }
+
+    #[test]
+    fn copies_that_are_completed_while_the_directory_is_listed_are_counted() {
+        const COPIES: usize = 100;
+        for _ in 0..30 {
+            let directory = tempfile::tempdir().expect("a directory");
+            let place = directory.path().join("copies");
+            let copies = NodeCopies::open(Some(&place), None, world()).expect("opens");
+            let names: Vec<PathBuf> = (0..COPIES).map(|id| place.join(format!("{id:032x}"))).collect();
+            for name in &names {
+                std::fs::write(name.with_extension(PART), [0; 3]).expect("written");
+            }
+            let completing = std::thread::spawn(move || {
+                for name in names {
+                    std::fs::rename(name.with_extension(PART), name).expect("completed");
+                }
+            });
+            let mut ended = false;
+            while !std::mem::replace(&mut ended, completing.is_finished()) {
+                assert_eq!(copies.files().expect("listed").len(), COPIES);
+            }
+            completing.join().expect("renames");
+        }
     }
 
     /// A copy that a process leaves which is killed.
