@@ -201,7 +201,7 @@ impl RoleServer {
     }
 
     /// Returns `true` if this server joins a `/run` that arrives again to the first one; see
-    /// [`EnvironmentServer::joins_runs`](gym_core::EnvironmentServer::joins_runs).
+    /// [`EnvironmentServer::joins_runs`].
     #[must_use]
     pub fn joins_runs(&self) -> bool {
         matches!(&self.0.role, Role::Environment(role) if role.joins_runs())
