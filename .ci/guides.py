@@ -192,6 +192,10 @@ ROWS = {
     "a row that does not fit": lambda machine: machine.run(OWN.replace("math.jsonl", "bad.jsonl") + " --output results/a.jsonl", 2),
     "earlier results": lambda machine: machine.run(f"{OWN} --limit 5 --output results/again.jsonl")
     + machine.run(f"{OWN} --limit 5 --output results/again.jsonl", 2),
+    "other settings than those of the earlier results": lambda machine: machine.run(f"{OWN} --limit 5 --output results/again.jsonl")
+    + machine.run(f"{OWN} ++math_simple_agent.responses_api_agents.simple_agent.max_steps=7 --limit 5 --resume --output results/again.jsonl", 2),
+    "rollouts are missing from the statistics": lambda machine: machine.run(
+        f"{OWN} --config down.yaml '~policy_model.responses_api_models.scripted_model' --limit 3 --output results/c.jsonl", 3),
     "the model endpoint is down": lambda machine: machine.run(
         f"{OWN} --config down.yaml '~policy_model.responses_api_models.scripted_model' --limit 3 --output results/a.jsonl", 3),
     "all rollouts fail alike": lambda machine: machine.run(
