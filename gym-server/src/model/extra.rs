@@ -4,12 +4,16 @@
 use gym_core::{Code, Error, RawObject, Result};
 use serde_json::{Map, Value};
 
-/// Returns the keys that the request carries for the engine: `metadata.extra_body`.
+/// Returns the keys that are added to a request: those that the configuration has, and those that the request carries in `metadata.extra_body`, which
+/// take precedence. The request keeps its own value of a key that it has.
 ///
 /// # Errors
-/// `InvalidArgument` if it is no JSON object as text.
-pub(super) fn extra_body(request: &RawObject) -> Result<Map<String, Value>> {
-    object_in(request, "extra_body")
+/// `InvalidArgument` if `metadata.extra_body` is no JSON object as text.
+pub(super) fn added(configured: Option<&Map<String, Value>>, request: &RawObject) -> Result<Map<String, Value>> {
+    let mut added = configured.cloned().unwrap_or_default();
+    added.extend(object_in(request, "extra_body")?);
+    added.retain(|key, _| !request.contains(key));
+    Ok(added)
 }
 
 /// Returns the JSON object that a key of the metadata has as text; empty if there is none.

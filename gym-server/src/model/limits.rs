@@ -2,10 +2,8 @@
 //! end (vLLM over chat), although its text may stop in the middle of a word.
 
 use gym_core::RawObject;
-use serde_json::{Value, json};
-
-/// The words with which an engine says that the model itself ended the response, in lower case.
-const ENDED: [&str; 5] = ["stop", "eos", "eos_token", "stop_sequence", "end_turn"];
+use gym_core::server::ResponseEnd;
+use serde_json::{Map, Value, json};
 
 /// The tokens that a response may have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -22,8 +20,13 @@ const OUTPUT_KEYS: [&str; 3] = ["max_output_tokens", "max_completion_tokens", "m
 impl TokenLimits {
     /// Returns the limits of a request, in either dialect.
     pub(super) fn of(request: &RawObject, context: Option<u64>) -> Self {
-        let output = OUTPUT_KEYS.iter().find_map(|key| request.get_as::<u64>(key).ok().flatten());
-        Self { output, context }
+        Self::with_added(request, &Map::new(), context)
+    }
+
+    /// Returns the limits of a request to which these keys are added.
+    pub(super) fn with_added(request: &RawObject, added: &Map<String, Value>, context: Option<u64>) -> Self {
+        let limit = |key: &&str| request.get_as::<u64>(key).ok().flatten().or_else(|| added.get(*key)?.as_u64());
+        Self { output: OUTPUT_KEYS.iter().find_map(limit), context }
     }
 
     /// Returns the limit of the response, if the request sets one.
@@ -33,8 +36,7 @@ impl TokenLimits {
 
     /// Returns a sentence if the response has used up its tokens, and the engine does not say that the model ended it. `word` is what the engine says.
     fn reached(self, usage: &Value, word: Option<&Value>) -> Option<String> {
-        let word = word.and_then(Value::as_str).unwrap_or_default().to_lowercase();
-        if ENDED.contains(&word.as_str()) {
+        if word.and_then(Value::as_str).is_some_and(ResponseEnd::is_stop) {
             return None;
         }
         let count = |keys: [&str; 2]| keys.iter().find_map(|key| usage[*key].as_u64());
@@ -114,10 +116,7 @@ mod tests {
             let got = TokenLimits::of(&object(&request), context).cut(&object(&response)).unwrap();
             assert_eq!(got.is_some(), cut, "{request} {response}");
             if let Some(got) = got {
-                assert_eq!(
-                    gym_core::server::ResponseEnd::of_response(&got).truncation().unwrap().as_deref(),
-                    Some("max_output_tokens")
-                );
+                assert_eq!(ResponseEnd::of_response(&got).truncation().unwrap().as_deref(), Some("max_output_tokens"));
             }
         }
     }

@@ -4,6 +4,7 @@ use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
+use bytes::Bytes;
 use futures_util::future::BoxFuture;
 use gym_core::server::{EndpointReport, ModelEndpoints};
 use gym_core::{CallContext, Code, Error, Execution, ModelResponse, ModelServer, RawObject, Result, SessionId, World};
@@ -12,7 +13,7 @@ use serde_json::value::RawValue;
 use serde_json::{Map, Value};
 use tokio::sync::Semaphore;
 
-use crate::model::extra::extra_body;
+use crate::model::extra;
 use crate::model::limits::TokenLimits;
 use crate::model::overflow;
 use crate::model::secret::Secret;
@@ -88,7 +89,7 @@ pub struct OpenAiModel {
     name: Arc<str>,
     /// The model's name as a JSON string.
     model: String,
-    extra_body: Arc<[(String, String)]>,
+    extra_body: Arc<Map<String, Value>>,
     drop_reasoning: bool,
     permits: Option<Arc<Semaphore>>,
 }
@@ -125,15 +126,18 @@ impl OpenAiModel {
             world: world.clone(),
             name: config.openai_model.as_str().into(),
             model: Value::from(config.openai_model).to_string(),
-            extra_body: config.extra_body.into_iter().map(|(key, value)| (key, value.to_string())).collect(),
+            extra_body: Arc::new(config.extra_body),
             drop_reasoning: config.drop_input_reasoning_items,
             permits,
         })
     }
 
-    /// Sends a request. Returns its body as it was sent, and the response.
-    async fn ask(&self, cx: &CallContext, path: &str, request: &RawObject) -> Result<(RawObject, EndpointResponse)> {
-        let body = self.body(request)?;
+    /// Sends a request. Returns the limits of its response, and the response.
+    async fn ask(&self, cx: &CallContext, path: &str, request: &RawObject) -> Result<(TokenLimits, EndpointResponse)> {
+        let mut added = extra::added(Some(&self.extra_body), request)?;
+        added.remove("model");
+        let limits = TokenLimits::with_added(request, &added, self.upstream.context_tokens());
+        let body = self.body(request, added)?;
         let _permit = match &self.permits {
             None => None,
             Some(permits) => Some(
@@ -143,42 +147,30 @@ impl OpenAiModel {
                 .await?,
             ),
         };
-        let answer = self.upstream.post(cx, path, body.text().clone()).await?;
-        Ok((body, answer))
+        let answer = self.upstream.post(cx, path, body).await?;
+        Ok((limits, answer))
     }
 
-    fn body(&self, request: &RawObject) -> Result<RawObject> {
-        let mut edit = request.edit().set("model", self.model.clone());
-        let own = extra_body(request)?.into_iter().map(|(key, value)| (key, value.to_string()));
-        let own: Vec<(String, String)> = own.collect();
-        let is_own = |key: &str| own.iter().any(|(own, _)| own == key);
-        // The keys of a row's metadata, such as the seed of `--add-seed`, take precedence over those of the configuration.
-        let configured = self.extra_body.iter().filter(|(key, _)| !is_own(key));
-        let mut streams = request.contains("stream");
-        for (key, value) in own.iter().chain(configured).filter(|(key, _)| key != "model" && !request.contains(key)) {
-            streams |= key == "stream";
-            edit = edit.set(key.clone(), value.clone());
-        }
+    fn body(&self, request: &RawObject, mut added: Map<String, Value>) -> Result<Bytes> {
         // Some gateways stream unless told.
-        if !streams {
-            edit = edit.set("stream", "false");
+        if !request.contains("stream") {
+            added.entry("stream").or_insert(Value::Bool(false));
+        }
+        let mut edit = request.edit().set("model", self.model.clone());
+        for (key, value) in added {
+            edit = edit.set(key, value.to_string());
         }
         if let Some(input) = replayable(request, self.drop_reasoning)? {
             edit = edit.set("input", input);
         }
-        Ok(edit.to_object()?)
-    }
-
-    fn limits(&self, request: &RawObject) -> TokenLimits {
-        TokenLimits::of(request, self.upstream.context_tokens())
+        Ok(edit.to_rope().to_bytes())
     }
 }
 
 impl ModelServer for OpenAiModel {
     async fn responses(&self, cx: &CallContext, _: &SessionId, body: &RawObject) -> Result<ModelResponse> {
         const ROUTE: &str = "/responses";
-        let (sent, answer) = self.ask(cx, ROUTE, body).await?;
-        let limits = self.limits(&sent);
+        let (limits, answer) = self.ask(cx, ROUTE, body).await?;
         if let Some(message) = overflow::of(&answer, limits.output()) {
             return overflowed(body, &self.name, message, &self.world);
         }
@@ -188,8 +180,8 @@ impl ModelServer for OpenAiModel {
 
     async fn chat_completions(&self, cx: &CallContext, _: &SessionId, body: &RawObject) -> Result<RawObject> {
         const ROUTE: &str = "/chat/completions";
-        let (sent, answer) = self.ask(cx, ROUTE, body).await?;
-        match overflow::of(&answer, self.limits(&sent).output()) {
+        let (limits, answer) = self.ask(cx, ROUTE, body).await?;
+        match overflow::of(&answer, limits.output()) {
             Some(_) => empty(&self.name, "length", &self.world),
             None => self.upstream.object(ROUTE, answer, "choices"),
         }

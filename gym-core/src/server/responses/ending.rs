@@ -11,8 +11,10 @@ use crate::base::failure::FailureClass;
 use crate::message::RawObject;
 
 /// Words of a finish reason with which the model ended its response, in lower case.
-const COMPLETE: [&str; 8] =
-    ["stop", "tool_calls", "function_call", "eos", "eos_token", "stop_sequence", "end_turn", "tool_use"];
+const STOPPED: [&str; 5] = ["stop", "eos", "eos_token", "stop_sequence", "end_turn"];
+
+/// Words of a finish reason with which the model called tools, in lower case.
+const CALLED: [&str; 3] = ["tool_calls", "function_call", "tool_use"];
 
 /// Words of a finish reason for a response that reached a limit, in lower case.
 const AT_A_LIMIT: [&str; 4] = ["length", "max_tokens", "model_context_window_exceeded", "repetition"];
@@ -42,7 +44,7 @@ impl ResponseEnd {
             return Self::Interrupted("no `finish_reason`".to_owned());
         };
         let word = serde_json::from_slice::<String>(&reason).unwrap_or_default().to_lowercase();
-        if COMPLETE.contains(&word.as_str()) {
+        if Self::is_stop(&word) || CALLED.contains(&word.as_str()) {
             Self::Complete
         } else if AT_A_LIMIT.contains(&word.as_str()) {
             Self::Truncated("max_output_tokens".to_owned())
@@ -51,6 +53,13 @@ impl ResponseEnd {
         } else {
             Self::Interrupted(format!("finish_reason {}", shown(&reason)))
         }
+    }
+
+    /// Returns `true` for a word of a finish reason that says that the model itself ended the response, in any case of letters. A word for tool calls
+    /// does not: some engines use it also for a call that was cut off.
+    #[must_use]
+    pub fn is_stop(word: &str) -> bool {
+        STOPPED.iter().any(|stopped| stopped.eq_ignore_ascii_case(word))
     }
 
     /// Returns the end of a response of the Responses API: its `status`, unless it has an `error`.

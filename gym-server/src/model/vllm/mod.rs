@@ -32,7 +32,7 @@ use serde_json::{Value, json};
 pub use config::{OneOrMany, ReasoningField, VllmModelConfig};
 
 use crate::metrics::Metrics;
-use crate::model::extra::extra_body;
+use crate::model::extra;
 use crate::model::limits::TokenLimits;
 use crate::model::overflow;
 use crate::model::secret::Secret;
@@ -207,9 +207,7 @@ impl ModelServer for VllmModel {
             if let Some(template) = config.chat_template_kwargs.as_ref().filter(|template| !template.is_empty()) {
                 edit = edit.set("chat_template_kwargs", Value::from(template.clone()).to_string());
             }
-            let mut extra = config.extra_body.clone().unwrap_or_default();
-            extra.extend(extra_body(body)?);
-            for (key, value) in extra.into_iter().filter(|(key, _)| !body.contains(key)) {
+            for (key, value) in extra::added(config.extra_body.as_ref(), body)? {
                 edit = edit.set(key, value.to_string());
             }
             for (key, value) in config.sampling_overrides.iter().flatten() {

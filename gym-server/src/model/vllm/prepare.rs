@@ -3,7 +3,7 @@
 use gym_core::{Code, Error, RawObject, Result};
 use serde_json::{Map, Value};
 
-use crate::model::extra::{extra_body, object_in};
+use crate::model::extra;
 use crate::model::vllm::config::{ReasoningField, VllmModelConfig};
 use crate::model::vllm::{audio, think};
 
@@ -25,7 +25,7 @@ pub(super) fn prepare(config: &VllmModelConfig, request: &RawObject) -> Result<R
     let mut template = config.chat_template_kwargs.clone().unwrap_or_default();
     let own = request.get_as::<Option<Map<String, Value>>>("chat_template_kwargs")?.flatten();
     template.extend(own.filter(|_| config.forward_request_chat_template_kwargs).unwrap_or_default());
-    template.extend(object_in(request, "chat_template_kwargs")?);
+    template.extend(extra::object_in(request, "chat_template_kwargs")?);
     edit = if template.is_empty() {
         edit.remove("chat_template_kwargs")
     } else {
@@ -45,10 +45,8 @@ pub(super) fn prepare(config: &VllmModelConfig, request: &RawObject) -> Result<R
     }
     let prepared = edit.to_object()?;
 
-    let mut extra = config.extra_body.clone().unwrap_or_default();
-    extra.extend(extra_body(request)?);
     let mut edit = prepared.edit();
-    for (key, value) in extra.into_iter().filter(|(key, _)| !prepared.contains(key)) {
+    for (key, value) in extra::added(config.extra_body.as_ref(), &prepared)? {
         edit = edit.set(key, value.to_string());
     }
     for (key, value) in config.sampling_overrides.iter().flatten() {
