@@ -19,7 +19,7 @@ use tokio::sync::mpsc;
 use crate::client::ServerClient;
 use crate::collect::collector::reader::{OpenRows, read_rows};
 use crate::collect::collector::requested::{RequestedRows, RowMatcher, RowSink, RowWriter};
-use crate::collect::files::chunks::{CHUNKS_AHEAD, ChunkWriter, write_new_file};
+use crate::collect::files::chunks::{CHUNKS_AHEAD, ChunkWriter, replace_json_file, write_new_file};
 use crate::collect::files::{ExistingOutput, OutputFiles, output_exists};
 use crate::collect::input::places::RowPlaces;
 use crate::collect::input::source::InputSource;
@@ -288,7 +288,7 @@ impl RolloutCollector {
                 }
             };
             if let Some(text) = settings.text {
-                self.replace_file(&files.settings, text).await?;
+                self.write_settings(&files.settings, text).await?;
             }
             let MaterializeSummary { rows_written: total, mut warnings, .. } = requested.summary;
             warnings.extend(settings.warnings);
@@ -448,17 +448,14 @@ impl RolloutCollector {
         .await
     }
 
-    /// Replaces a small file, durably and at once.
-    async fn replace_file(&self, path: &Path, text: String) -> Result<()> {
-        let partial = path.with_extension(format!("json.{}.partial", std::process::id()));
+    async fn write_settings(&self, path: &Path, text: String) -> Result<()> {
         let (chunks, written) = mpsc::channel(CHUNKS_AHEAD);
         let sending = async move {
             // The receiver is gone if a write failed, whose error is returned.
             let _ = chunks.send(text.into()).await;
             Ok(())
         };
-        write_new_file(&*self.world.files, &partial, written, sending).await?;
-        self.world.files.rename(&partial, path).await
+        replace_json_file(&*self.world.files, path, written, sending).await
     }
 
     /// Writes the rows to dispatch and checks that each row has a server.

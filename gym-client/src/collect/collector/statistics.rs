@@ -19,7 +19,7 @@ use tokio::sync::mpsc;
 use crate::client::CallOptions;
 use crate::collect::collector::{BUFFER_BYTES, RolloutCollector, blocking, open};
 use crate::collect::files::OutputFiles;
-use crate::collect::files::chunks::{CHUNKS_AHEAD, ChunkWriter, write_new_file};
+use crate::collect::files::chunks::{CHUNKS_AHEAD, ChunkWriter, replace_json_file};
 use crate::collect::report::{AggregateRequest, ReportEntry, ReportWriter, RolloutsIndex, ServerCoverage, label_runs};
 use crate::work::WorkKind;
 
@@ -69,14 +69,11 @@ impl RolloutCollector {
             });
         }
         let coverage = self.coverage();
-        // The name contains the process ID because the ledger's lock was released.
-        let partial = files.aggregate.with_extension(format!("json.{}.partial", std::process::id()));
         let (chunks, written) = mpsc::channel(CHUNKS_AHEAD);
         let rollouts = files.rollouts.clone();
         let writing =
             blocking(move || write_statistics(&index, &rollouts, &statistics, &coverage, ChunkWriter::new(chunks)));
-        write_new_file(&*self.world.files, &partial, written, writing).await?;
-        self.world.files.rename(&partial, &files.aggregate).await
+        replace_json_file(&*self.world.files, &files.aggregate, written, writing).await
     }
 
     /// Returns the coverage of each environment server.

@@ -45,6 +45,23 @@ impl Write for ChunkWriter {
     }
 }
 
+/// Replaces a JSON file by the chunks that `producing` sends, durably and at once. The name of the file that is written until then contains the process
+/// ID, because no lock may keep a second collector away.
+///
+/// # Errors
+/// As [`write_new_file`].
+pub(in crate::collect) async fn replace_json_file<T>(
+    files: &dyn Files,
+    path: &Path,
+    chunks: mpsc::Receiver<Bytes>,
+    producing: impl Future<Output = Result<T>>,
+) -> Result<T> {
+    let partial = path.with_extension(format!("json.{}.partial", std::process::id()));
+    let produced = write_new_file(files, &partial, chunks, producing).await?;
+    files.rename(&partial, path).await?;
+    Ok(produced)
+}
+
 /// Writes the chunks that `producing` sends to a new file, durably. The file is removed if either side fails. A file that
 /// an earlier process left at the path is replaced.
 ///

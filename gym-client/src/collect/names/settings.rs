@@ -6,6 +6,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use gym_core::server::ServerKind;
+use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use crate::config::UNTOLD;
@@ -43,11 +44,12 @@ const NO_REWARD_KEYS: [&str; 22] = [
 const PASSES_ON: [&str; 2] = ["legacy_agent", "pool"];
 
 /// The settings of the servers that take part in a collection.
-#[derive(Clone, Debug, Default, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub(in crate::collect) struct RewardSettings {
     /// The block of each server: its kind, its implementation, its settings. Without what decides no reward.
     pub(in crate::collect) servers: BTreeMap<String, Value>,
     /// Servers and settings that are not known here, such as those from the environment of a head server on another machine.
+    #[serde(default, skip_serializing_if = "BTreeSet::is_empty")]
     pub(in crate::collect) untold: BTreeSet<String>,
 }
 
@@ -87,7 +89,7 @@ impl RewardSettings {
     }
 
     /// Adds the servers that only `newer` has.
-    pub(in crate::collect) fn extend(&mut self, newer: &Self) {
+    pub(in crate::collect) fn add_servers(&mut self, newer: &Self) {
         for (name, block) in &newer.servers {
             self.servers.entry(name.clone()).or_insert_with(|| block.clone());
         }

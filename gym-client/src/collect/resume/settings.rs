@@ -2,12 +2,10 @@
 //!
 //! It has one version for each set of settings. A collection has one, unless somebody resumed it with others and let their rows be marked.
 
-use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
 use gym_core::{Error, Result};
 use serde::{Deserialize, Serialize};
-use serde_json::Value;
 
 use crate::collect::names::settings::RewardSettings;
 use crate::collect::resume::{differing, shortened};
@@ -35,13 +33,10 @@ pub(in crate::collect) struct RecordedSettings {
     versions: Vec<SettingsVersion>,
 }
 
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 struct SettingsVersion {
-    /// The block of each server that takes part.
-    servers: BTreeMap<String, Value>,
-    /// Servers and settings that were not known.
-    #[serde(default, skip_serializing_if = "BTreeSet::is_empty")]
-    untold: BTreeSet<String>,
+    #[serde(flatten)]
+    settings: RewardSettings,
     /// Rollouts that were recorded before the settings were.
     #[serde(default, skip_serializing_if = "is_zero")]
     rollouts_before: u64,
@@ -104,13 +99,11 @@ pub(in crate::collect) fn resumed_settings(
         }
     };
     let version = &mut recorded.versions[at];
-    let untold: Vec<&str> = version.untold.union(&is.untold).map(String::as_str).collect();
+    let untold: Vec<&str> = version.settings.untold.union(&is.untold).map(String::as_str).collect();
     if !untold.is_empty() {
         warnings.push(format!("not checked, because the head server does not tell them: {}", untold.join(", ")));
     }
-    let mut merged = RewardSettings { servers: std::mem::take(&mut version.servers), untold: BTreeSet::new() };
-    merged.extend(is);
-    version.servers = merged.servers;
+    version.settings.add_servers(is);
     let mark = u32::try_from(at).ok().filter(|at| *at > 0);
     let text = if recorded == before { None } else { Some(recorded.to_text()?) };
     Ok(AcceptedSettings { text, mark, warnings })
@@ -140,18 +133,18 @@ impl RecordedSettings {
 
 impl SettingsVersion {
     fn of(settings: &RewardSettings, rollouts_before: u64) -> Self {
-        Self { servers: settings.servers.clone(), untold: settings.untold.clone(), rollouts_before }
+        Self { settings: settings.clone(), rollouts_before }
     }
 
     /// Returns a line for each setting that differs. Servers that only one of both has are not compared: they made no recorded reward, or
     /// they will make none.
     fn differences(&self, is: &RewardSettings) -> Vec<String> {
         let mut lines = Vec::new();
-        for (name, was) in &self.servers {
+        for (name, was) in &self.settings.servers {
             let Some(is_now) = is.servers.get(name) else { continue };
             let mut path = name.clone();
             differing(&mut path, 0, Some(&was.to_string()), Some(&is_now.to_string()), &mut |path, was, now| {
-                if !self.untold.contains(path) && !is.untold.contains(path) {
+                if !self.settings.untold.contains(path) && !is.untold.contains(path) {
                     let shown = |value: Option<&str>| value.map_or_else(|| "absent".to_owned(), shortened);
                     lines.push(format!("{path}: was {}, is {}", shown(was), shown(now)));
                 }
@@ -178,7 +171,9 @@ fn rejected(path: &Path, differences: &[String]) -> Error {
 
 #[cfg(test)]
 mod tests {
-    use serde_json::json;
+    use std::collections::BTreeSet;
+
+    use serde_json::{Value, json};
 
     use super::*;
 
