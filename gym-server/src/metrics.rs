@@ -12,6 +12,7 @@ use gym_client::transport::{ProcessMetrics, open_metrics};
 use gym_client::work::WorkPool;
 use gym_core::base::stall::{self, StalledHandler};
 use gym_core::registry::AffinityCounts;
+use gym_core::rollout::EpisodeRecord;
 use gym_core::server::SessionCounts;
 use gym_core::{Response, Status};
 use prometheus_client::collector::Collector;
@@ -40,6 +41,8 @@ pub struct Metrics {
     affinity: AffinityMetrics,
     pools: PoolMetrics,
     tool_errors: Family<ToolErrorLabels, Counter>,
+    prefix_breaks: Family<ServerLabels, Counter>,
+    unverified: Family<ServerLabels, Counter>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -82,6 +85,8 @@ impl Metrics {
             affinity: AffinityMetrics::default(),
             pools: PoolMetrics::default(),
             tool_errors: Family::default(),
+            prefix_breaks: Family::default(),
+            unverified: Family::default(),
         };
         metrics.with(|registry| {
             registry.register("gym_requests", "Responses by server, route and status class", metrics.requests.clone());
@@ -94,6 +99,10 @@ impl Metrics {
             registry.register("gym_sessions_expired", help, metrics.sessions.expired.clone());
             let help = "Tool calls of completed episodes whose error went to the model, by agent and cause";
             registry.register("gym_tool_errors", help, metrics.tool_errors.clone());
+            let help = "Turns of completed episodes whose prompt does not begin with the token ids of the turn before, by agent";
+            registry.register("gym_prefix_breaks", help, metrics.prefix_breaks.clone());
+            let help = "Completed episodes with a response that the engine may have aborted, by agent";
+            registry.register("gym_completions_unverified", help, metrics.unverified.clone());
             registry.register_collector(Box::new(ProcessMetrics));
             metrics.pools.register(registry);
             registry.register_collector(Box::new(StallMetrics));
@@ -157,12 +166,18 @@ impl Metrics {
         self.pools.watch(ServerLabels { server: server.to_owned() }, pool);
     }
 
-    /// Returns the counters of the tool errors in the episodes of an agent.
+    /// Returns the counters of what episodes of an agent report.
     #[must_use]
-    pub(crate) fn tool_errors(&self, server: &str) -> ToolErrorMetrics {
-        let counter =
+    pub(crate) fn episodes(&self, server: &str) -> EpisodeMetrics {
+        let tool_errors =
             |cause| self.tool_errors.get_or_create(&ToolErrorLabels { server: server.to_owned(), cause }).clone();
-        ToolErrorMetrics { of_model: counter("model"), of_server: counter("server") }
+        let labels = ServerLabels { server: server.to_owned() };
+        EpisodeMetrics {
+            of_model: tool_errors("model"),
+            of_server: tool_errors("server"),
+            prefix_breaks: self.prefix_breaks.get_or_create(&labels).clone(),
+            unverified: self.unverified.get_or_create(&labels).clone(),
+        }
     }
 
     /// Returns the counters of one route.
@@ -306,16 +321,24 @@ impl SessionMetrics {
 
 /// The counters of the tool errors in the episodes of one agent.
 #[derive(Clone, Debug)]
-pub(crate) struct ToolErrorMetrics {
+pub(crate) struct EpisodeMetrics {
     of_model: Counter,
     of_server: Counter,
+    prefix_breaks: Counter,
+    unverified: Counter,
 }
 
-impl ToolErrorMetrics {
-    /// Counts the errors of an episode, and those of them that the model did not cause.
-    pub(crate) fn count(&self, errors: u32, failures: u32) {
-        self.of_server.inc_by(failures.into());
-        self.of_model.inc_by(errors.saturating_sub(failures).into());
+impl EpisodeMetrics {
+    /// Adds an episode, as its metadata says. Those without anything to count do not pay for a parse.
+    pub(crate) fn count(&self, metadata: &str) {
+        if !["tool_errors", "prefix_breaks", "unverified"].iter().any(|key| metadata.contains(key)) {
+            return;
+        }
+        let Some(record) = EpisodeRecord::from_text(metadata) else { return };
+        self.of_server.inc_by(record.tool_failures.into());
+        self.of_model.inc_by(record.tool_errors.saturating_sub(record.tool_failures).into());
+        self.prefix_breaks.inc_by(record.prefix_breaks.unwrap_or(0).into());
+        self.unverified.inc_by(record.completion_unverified.into());
     }
 }
 

@@ -18,17 +18,29 @@ pub const EPISODE_KEY: &str = "_gym_episode";
 /// order. It is a key of the response, not of its items or of the row: Python verifiers return only the former unchanged.
 pub const TURNS_KEY: &str = "_gym_turns";
 
+/// Key of a model's response whose completeness could not be checked: `true`, or absent. The engine is one that calls an aborted response
+/// `completed`, and that does not tell which requests it aborted.
+pub const UNVERIFIED_KEY: &str = "_gym_completion_unverified";
+
 /// Key of a model's response with the settings of the model server that shaped the prompt, as the engine received them.
 pub const PROMPT_KEY: &str = "_gym_prompt";
 
 /// Maximum bytes of a reason; the reasons of model servers are single words.
 const REASON_BYTES_MAX: usize = 64;
 
-/// The keys of the numbers: first the counts, which are always known, then the tokens.
-const KEYS: [&str; 7] =
-    ["turns", "tool_calls", "tool_errors", "tool_failures", "outputs_cut", "input_tokens", "output_tokens"];
+/// The keys of the numbers: first the counts, which are always known, then those that may be unknown.
+const KEYS: [&str; 8] = [
+    "turns",
+    "tool_calls",
+    "tool_errors",
+    "tool_failures",
+    "outputs_cut",
+    "input_tokens",
+    "output_tokens",
+    "prefix_breaks",
+];
 /// The same keys as they are written into a row, each in one piece.
-const ROW_KEYS: [&str; 7] = [
+const ROW_KEYS: [&str; 8] = [
     r#""turns":"#,
     r#","tool_calls":"#,
     r#","tool_errors":"#,
@@ -36,11 +48,13 @@ const ROW_KEYS: [&str; 7] = [
     r#","outputs_cut":"#,
     r#","input_tokens":"#,
     r#","output_tokens":"#,
+    r#","prefix_breaks":"#,
 ];
 /// The number of counts.
 const COUNTS: usize = 5;
 const TRUNCATED: &str = "truncated";
 const PHASES: &str = "phases";
+const UNVERIFIED: &str = "completion_unverified";
 
 /// Usual bytes of the metadata, and of the value in a row.
 const METADATA_BYTES: usize = 80;
@@ -66,12 +80,18 @@ pub struct EpisodeRecord {
     /// Tokens that the model wrote in all turns; `None` if no response told.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub output_tokens: Option<u32>,
+    /// Turns whose prompt does not begin with the token ids of prompt and generation of the turn before; `None` if no two turns have ids.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub prefix_breaks: Option<u32>,
     /// The reason why the episode ended early; `None` if it ended by itself. `max_steps` is the limit of the agent, `environment` that
     /// of the environment; other reasons are those of the model's `incomplete_details`.
     pub truncated: Option<String>,
     /// The calls of the episode with their times.
     #[serde(skip_serializing_if = "Phases::is_empty")]
     pub phases: Phases,
+    /// `true` if a response of the model has [`UNVERIFIED_KEY`]: the engine may have aborted it.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub completion_unverified: bool,
 }
 
 impl EpisodeRecord {
@@ -117,6 +137,11 @@ impl EpisodeRecord {
             self.phases.write(&mut text);
             text.push('"');
         }
+        if self.completion_unverified {
+            // A key without a value is true.
+            text.push_str(", ");
+            text.push_str(UNVERIFIED);
+        }
         text
     }
 
@@ -143,10 +168,12 @@ impl EpisodeRecord {
             Some(text) => Phases::from_text(text).filter(|phases| !phases.is_empty())?,
             None => Phases::default(),
         };
-        if !rest.is_empty() {
+        let unverified = rest.strip_prefix(", ").and_then(|member| member.strip_prefix(UNVERIFIED));
+        if !unverified.unwrap_or(rest).is_empty() {
             return None;
         }
-        let [turns, tool_calls, tool_errors, tool_failures, outputs_cut, input_tokens, output_tokens] = numbers;
+        let [turns, tool_calls, tool_errors, tool_failures, outputs_cut, input_tokens, output_tokens, prefix_breaks] =
+            numbers;
         turns.map(|turns| Self {
             turns,
             tool_calls: tool_calls.unwrap_or(0),
@@ -155,8 +182,10 @@ impl EpisodeRecord {
             outputs_cut: outputs_cut.unwrap_or(0),
             input_tokens,
             output_tokens,
+            prefix_breaks,
             truncated,
             phases,
+            completion_unverified: unverified.is_some(),
         })
     }
 
@@ -180,6 +209,9 @@ impl EpisodeRecord {
                 record.phases.write(&mut text);
                 text.push_str("\",");
             }
+            if record.completion_unverified {
+                text.push_str("\"completion_unverified\":true,");
+            }
         }
         text.push_str("\"attempts\":");
         push_number(&mut text, attempts.into());
@@ -196,7 +228,9 @@ impl EpisodeRecord {
     fn numbers(&self) -> [Option<u32>; KEYS.len()] {
         let counts = [self.turns, self.tool_calls, self.tool_errors, self.tool_failures, self.outputs_cut].map(Some);
         let [turns, tool_calls, tool_errors, tool_failures, outputs_cut] = counts;
-        [turns, tool_calls, tool_errors, tool_failures, outputs_cut, self.input_tokens, self.output_tokens]
+        let unknown = [self.input_tokens, self.output_tokens, self.prefix_breaks];
+        let [input_tokens, output_tokens, prefix_breaks] = unknown;
+        [turns, tool_calls, tool_errors, tool_failures, outputs_cut, input_tokens, output_tokens, prefix_breaks]
     }
 }
 
@@ -209,7 +243,7 @@ fn member<'a>(rest: &mut &'a str, key: &str) -> Option<Option<&'a str>> {
     Some(Some(text))
 }
 
-/// Returns `true` if the metadata has the number also when it is 0: `turns`, so that the text is not empty, and the tokens, because
+/// Returns `true` if the metadata has the number also when it is 0: `turns`, so that the text is not empty, and the last ones, because
 /// without a number they are not known.
 fn is_zero_written(at: usize) -> bool {
     at == 0 || at >= COUNTS
@@ -234,9 +268,9 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_record_comes_back_as_it_was_written(counts: [u32; 5], tokens: [Option<u32>; 2], reason: Option<String>, spans: Vec<(u8, u64, u64)>) {
+        fn a_record_comes_back_as_it_was_written(counts: [u32; 5], tokens: [Option<u32>; 3], completion_unverified: bool, reason: Option<String>, spans: Vec<(u8, u64, u64)>) {
             let [turns, tool_calls, tool_errors, tool_failures, outputs_cut] = counts;
-            let [input_tokens, output_tokens] = tokens;
+            let [input_tokens, output_tokens, prefix_breaks] = tokens;
             let mut record = EpisodeRecord {
                 turns,
                 tool_calls,
@@ -245,8 +279,10 @@ mod tests {
                 outputs_cut,
                 input_tokens,
                 output_tokens,
+                prefix_breaks,
                 truncated: None,
                 phases: Phases::default(),
+                completion_unverified,
             };
             for (phase, start_us, took_us) in spans {
                 record.phases.push(PhaseSpan { phase: Phase::ALL[usize::from(phase % 4)], start_us, took_us });
@@ -270,6 +306,8 @@ mod tests {
         fn a_damaged_text_is_no_record_or_one_of_the_same_form(at: prop::sample::Index, byte in 0x20u8..0x7f, reason: bool) {
             let mut record = EpisodeRecord { turns: 12, tool_calls: 3, ..EpisodeRecord::default() };
             record.add_tokens(Some(17), Some(0));
+            record.prefix_breaks = Some(0);
+            record.completion_unverified = reason;
             if reason {
                 record.truncate("max_steps");
             }

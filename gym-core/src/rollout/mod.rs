@@ -15,7 +15,7 @@ mod task;
 pub mod work;
 
 pub use crate::base::FailureClass;
-pub use episode::{EPISODE_KEY, EPISODE_METADATA, EpisodeRecord, PROMPT_KEY, TURNS_KEY};
+pub use episode::{EPISODE_KEY, EPISODE_METADATA, EpisodeRecord, PROMPT_KEY, TURNS_KEY, UNVERIFIED_KEY};
 pub use ledger::{KeyState, Ledger, Outcome};
 pub use phases::{Phase, PhaseSpan, Phases};
 pub use reward::non_finite_reward;

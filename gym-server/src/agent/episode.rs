@@ -9,7 +9,7 @@ use futures_util::{FutureExt, TryFutureExt};
 use gym_client::{CallOptions, CookieJar, ServerClient, Session};
 use gym_core::message::TraceContext;
 use gym_core::rollout::metrics::STATISTICS_METADATA;
-use gym_core::rollout::{EPISODE_METADATA, EpisodeRecord, FailureClass, Phase, non_finite_reward};
+use gym_core::rollout::{EPISODE_METADATA, EpisodeRecord, FailureClass, Phase, UNVERIFIED_KEY, non_finite_reward};
 use gym_core::server::{ResponseEnd, ResponseOutline, ToolErrors};
 use gym_core::{
     CallContext, CancelToken, Code, Error, Execution, Message, Metadata, ModelResponse, RawObject, Response, Result,
@@ -20,6 +20,7 @@ use tokio::time::Instant;
 
 use crate::agent::config::OutputLimits;
 use crate::agent::observation::ToolRules;
+use crate::agent::prefix::PrefixIds;
 use crate::agent::reports::TurnReports;
 use crate::agent::turn::{TokenUsage, Turn, yield_after};
 use crate::role::resources::{SESSION_METADATA, TOOLS_KEY};
@@ -113,7 +114,6 @@ impl Episode {
     /// response is not a JSON object.
     pub async fn ask(&mut self, model: &str, params: impl Into<Rope>) -> Result<ModelResponse> {
         yield_after(self.course.record.turns).await;
-        self.course.record.turns = self.course.record.turns.saturating_add(1);
         let mut params = params.into();
         if self.session.tools.is_some() {
             let request = params.to_object()?;
@@ -126,10 +126,8 @@ impl Episode {
         self.course.add(Phase::Model, asked);
         let answer = answer.head.to_object()?;
         // A response without counts is as good as one with them.
-        if let Ok(Some(usage)) = answer.get_as::<TokenUsage>("usage") {
-            let (input, output) = usage.tokens();
-            self.course.record.add_tokens(input, output);
-        }
+        let usage = answer.get_as::<TokenUsage>("usage").ok().flatten();
+        self.course.answered(model, &answer, usage.map_or((None, None), |usage| usage.tokens()));
         self.reports.add(&answer);
         self.course.record.truncated = None;
         let end = ResponseEnd::of_response(&answer).truncation().and_then(|end| {
@@ -188,12 +186,24 @@ impl Episode {
 pub(super) struct Course {
     pub(super) began: Instant,
     pub(super) record: EpisodeRecord,
+    prefix: PrefixIds,
 }
 
 impl Course {
     /// Begins now.
     pub(super) fn begin() -> Self {
-        Self { began: Instant::now(), record: EpisodeRecord::default() }
+        Self { began: Instant::now(), record: EpisodeRecord::default(), prefix: PrefixIds::default() }
+    }
+
+    /// Adds a response of a model, with the tokens that it read and wrote.
+    pub(super) fn answered(&mut self, model: &str, response: &RawObject, (input, output): (Option<u64>, Option<u64>)) {
+        let record = &mut self.record;
+        record.turns = record.turns.saturating_add(1);
+        record.add_tokens(input, output);
+        record.completion_unverified |= response.get(UNVERIFIED_KEY).is_some_and(|unverified| unverified == "true");
+        if let Some(breaks) = self.prefix.add(model, response) {
+            record.prefix_breaks = Some(record.prefix_breaks.unwrap_or(0).saturating_add(breaks.into()));
+        }
     }
 
     /// Adds a call that began at `call` and has just ended.

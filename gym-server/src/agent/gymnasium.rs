@@ -95,13 +95,11 @@ impl GymnasiumAgent {
         let mut total = 0.0;
         loop {
             yield_after(course.record.turns).await;
-            course.record.turns += 1;
             let asked = Instant::now();
             let turn = ask(session.calls(), cx, model, conversation.request(params)).await?;
             course.add(Phase::Model, asked);
             conversation.answered(&turn)?;
-            let (input, output) = turn.tokens();
-            course.record.add_tokens(input, output);
+            course.answered(model, turn.response(), turn.tokens());
             course.record.tool_calls += u32::try_from(turn.calls().len()).unwrap_or(u32::MAX);
             let mut body = row.edit().set_object("response", turn.response().clone());
             if idempotent {

@@ -4,6 +4,7 @@ mod config;
 mod episode;
 mod gymnasium;
 mod observation;
+mod prefix;
 mod reports;
 mod simple;
 mod tool_arguments;

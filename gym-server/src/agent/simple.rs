@@ -4,6 +4,8 @@
 //! and its response is equal. Items and rows are spliced as text, so token ids, log-probabilities and long numbers are unchanged.
 
 use std::future::ready;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
 use bytes::Bytes;
 use futures_util::TryFutureExt as _;
@@ -33,13 +35,35 @@ use crate::role::settings::Seconds;
 pub struct SimpleAgent {
     config: SimpleAgentConfig,
     client: ServerClient,
+    wordless: Arc<LimitedLog>,
+}
+
+/// Limits a line of the log that each episode may cause.
+#[derive(Debug, Default)]
+struct LimitedLog(Mutex<(Option<Instant>, u64)>);
+
+impl LimitedLog {
+    /// Minimum time between two lines.
+    const EVERY: Duration = Duration::from_secs(30);
+
+    /// Returns the number of lines that were left out before this one; `None` if it is left out as well.
+    fn next(&self) -> Option<u64> {
+        let mut log = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let (last, left_out) = &mut *log;
+        if last.is_some_and(|last| last.elapsed() < Self::EVERY) {
+            *left_out += 1;
+            return None;
+        }
+        *last = Some(Instant::now());
+        Some(std::mem::take(left_out))
+    }
 }
 
 impl SimpleAgent {
     /// Creates an agent that calls its model and its resources server through `client`.
     #[must_use]
     pub fn new(config: SimpleAgentConfig, client: ServerClient) -> Self {
-        Self { config, client }
+        Self { config, client, wordless: Arc::default() }
     }
 
     /// Creates an agent with the default configuration between a model and a resources server, which it calls through `client`.
@@ -90,15 +114,13 @@ impl SimpleAgent {
             let mut conversation = Conversation::new(params)?;
             loop {
                 yield_after(course.record.turns).await;
-                course.record.turns += 1;
                 let model = self.config.model_server.name.as_str();
                 let asked = Instant::now();
                 let turn = ask(session, cx, model, conversation.request(params)).await?;
                 course.add(Phase::Model, asked);
-                let record = &mut course.record;
                 conversation.answered(&turn)?;
-                let (input, output) = turn.tokens();
-                record.add_tokens(input, output);
+                course.answered(model, turn.response(), turn.tokens());
+                let record = &mut course.record;
                 let calls = match turn.next() {
                     NextStep::Tools(calls) => calls,
                     NextStep::Stop => {
@@ -108,12 +130,15 @@ impl SimpleAgent {
                         return conversation.finish(&turn, None);
                     }
                     NextStep::Nothing(reason) => {
-                        tracing::warn!(
-                            model,
-                            reason,
-                            turns = record.turns,
-                            "the model returned neither a message nor a tool call"
-                        );
+                        if let Some(others) = self.wordless.next() {
+                            tracing::warn!(
+                                model,
+                                reason,
+                                turns = record.turns,
+                                others,
+                                "the model returned neither a message nor a tool call"
+                            );
+                        }
                         return conversation.finish(&turn, Some(reason));
                     }
                 };

@@ -69,6 +69,8 @@ pub(crate) struct RunDeduplicator {
 #[derive(Debug)]
 struct SharedRuns {
     grace: Duration,
+    /// Cancelled when no caller can come back.
+    draining: CancelToken,
     table: Mutex<RunTable>,
 }
 
@@ -108,7 +110,13 @@ impl InFlightRun {
 impl RunDeduplicator {
     /// Creates a deduplicator that keeps an episode without callers for `grace`.
     pub(crate) fn new(grace: Duration) -> Self {
-        Self { shared: Arc::new(SharedRuns { grace, table: Mutex::default() }) }
+        Self { shared: Arc::new(SharedRuns { grace, draining: CancelToken::new(), table: Mutex::default() }) }
+    }
+
+    /// Returns a deduplicator without episodes that keeps none without callers once `draining` is cancelled.
+    pub(crate) fn until(&self, draining: CancelToken) -> Self {
+        let grace = self.shared.grace;
+        Self { shared: Arc::new(SharedRuns { grace, draining, table: Mutex::default() }) }
     }
 
     /// Returns the response to `body`, from an episode in progress that the call `call` joins, or from the episode that `start` begins: at this
@@ -216,12 +224,15 @@ impl Drop for Waiter<'_> {
         while table.abandoned.try_join_next().is_some() {}
         let Some(run) = run.filter(|_| last && !self.episode.delivered().is_cancelled()) else { return };
         let until = (Instant::now() + self.runs.shared.grace).min(self.episode.deadline);
+        let draining = &self.runs.shared.draining;
         if until > Instant::now()
+            && !draining.is_cancelled()
             && table.abandoned.len() < ABANDONED_MAX
             && let Ok(runtime) = Handle::try_current()
         {
             let runs = Arc::downgrade(&self.runs.shared);
-            let driver = drive_abandoned(runs, self.key.clone(), Arc::clone(&self.episode), run, until);
+            let ended = draining.clone();
+            let driver = drive_abandoned(runs, self.key.clone(), Arc::clone(&self.episode), run, until, ended);
             table.abandoned.spawn_on(driver.boxed(), &runtime);
             return;
         }
@@ -231,13 +242,14 @@ impl Drop for Waiter<'_> {
     }
 }
 
-/// Polls an episode without callers until `until`, and keeps its response for a resent request.
+/// Polls an episode without callers until `until` or `draining`, and keeps its response for a resent request.
 async fn drive_abandoned(
     runs: std::sync::Weak<SharedRuns>,
     key: RunKey,
     episode: Arc<InFlightRun>,
     run: Shared<RunFuture>,
     until: Instant,
+    draining: CancelToken,
 ) {
     let driven = async {
         let answer = run.clone().await;
@@ -248,6 +260,7 @@ async fn drive_abandoned(
     tokio::select! {
         biased;
         () = episode.delivered().cancelled() => return,
+        () = draining.cancelled() => {}
         () = tokio::time::sleep_until(until) => {}
         () = driven => {}
     }
@@ -416,6 +429,19 @@ mod tests {
         tokio::time::sleep(Duration::from_secs(2)).await;
         assert_eq!((counts.get(), runs.len()), ((1, 0, 1), 0));
         assert_eq!(call(&runs, &counts, ROW, 1).await, "1");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn an_episode_without_caller_is_dropped_when_no_caller_can_come_back() {
+        let draining = CancelToken::new();
+        let (runs, counts) = (RunDeduplicator::new(DEFAULT_GRACE).until(draining.clone()), Counts::default());
+        leave_after(2, &runs, &counts, 100).await;
+        assert_eq!((counts.get(), runs.len()), ((1, 0, 0), 1));
+        draining.cancel();
+        tokio::time::sleep(Duration::from_millis(1)).await;
+        assert_eq!((counts.get(), runs.len()), ((1, 0, 1), 0));
+        leave_after(2, &runs, &counts, 100).await;
+        assert_eq!((counts.get(), runs.len()), ((2, 0, 2), 0));
     }
 
     #[tokio::test(start_paused = true)]

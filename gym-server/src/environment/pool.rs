@@ -94,7 +94,7 @@ impl PoolServer {
         let weights = weights.into_iter().map(|(name, weight)| (name, weight.get())).collect();
         let pool = queue(weights, rollouts_max, config.worker_timeout_seconds, context);
         let relay = RelayConfig { agent_server, replay_grace_seconds: config.replay_grace_seconds };
-        let role = RoleServer::environment(Relay::pulled(relay, pool.clone()), context);
+        let role = RoleServer::environment(Relay::pulled(relay, pool.clone()).until(context.draining.clone()), context);
         let verifier = resources_server.map(|server| Verifier::new(pool.clone(), &server));
         Ok(Self { pool, role, verifier })
     }

@@ -9,7 +9,7 @@ use gym_client::work::{WorkKind, WorkPool};
 use gym_client::{CallOptions, ServerClient};
 use gym_core::message::CALL_METADATA;
 use gym_core::transport::INCARNATION_METADATA;
-use gym_core::{CallContext, EnvironmentServer, Metadata, RawObject, Request, Response, Result, Route};
+use gym_core::{CallContext, CancelToken, EnvironmentServer, Metadata, RawObject, Request, Response, Result, Route};
 use serde::Deserialize;
 
 use crate::environment::deduplication::{DEFAULT_GRACE, RunDeduplicator, RunKey};
@@ -103,6 +103,13 @@ impl Relay {
     #[must_use]
     pub fn new(config: RelayConfig, client: ServerClient) -> Self {
         Self::over(config, AgentRoute::Push(client))
+    }
+
+    /// Ends episodes without callers when `draining` is cancelled, because no caller can come back. By default they have their whole grace.
+    #[must_use]
+    pub fn until(mut self, draining: CancelToken) -> Self {
+        self.runs = self.runs.until(draining);
+        self
     }
 
     /// Creates a relay whose agent runs on the workers of a pool.

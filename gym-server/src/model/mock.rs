@@ -6,8 +6,8 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpListener;
 use tokio::task::JoinSet;
 
-/// Answers each request with the next response, and closes its connection. An empty response leaves the connection open without a
-/// reply.
+/// Answers each `POST` with the next response, and closes its connection. An empty response leaves the connection open without a
+/// reply. A `GET` has responses of its own, or 404; it is not counted.
 #[derive(Debug)]
 pub(super) struct MockEndpoint {
     url: String,
@@ -28,6 +28,14 @@ pub(super) fn answer_with(status: u16, headers: &str, body: &str) -> String {
 
 impl MockEndpoint {
     pub(super) async fn new(answers: Vec<String>) -> Self {
+        Self::with_gets(answers, &[]).await
+    }
+
+    /// Creates an endpoint with responses to `GET`: the path, and the response. Of several with the same path, each is sent once, but the last one.
+    pub(super) async fn with_gets(answers: Vec<String>, gets: &[(&str, String)]) -> Self {
+        let mut answers = answers.into_iter();
+        let mut gets: Vec<(String, String)> =
+            gets.iter().map(|(path, answer)| (format!("GET {path} "), answer.clone())).collect();
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let url = format!("http://{}/v1", listener.local_addr().unwrap());
         let requests = Arc::new(Mutex::new(Vec::new()));
@@ -35,7 +43,7 @@ impl MockEndpoint {
         let seen = Arc::clone(&requests);
         server.spawn(async move {
             let mut held = Vec::new();
-            for answer in answers {
+            loop {
                 let (mut stream, _) = listener.accept().await.unwrap();
                 let mut request = Vec::new();
                 while !whole(&request) {
@@ -45,7 +53,20 @@ impl MockEndpoint {
                         Ok(length) => request.extend_from_slice(&chunk[..length]),
                     }
                 }
-                seen.lock().unwrap().push(String::from_utf8(request).unwrap());
+                let request = String::from_utf8(request).unwrap();
+                let answer = if request.starts_with("GET ") {
+                    let equal = |(start, _): &(String, String)| request.starts_with(start);
+                    match gets.iter().position(equal) {
+                        None => answer(404, "{}"),
+                        Some(at) if gets[at + 1..].iter().any(equal) => gets.remove(at).1,
+                        Some(at) => gets[at].1.clone(),
+                    }
+                } else if let Some(answer) = answers.next() {
+                    seen.lock().unwrap().push(request);
+                    answer
+                } else {
+                    String::new()
+                };
                 if answer.is_empty() {
                     held.push(stream);
                 } else {
@@ -53,7 +74,6 @@ impl MockEndpoint {
                     let _ = stream.write_all(answer.as_bytes()).await;
                 }
             }
-            std::future::pending::<()>().await;
         });
         Self { url, requests, _server: server }
     }

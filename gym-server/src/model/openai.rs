@@ -58,6 +58,10 @@ pub struct OpenAiModelConfig {
     /// Maximum milliseconds between two attempts, unless the endpoint's `Retry-After` asks for more. 8,000 by default.
     #[serde(default = "retry::backoff_max_ms")]
     pub retry_backoff_max_ms: u64,
+    /// Seconds after which a call in flight makes this server ask the engine what it does; the progress of a collection then names the endpoint. 60
+    /// by default.
+    #[serde(default = "retry::probe_after_seconds")]
+    pub probe_after_seconds: f64,
 }
 
 impl OpenAiModelConfig {
@@ -76,6 +80,7 @@ impl OpenAiModelConfig {
             retry_budget_seconds: retry::budget_seconds(),
             retry_backoff_ms: retry::backoff_ms(),
             retry_backoff_max_ms: retry::backoff_max_ms(),
+            probe_after_seconds: retry::probe_after_seconds(),
         }
     }
 }
@@ -116,6 +121,7 @@ impl OpenAiModel {
                 retry_backoff_ms: config.retry_backoff_ms,
                 retry_backoff_max_ms: config.retry_backoff_max_ms,
             })?,
+            probe_after: retry::probe_after(config.probe_after_seconds)?,
         };
         let permits = match config.max_concurrent_requests {
             Some(0) => return Err(Error::invalid("`max_concurrent_requests` is 0: no request could be made")),

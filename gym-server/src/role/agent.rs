@@ -1,11 +1,11 @@
 //! The agent role: `/run`, `/v1/responses` and `/aggregate_metrics`.
 
 use futures_util::future::BoxFuture;
-use gym_core::rollout::{EPISODE_METADATA, EpisodeRecord};
+use gym_core::rollout::EPISODE_METADATA;
 use gym_core::server::ServerKind;
 use gym_core::{AgentServer, CallContext, Error, RawObject, Response, Result, SessionId, Verb};
 
-use crate::metrics::{Metrics, ToolErrorMetrics};
+use crate::metrics::{EpisodeMetrics, Metrics};
 use crate::role::reply;
 use crate::role::route::{RoleRequest, RoleSpec};
 
@@ -48,12 +48,12 @@ impl<S: AgentServer> DynAgentServer for S {
 
 pub(super) struct AgentRole {
     agent: Box<dyn DynAgentServer>,
-    tool_errors: ToolErrorMetrics,
+    episodes: EpisodeMetrics,
 }
 
 impl AgentRole {
     pub(super) fn new(agent: impl AgentServer, name: &str, metrics: &Metrics) -> Self {
-        Self { agent: Box::new(agent), tool_errors: metrics.tool_errors(name) }
+        Self { agent: Box::new(agent), episodes: metrics.episodes(name) }
     }
 
     pub(super) async fn respond(&self, request: &RoleRequest) -> Result<Response> {
@@ -73,18 +73,10 @@ impl AgentRole {
             _ => (self.agent.aggregate_metrics(cx, session, &body), false),
         };
         let response = responding.await.map_err(Error::of_served_request)?;
-        if is_episode {
-            self.count(&response);
+        // Agents of users report in the same metadata as the stock agents.
+        if is_episode && let Some(metadata) = response.metadata.get(EPISODE_METADATA) {
+            self.episodes.count(metadata);
         }
         Ok(response)
-    }
-
-    /// Counts the tool errors of an episode, which agents of users report in the same metadata as the stock agents.
-    fn count(&self, response: &Response) {
-        // Few episodes have errors, and the others do not pay for a parse.
-        let text = response.metadata.get(EPISODE_METADATA).filter(|text| text.contains("tool_errors"));
-        if let Some(record) = text.and_then(EpisodeRecord::from_text) {
-            self.tool_errors.count(record.tool_errors, record.tool_failures);
-        }
     }
 }

@@ -31,8 +31,8 @@ use gym_core::rollout::FailureClass;
 use gym_core::server::{GymnasiumServer, ServerKind, TaskCheck};
 use gym_core::transport::Fence;
 use gym_core::{
-    AgentServer, CallContext, EnvironmentServer, Error, Handler, Incarnation, ModelServer, Request, ResourcesServer,
-    Response, Result, SessionId, Verb, World,
+    AgentServer, CallContext, CancelToken, EnvironmentServer, Error, Handler, Incarnation, ModelServer, Request,
+    ResourcesServer, Response, Result, SessionId, Verb, World,
 };
 use pin_project_lite::pin_project;
 use tokio::time::Instant;
@@ -67,6 +67,8 @@ pub struct ServerContext {
     pub transports: Option<Transports>,
     /// The incarnation of the instance: requests for another one are rejected, and responses carry it.
     pub incarnation: Option<Incarnation>,
+    /// Cancelled when the server accepts no further connection and call: nobody comes back for what runs without a caller.
+    pub draining: CancelToken,
 }
 
 impl ServerContext {
@@ -81,6 +83,7 @@ impl ServerContext {
             metrics: Metrics::new(),
             transports: None,
             incarnation: None,
+            draining: CancelToken::new(),
         }
     }
 }

@@ -94,6 +94,11 @@ impl ShutdownStage {
     }
 }
 
+/// Returns the place of a kind in the order of shutdown.
+fn stage_of(kind: ServerKind) -> usize {
+    SHUTDOWN_ORDER.iter().position(|known| *known == kind).unwrap_or_default()
+}
+
 /// Adds the option that sets another port to the error of a port in use.
 fn with_port_option(error: Error, key: &str) -> Error {
     if error.code() != Code::AlreadyExists {
@@ -261,6 +266,7 @@ impl Stack {
             context.metrics = self.metrics.clone();
             context.transports = Some(self.client.transports().clone());
             context.incarnation = Some(incarnation);
+            context.draining = self.stages[stage_of(instance.kind)].drain.clone();
             match servers.make(Build::new(instance, &context, &self.client)) {
                 Some(made) => {
                     let Made { handler, task_check, joins_runs, ignored } =
@@ -365,8 +371,7 @@ impl Stack {
         local: bool,
         options: &StackOptions,
     ) -> Result<()> {
-        let stage = SHUTDOWN_ORDER.iter().position(|kind| *kind == instance.kind).unwrap_or_default();
-        let stage = &mut self.stages[stage];
+        let stage = &mut self.stages[stage_of(instance.kind)];
         let mut place = if local { ListenOptions::named(&instance.name) } else { ListenOptions::default() };
         if let Some(advertised) = self.advertised.as_ref().filter(|_| !options.in_process) {
             place = place.advertised_as(advertised.clone());

@@ -145,7 +145,9 @@ impl Servers {
             .agent("gymnasium_agent", |build| {
                 Ok(GymnasiumAgent::new(build.settings()?, build.client.clone(), &build.context.world))
             })
-            .environment("legacy_agent", |build| Ok(Relay::new(build.settings()?, build.client.clone())))
+            .environment("legacy_agent", |build| {
+                Ok(Relay::new(build.settings()?, build.client.clone()).until(build.context.draining.clone()))
+            })
             .with(ServerKind::Environment, POOL_IMPLEMENTATION, |build| {
                 let pool = PoolServer::new(build.settings()?, build.context)?;
                 if let Some(members) = build.client.members() {

@@ -29,7 +29,7 @@ use crate::page::{Page, code, workspace};
 const PATIENCE: Duration = Duration::from_secs(60);
 
 /// The labels of each metric. The name is that of the samples, except for the suffixes of a histogram.
-const LABELS: [(&str, &[&str]); 64] = [
+const LABELS: [(&str, &[&str]); 66] = [
     ("gym_cluster_round_trip_seconds", &[]),
     ("gym_cluster_worker_round_trip_seconds", &["worker"]),
     ("gym_cluster_workers", &["state"]),
@@ -41,6 +41,7 @@ const LABELS: [(&str, &[&str]); 64] = [
     ("gym_collect_oldest_seconds", &[]),
     ("gym_collect_requested", &[]),
     ("gym_collect_rollouts_total", &["outcome"]),
+    ("gym_completions_unverified_total", &["server"]),
     ("gym_gpu_memory_capacity_bytes", GPU),
     ("gym_gpu_memory_used_bytes", GPU),
     ("gym_gpu_utilization_ratio", GPU),
@@ -65,6 +66,7 @@ const LABELS: [(&str, &[&str]); 64] = [
     ("gym_pool_worker_held", &["server", "worker"]),
     ("gym_pool_workers", &["server"]),
     ("gym_pool_workers_lost_total", &["server"]),
+    ("gym_prefix_breaks_total", &["server"]),
     ("gym_registered_servers", &[]),
     ("gym_request_seconds", &["server", "route"]),
     ("gym_requests_in_flight", &["server", "route"]),

@@ -48,7 +48,7 @@ const IDENTITY: [Key; 10] = [
 const MATERIALIZED: [&str; 2] = ["_ng_task_index", "_ng_rollout_index"];
 
 /// Keys of scored rows.
-const SCORED: [Key; 16] = [
+const SCORED: [Key; 18] = [
     key(
         "responses_create_params",
         "mapping",
@@ -75,6 +75,11 @@ const SCORED: [Key; 16] = [
         "Tokens that the model wrote in all turns; absent if no response told.",
     ),
     key(
+        "_gym_episode.prefix_breaks",
+        "integer",
+        "Turns whose prompt does not begin with the token ids of prompt and response of the turn before; absent if no two turns have ids.",
+    ),
+    key(
         "_gym_episode.truncated",
         "string or null",
         "The reason why the episode ended early: `max_steps`, `environment`, or a reason of the model such as `max_output_tokens`. \
@@ -87,12 +92,18 @@ const SCORED: [Key; 16] = [
          call, `+`, and the microseconds of the call, as in `seed 0+310, model 402+120034`. Calls after the 64th are added to the last one \
          of their kind. Absent if the agent does not report them.",
     ),
+    key(
+        "_gym_episode.completion_unverified",
+        "boolean",
+        "`true` if the engine may have aborted a response, and cannot tell: a vLLM over the Responses API that does not count its aborted \
+         requests. Absent otherwise.",
+    ),
     key("_gym_episode.attempts", "integer", "Attempts of the rollout until it was scored, at least 1."),
     key("_gym_episode.seconds", "number", "Duration of the attempt in seconds."),
 ];
 
 /// Keys that `vllm_model` adds to the response. The tests of `vllm_model` check them.
-const REPORTED: [Key; 6] = [
+const REPORTED: [Key; 7] = [
     key(
         "response._gym_turns",
         "list",
@@ -123,6 +134,11 @@ const REPORTED: [Key; 6] = [
         "mapping",
         "What the model server added to the request of the last turn that shapes the prompt, as the engine received it: keys such as \
          `chat_template_kwargs`, `chat_template` or `continue_final_message`. Absent if it added none.",
+    ),
+    key(
+        "response._gym_completion_unverified",
+        "boolean",
+        "`true` if the engine may have aborted the last response; see `_gym_episode.completion_unverified`. Absent otherwise.",
     ),
 ];
 
@@ -222,7 +238,9 @@ const AGGREGATE: [Key; 8] = [
 ];
 
 /// Keys that the collection of this test does not write, and the reason.
-const UNSEEN: [(&str, &str); 4] = [
+const UNSEEN: [(&str, &str); 6] = [
+    ("_gym_episode.completion_unverified", "only an episode with a vLLM over the Responses API has it"),
+    ("_gym_episode.prefix_breaks", "only an episode with token ids has it"),
     ("_gym_settings", "only a collection with changed settings has it"),
     ("mask_sample", "only an environment sets it"),
     ("perf_summary", "only an environment in Python reports it"),

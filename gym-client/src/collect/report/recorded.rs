@@ -76,6 +76,10 @@ struct RecordedEpisode {
     #[serde(default)]
     truncated: Value,
     #[serde(default)]
+    prefix_breaks: Value,
+    #[serde(default)]
+    completion_unverified: Value,
+    #[serde(default)]
     seconds: Value,
 }
 
@@ -115,6 +119,8 @@ fn figures(row: &JsonFields<'_>) -> RolloutFigures {
             tool_failures: count(&episode.tool_failures)?,
             truncated: episode.truncated.is_string(),
             tokens: count(&episode.input_tokens).zip(count(&episode.output_tokens)),
+            prefix_breaks: count(&episode.prefix_breaks),
+            completion_unverified: episode.completion_unverified == true,
         })
     };
     let seconds = episode.as_ref().and_then(|episode| episode.seconds.as_f64());

@@ -44,6 +44,8 @@ pub struct DriverOptions {
     pub record_timeout: Duration,
     /// Time that running rollouts may take after a stop was requested. Default: 20 s.
     pub stop_grace: Duration,
+    /// Ends the time of `stop_grace` early: cancelled by a caller that knows that the running rollouts cannot finish. Default: never.
+    pub give_up: CancelToken,
     /// When the run stops early because rollouts fail. Default: [`FailFast::Never`]; a collection
     /// has [`FailFast::Alike`].
     pub fail_fast: FailFast,
@@ -67,6 +69,7 @@ impl Default for DriverOptions {
             attempt_timeout: Duration::from_secs(7_200),
             record_timeout: Duration::from_secs(30),
             stop_grace: Duration::from_secs(20),
+            give_up: CancelToken::new(),
             fail_fast: FailFast::default(),
             truncated: TruncatedRollouts::default(),
             backoff: RetryPolicy { backoff_min: Duration::from_millis(200), ..RetryPolicy::default() },
@@ -249,6 +252,9 @@ impl Driver {
                 () = stop.cancelled(), if deadline.is_none() => {
                     reading = false;
                     deadline = Some(Instant::now() + self.options.stop_grace);
+                }
+                () = self.options.give_up.cancelled(), if deadline.is_some_and(|deadline| deadline > Instant::now()) => {
+                    deadline = Some(Instant::now());
                 }
                 () = tokio::time::sleep_until(deadline.unwrap_or_else(Instant::now)), if deadline.is_some() => {
                     let rollouts = running.len();

@@ -6,7 +6,9 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use gym_core::message::{CODE_METADATA, JsonFields};
-use gym_core::rollout::{Attempt, EPISODE_METADATA, EpisodeRecord, FailureClass, Outcome, non_finite_reward};
+use gym_core::rollout::{
+    Attempt, EPISODE_KEY, EPISODE_METADATA, EpisodeRecord, FailureClass, Outcome, UNVERIFIED_KEY, non_finite_reward,
+};
 use gym_core::server::ResponseEnd;
 use gym_core::{Code, Error, RawObject, Response, Result};
 use serde::Deserialize;
@@ -248,10 +250,12 @@ pub(super) fn without_truncated(
     run_id: &str,
 ) -> Result<AttemptResult> {
     let AttemptResult::Completed { row, .. } = &result else { return Ok(result) };
-    let Some(details) = cut_off(row) else { return Ok(result) };
-    let why = details.why();
-    let error =
-        Error::internal(format!("the model's response was cut off ({why}), and truncated rollouts are not scored"));
+    let text = match cut_off(row) {
+        Some(details) => format!("the model's response was cut off ({})", details.why()),
+        None if is_unverified(row) => "the engine may have aborted a response of the model".to_owned(),
+        None => return Ok(result),
+    };
+    let error = Error::internal(format!("{text}, and truncated rollouts are not scored"));
     let error = error.about(format!("POST {}/run", wanted.server));
     failed(wanted, attempt, run_id, (FailureClass::Truncated, &error, Evidence::Observed), Some((200, row.text())))
 }
@@ -265,6 +269,14 @@ fn end_of(row: &RawObject) -> Option<ResponseEnd> {
     let is_empty =
         || response.get_object("metadata").is_ok_and(|kept| kept.is_some_and(|kept| kept.contains(TERMINATION_REASON)));
     (says && (has("incomplete_details") || !is_empty())).then(|| ResponseEnd::of_response(&response))
+}
+
+/// Returns `true` if a model response of a row could not be checked: as its agent counted, or as the last response says.
+fn is_unverified(row: &RawObject) -> bool {
+    [(EPISODE_KEY, "completion_unverified"), ("response", UNVERIFIED_KEY)].iter().any(|(object, key)| {
+        let object = row.get_object(object).ok().flatten();
+        object.and_then(|object| object.get(key)).is_some_and(|unverified| unverified == "true")
+    })
 }
 
 /// Returns why the last model response of a row was cut off; `None` if it was not.
@@ -446,6 +458,8 @@ mod tests {
                 r#"{"incomplete_details":{"reason":"max_output_tokens","code":"context_length_exceeded","message":"5 > 4"}}"#,
                 Some("cut off (context_length_exceeded: 5 > 4)"),
             ),
+            (r#"{"_gym_completion_unverified":true}"#, Some("may have aborted a response")),
+            (r#"{},"_gym_episode":{"turns":2,"completion_unverified":true}"#, Some("may have aborted a response")),
             (r#"{"incomplete_details":null}"#, None),
             ("{}", None),
             ("null", None),

@@ -33,6 +33,12 @@ pub struct EndpointReport {
     pub waiting: u64,
     /// Seconds after which a waiting call fails.
     pub gives_up_after_seconds: u64,
+    /// Calls that were sent and have no response yet.
+    pub in_flight: u64,
+    /// Seconds since the oldest of them was sent; 0 unless it takes unusually long (`probe_after_seconds`).
+    pub oldest_seconds: u64,
+    /// Responses that the engine aborted, as vLLM does when it pauses. They were requested again.
+    pub aborted: u64,
 }
 
 /// Whether an endpoint responds.

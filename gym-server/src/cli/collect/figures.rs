@@ -37,6 +37,7 @@ pub(super) fn agents(agents: &BTreeMap<Arc<str>, AgentSummary>) -> String {
         ("turns".to_owned(), Box::new(|agent| Some(format!("{:.1}", agent.mean_turns?)))),
         ("truncated".to_owned(), Box::new(|agent| Some(format!("{:.1}%", 100.0 * agent.truncated_share?)))),
         ("tool errors".to_owned(), Box::new(|agent| Some(agent.tool_errors?.to_string()))),
+        ("prefix breaks".to_owned(), Box::new(|agent| Some(agent.prefix_breaks?.to_string()))),
         (
             "tokens in/out".to_owned(),
             Box::new(|agent| {

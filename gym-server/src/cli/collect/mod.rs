@@ -156,8 +156,12 @@ impl Collection<'_> {
         }
         // Workers have their own models.
         let models = if pulled.is_some() { Vec::new() } else { names.models() };
-        let (waits_for, watching) = ModelWatch::new(client.clone(), models).watch();
+        let models = ModelWatch::new(client.clone(), models);
+        let (waits_for, watching) = models.clone().watch();
         let watching = tokio::spawn(watching.boxed());
+        let give_up = options.driver.give_up.clone();
+        let giving_up =
+            tokio::spawn(models.clone().give_up_after(stop.graceful.clone(), give_up, console.clone()).boxed());
         let mut collector = RolloutCollector::new(client, names, world);
         if let Some(monitor) = monitor {
             collector = collector.reporting_to(monitor);
@@ -193,6 +197,7 @@ impl Collection<'_> {
         ended.cancel();
         // The tasks only draw, so their errors are ignored.
         watching.abort();
+        giving_up.abort();
         drop(waits);
         let _ = shown.await;
         let outcome = match collected {
@@ -219,6 +224,7 @@ impl Collection<'_> {
                 console::print(&used);
             }
         }
+        models.aborted().await.iter().for_each(|line| console.line(line));
         if let Some(advice) = summary::advice(&outcome) {
             console.line(&advice);
         }

@@ -55,6 +55,14 @@ pub(super) fn text(collected: &CollectSummary, took: Duration) -> String {
             snapshot.tool_failures
         );
     }
+    let unverified: u64 = collected.agents.values().filter_map(|agent| agent.completion_unverified).sum();
+    if unverified > 0 {
+        let _ = writeln!(
+            text,
+            "{unverified} rollouts have a response that the engine may have aborted (`_gym_episode.completion_unverified`); ask vLLM over \
+             `vllm_model` without `is_responses_native`, or refuse such rollouts with --truncated fail"
+        );
+    }
     let files = &collected.files;
     let written = [
         ("rollouts", Some(files.rollouts.as_path())),

@@ -8,7 +8,7 @@ use std::time::Duration;
 use futures_util::future::join_all;
 use gym_client::ServerClient;
 use gym_core::server::{EndpointReport, EndpointState};
-use gym_core::{CallContext, Handler, Request, Response};
+use gym_core::{CallContext, CancelToken, Handler, Request, Response};
 use serde::Deserialize;
 use tokio::sync::watch;
 use tokio::time::Instant;
@@ -24,6 +24,9 @@ const PROBE_TIMEOUT: Duration = Duration::from_secs(10);
 const EVERY: Duration = Duration::from_secs(1);
 /// Interval of the lines while a command waits for endpoints.
 const LINE_EVERY: Duration = Duration::from_secs(15);
+
+/// Minimum time from a stop until the rollouts are given up whose endpoints do not respond.
+const GIVE_UP_AFTER: Duration = Duration::from_secs(5);
 
 /// An endpoint, and the model server that calls it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -113,6 +116,32 @@ impl ModelWatch {
         (receiver, watching)
     }
 
+    /// Waits for `stop`, and then asks the endpoints. If none that has calls in flight serves them, cancels `give_up`: the rollouts cannot finish.
+    pub(in crate::cli) async fn give_up_after(self, stop: CancelToken, give_up: CancelToken, console: Console) {
+        stop.cancelled().await;
+        let stopped = Instant::now();
+        let endpoints = self.request(Some(PROBE_QUERY), PROBE_TIMEOUT).await;
+        let busy: Vec<&ModelEndpoint> = endpoints.iter().filter(|endpoint| endpoint.report.in_flight > 0).collect();
+        if busy.is_empty() || !busy.iter().all(|endpoint| endpoint.is_silent()) {
+            return;
+        }
+        // For the rollouts that are between their last response and their reward.
+        tokio::time::sleep_until(stopped + GIVE_UP_AFTER).await;
+        let why: Vec<String> = busy.iter().map(|endpoint| endpoint.summary()).collect();
+        console.line(&format!("the rollouts in flight are given up: {}", why.join("; ")));
+        give_up.cancel();
+    }
+
+    /// Returns a line on each endpoint that aborted responses.
+    pub(in crate::cli) async fn aborted(&self) -> Vec<String> {
+        let endpoints = self.request(None, EVERY).await.into_iter();
+        let aborted = endpoints.filter(|endpoint| endpoint.report.aborted > 0).map(|ModelEndpoint { server, report }| {
+            let EndpointReport { url, aborted, .. } = report;
+            format!("{server}: {url} aborted {aborted} responses, as vLLM does when it pauses or sleeps; they were requested again")
+        });
+        aborted.collect()
+    }
+
     /// Requests the health of all model servers. One that does not answer has no endpoints.
     async fn request(&self, query: Option<&str>, within: Duration) -> Vec<ModelEndpoint> {
         let route = query.map_or_else(|| "/health".to_owned(), |query| format!("/health?{query}"));
@@ -192,14 +221,21 @@ fn endpoints(server: &str, answer: &Response) -> Vec<ModelEndpoint> {
     endpoints.map(|report| ModelEndpoint { server: server.to_owned(), report }).collect()
 }
 
-/// Describes a failing endpoint of a model server in one line; `None` if its last call succeeded.
+/// Describes an endpoint of a model server in one line, if calls wait for it or take long.
 pub(in crate::cli) fn in_progress(server: &str, report: &EndpointReport) -> Option<String> {
+    if report.oldest_seconds > 0 {
+        return Some(slow(server, report));
+    }
     let verb = match report.state {
         EndpointState::Unavailable => "is unavailable",
         EndpointState::Misconfigured => "cannot be used",
         _ => return None,
     };
-    let EndpointReport { url, failing_seconds, reason, fix, waiting, gives_up_after_seconds, .. } = report;
+    let EndpointReport { url, failing_seconds, reason, fix, waiting, gives_up_after_seconds, in_flight, .. } = report;
+    if *waiting == 0 && *in_flight > 0 {
+        // The calls were sent again, and nothing is known yet.
+        return None;
+    }
     let mut text = format!("{server}: {url} {verb} for {failing_seconds} s: {reason} (fix: {fix})");
     match waiting {
         0 => {}
@@ -207,6 +243,20 @@ pub(in crate::cli) fn in_progress(server: &str, report: &EndpointReport) -> Opti
         calls => text.push_str(&format!(", {calls} calls wait up to {gives_up_after_seconds} s")),
     }
     Some(text)
+}
+
+/// Describes an endpoint with calls that take long.
+fn slow(server: &str, report: &EndpointReport) -> String {
+    let EndpointReport { url, in_flight, oldest_seconds, reason, fix, .. } = report;
+    let calls = if *in_flight == 1 { "1 call".to_owned() } else { format!("{in_flight} calls") };
+    let mut text = format!("{server}: {url} has {calls} without a response, the oldest for {oldest_seconds} s");
+    if !reason.is_empty() {
+        text.push_str(&format!(": {reason}"));
+    }
+    if !fix.is_empty() {
+        text.push_str(&format!(" (fix: {fix})"));
+    }
+    text
 }
 
 #[cfg(test)]
@@ -222,6 +272,7 @@ mod tests {
             failing_seconds: 12,
             waiting: 3,
             gives_up_after_seconds: 300,
+            ..EndpointReport::default()
         };
         ModelEndpoint { server: "policy_model".into(), report }
     }
@@ -239,6 +290,13 @@ mod tests {
             in_progress(&dead.server, &dead.report).unwrap(),
             "policy_model: http://h:8000/v1 is unavailable for 12 s: connection refused (fix: start the engine, or correct \
              `base_url`), 3 calls wait up to 300 s"
+        );
+        let mut paused = endpoint(EndpointState::Unavailable, "it is paused", "continue it with POST /resume");
+        (paused.report.in_flight, paused.report.oldest_seconds) = (16, 75);
+        assert_eq!(
+            in_progress(&paused.server, &paused.report).unwrap(),
+            "policy_model: http://h:8000/v1 has 16 calls without a response, the oldest for 75 s: it is paused (fix: continue it with POST \
+             /resume)"
         );
         let ready = endpoint(EndpointState::Ready, "", "");
         assert_eq!(ready.at_start(true), "model endpoint http://h:8000/v1 (policy_model) responds");

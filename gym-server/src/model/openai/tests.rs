@@ -184,11 +184,10 @@ async fn a_probe_says_whether_the_endpoint_serves_the_model() {
         (429, "{}", EndpointState::Unavailable, "answered 429"),
         (503, r#"{"message":"loading"}"#, EndpointState::Unavailable, "answered 503: loading"),
     ] {
-        let mock = MockEndpoint::new(vec![answer(status, body)]).await;
+        let mock = MockEndpoint::with_gets(Vec::new(), &[("/v1/models", answer(status, body))]).await;
         let report = model(&mock, |_| ()).probe(&CallContext::default()).await.remove(0);
         assert_eq!(report.state, state, "{report:?}");
         assert!(report.reason.contains(says) && report.reason.is_empty() == report.fix.is_empty(), "{report:?}");
-        assert!(mock.request(0).starts_with("GET /v1/models HTTP/1.1\r\n") && mock.count() == 1);
     }
     let dead = OpenAiModel::new(OpenAiModelConfig::new(dead_url(), "m"), &world()).unwrap();
     let report = dead.probe(&CallContext::default()).await.remove(0);
@@ -429,9 +428,100 @@ async fn the_keys_of_a_rows_metadata_reach_the_endpoint() {
 async fn a_vllm_behind_the_responses_dialect_is_named_with_the_risk_and_the_cure() {
     for (owner, named) in [("vllm", true), ("llamacpp", false)] {
         let models = format!(r#"{{"data":[{{"id":"gpt \"x\"","owned_by":"{owner}"}}]}}"#);
-        let mock = MockEndpoint::new(vec![answer(200, &models)]).await;
+        let mock = MockEndpoint::with_gets(Vec::new(), &[("/v1/models", answer(200, &models))]).await;
         let report = &model(&mock, |_| ()).probe(&CallContext::default()).await[0];
         assert_eq!(report.state, EndpointState::Ready);
         assert_eq!(report.fix.contains("vllm_model"), named, "{report:?}");
+    }
+}
+
+const VLLM: &str = r#"{"data":[{"id":"gpt \"x\"","owned_by":"vllm"}]}"#;
+
+fn aborted(count: &str) -> String {
+    answer(
+        200,
+        &format!("vllm:request_success_total{{engine=\"0\",finished_reason=\"abort\",model_name=\"m\"}} {count}\n"),
+    )
+}
+
+#[tokio::test]
+async fn a_response_of_a_vllm_that_aborted_requests_meanwhile_is_requested_again() {
+    let gets = [("/v1/models", answer(200, VLLM)), ("/metrics", aborted("0.0")), ("/metrics", aborted("3.0"))];
+    let mock =
+        MockEndpoint::with_gets(vec![answer(200, r#"{"output":[],"id":"half"}"#), answer(200, ANSWER)], &gets).await;
+    let model = model(&mock, |_| ());
+    assert_eq!(ask(&model, r#"{"input":"x"}"#).await.unwrap().to_bytes(), ANSWER);
+    let report = &model.reports()[0];
+    assert_eq!((mock.count(), report.aborted, report.state), (2, 1, EndpointState::Ready), "{report:?}");
+}
+
+#[tokio::test]
+async fn a_vllm_that_aborts_to_the_end_is_unavailable() {
+    let gets = [("/v1/models", answer(200, VLLM)), ("/metrics", aborted("0.0")), ("/metrics", aborted("3.0"))];
+    let mock = MockEndpoint::with_gets(vec![answer(200, ANSWER)], &gets).await;
+    let error = ask(&model(&mock, |config| config.retry_budget_seconds = 0.0), r#"{"input":"x"}"#).await.unwrap_err();
+    assert_eq!(error.class(), Some(FailureClass::ModelUnavailable), "{error}");
+}
+
+#[tokio::test]
+async fn a_response_of_a_vllm_that_does_not_count_its_aborted_requests_says_so() {
+    for (models, metrics, unverified) in [
+        (VLLM, answer(404, "{}"), true),
+        (VLLM, answer(200, "vllm:num_requests_running 3.0\n"), true),
+        (VLLM, aborted("0.0"), false),
+        (r#"{"data":[{"id":"m","owned_by":"other"}]}"#, answer(404, "{}"), false),
+        ("{}", answer(404, "{}"), false),
+    ] {
+        let gets = [("/v1/models", answer(200, models)), ("/metrics", metrics)];
+        let mock = MockEndpoint::with_gets(vec![answer(200, ANSWER), answer(200, ANSWER)], &gets).await;
+        let model = model(&mock, |_| ());
+        for _ in 0..2 {
+            let got = ask(&model, r#"{"input":"x"}"#).await.unwrap().to_bytes();
+            let text = String::from_utf8_lossy(&got);
+            assert_eq!(text.contains(r#""_gym_completion_unverified":true"#), unverified, "{models}: {text}");
+        }
+        assert_eq!(mock.count(), 2, "{models}");
+    }
+}
+
+#[tokio::test]
+async fn an_engine_whose_calls_take_long_is_asked_what_it_does() {
+    let state = |key: &str, is: bool| answer(200, &format!(r#"{{"{key}":{is}}}"#));
+    for (sleeping, paused, expected, fix) in [
+        (state("is_sleeping", true), state("is_paused", true), "it sleeps", "/wake_up"),
+        (state("is_sleeping", false), state("is_paused", true), "it is paused", "/resume"),
+        (answer(404, "{}"), answer(404, "{}"), "it responds to GET /models", ""),
+    ] {
+        let gets = [
+            ("/v1/models", answer(200, VLLM)),
+            ("/metrics", aborted("0.0")),
+            ("/is_sleeping", sleeping),
+            ("/is_paused", paused),
+        ];
+        // The call has no response.
+        let mock = MockEndpoint::with_gets(vec![String::new()], &gets).await;
+        let model = model(&mock, |config| config.probe_after_seconds = 0.02);
+        let asking = ask(&model, r#"{"input":"x"}"#);
+        let reported = async {
+            loop {
+                let report = model.reports().remove(0);
+                if !report.reason.is_empty() {
+                    return report;
+                }
+                tokio::time::sleep(Duration::from_millis(5)).await;
+            }
+        };
+        let report = tokio::select! {
+            answer = asking => panic!("{answer:?}"),
+            report = reported => report,
+        };
+        assert_eq!((report.in_flight, report.oldest_seconds > 0), (1, true), "{report:?}");
+        assert!(report.reason.contains(expected) && report.fix.contains(fix), "{report:?}");
+        let can_serve = expected.contains("responds");
+        assert_eq!(report.state == EndpointState::Unavailable, !can_serve, "{report:?}");
+        // The probe of a command says the same, and the calls are over.
+        let probed = model.probe(&CallContext::default()).await.remove(0);
+        assert_eq!(probed.state == EndpointState::Unavailable, !can_serve, "{probed:?}");
+        assert_eq!((model.reports()[0].in_flight, model.reports()[0].oldest_seconds), (0, 0));
     }
 }

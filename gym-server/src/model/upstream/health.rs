@@ -4,6 +4,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use gym_core::base::{InFlight, WorkKey};
 use gym_core::server::{EndpointReport, EndpointState};
 use tokio::time::Instant;
 
@@ -27,6 +28,12 @@ pub(super) struct EndpointHealth {
     ready: AtomicBool,
     failing: Mutex<Failing>,
     waiting: AtomicU64,
+    in_flight: InFlight<()>,
+    /// Age of a call in flight from which it is reported.
+    slow_after: Duration,
+    /// What the engine said about calls that take long, and when.
+    finding: Mutex<Option<(Instant, Result<(), EndpointFailure>)>>,
+    aborted: AtomicU64,
 }
 
 #[derive(Debug, Default)]
@@ -36,8 +43,18 @@ struct Failing {
 }
 
 impl EndpointHealth {
-    pub(super) fn new(url: String) -> Self {
-        Self { url, ready: AtomicBool::new(false), failing: Mutex::default(), waiting: AtomicU64::new(0) }
+    /// Creates the health of an endpoint. Calls that are in flight for longer than `slow_after` are reported.
+    pub(super) fn new(url: String, slow_after: Duration) -> Self {
+        Self {
+            url,
+            ready: AtomicBool::new(false),
+            failing: Mutex::default(),
+            waiting: AtomicU64::new(0),
+            in_flight: InFlight::default(),
+            slow_after,
+            finding: Mutex::default(),
+            aborted: AtomicU64::new(0),
+        }
     }
 
     fn lock(&self) -> MutexGuard<'_, Failing> {
@@ -87,6 +104,30 @@ impl EndpointHealth {
         }
     }
 
+    /// Records what the engine says while calls take long, and logs why it does not serve them.
+    pub(super) fn found(&self, finding: Result<(), EndpointFailure>) {
+        if let Err(EndpointFailure { reason, fix, .. }) = &finding {
+            let now = Instant::now();
+            let mut failing = self.lock();
+            if failing.logged.is_none_or(|logged| now.duration_since(logged) >= LOG_EVERY) {
+                failing.logged = Some(now);
+                let calls = self.in_flight.count();
+                tracing::warn!(endpoint = self.url, calls, reason, fix, "the model endpoint does not respond to calls");
+            }
+        }
+        *self.finding.lock().unwrap_or_else(PoisonError::into_inner) = Some((Instant::now(), finding));
+    }
+
+    /// Counts a response that the engine aborted.
+    pub(super) fn aborted(&self) {
+        self.aborted.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Counts a call as in flight until the guard is dropped.
+    pub(super) fn begin(&self, began: Instant) -> CallInFlight<'_> {
+        CallInFlight { health: self, key: self.in_flight.begin(began, ()) }
+    }
+
     /// Counts a call as waiting until the guard is dropped.
     pub(super) fn wait(&self) -> WaitingCall<'_> {
         self.waiting.fetch_add(1, Ordering::Relaxed);
@@ -99,8 +140,13 @@ impl EndpointHealth {
             url: self.url.clone(),
             waiting: self.waiting.load(Ordering::Relaxed),
             gives_up_after_seconds: budget.as_secs(),
+            in_flight: self.in_flight.count() as u64,
+            aborted: self.aborted.load(Ordering::Relaxed),
             ..EndpointReport::default()
         };
+        let oldest = self.in_flight.oldest().map(|(began, ())| began.elapsed());
+        let slow = oldest.filter(|oldest| *oldest >= self.slow_after);
+        report.oldest_seconds = slow.map_or(0, |oldest| oldest.as_secs().max(1));
         match &self.lock().since {
             Some((since, failure)) => {
                 report.state = failure.state;
@@ -108,10 +154,37 @@ impl EndpointHealth {
                 report.fix.clone_from(&failure.fix);
                 report.failing_seconds = since.elapsed().as_secs();
             }
+            None if slow.is_some() => {
+                // Of calls that have ended, a finding says nothing.
+                let finding = self.finding.lock().unwrap_or_else(PoisonError::into_inner).clone();
+                match finding.filter(|(found, _)| slow.is_some_and(|oldest| found.elapsed() < oldest)) {
+                    Some((_, Err(failure))) => {
+                        (report.state, report.reason, report.fix) = (failure.state, failure.reason, failure.fix);
+                    }
+                    Some((_, Ok(()))) => {
+                        report.state = EndpointState::Ready;
+                        "it responds to GET /models".clone_into(&mut report.reason);
+                    }
+                    None => {}
+                }
+            }
             None if self.ready.load(Ordering::Relaxed) => report.state = EndpointState::Ready,
             None => {}
         }
         report
+    }
+}
+
+/// A call in flight.
+#[derive(Debug)]
+pub(super) struct CallInFlight<'a> {
+    health: &'a EndpointHealth,
+    key: WorkKey,
+}
+
+impl Drop for CallInFlight<'_> {
+    fn drop(&mut self) {
+        self.health.in_flight.end(self.key);
     }
 }
 
@@ -135,7 +208,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn a_failing_endpoint_is_reported_since_its_first_failure_until_it_responds() {
-        let health = EndpointHealth::new("http://h/v1".to_owned());
+        let health = EndpointHealth::new("http://h/v1".to_owned(), Duration::from_secs(60));
         let report = || health.report(Duration::from_secs(300));
         assert_eq!(report().state, EndpointState::Unknown);
         health.responded();

@@ -7,8 +7,6 @@
 use std::collections::BTreeMap;
 use std::fmt;
 use std::pin::pin;
-use std::sync::atomic::AtomicU64;
-use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -16,14 +14,17 @@ use bytes::Bytes;
 use gym_client::client_url::EndpointUrl;
 use gym_core::base::waits::{Wait, WaitKind, recorded};
 use gym_core::message::readable;
-use gym_core::rollout::FailureClass;
+use gym_core::rollout::{FailureClass, UNVERIFIED_KEY};
 use gym_core::server::{EndpointReport, EndpointState, ResponseEnd};
 use gym_core::{CallContext, Code, Error, Execution, RawObject, Result, World};
 use http::header::{
     ACCEPT, ACCEPT_ENCODING, AUTHORIZATION, CONTENT_TYPE, HeaderMap, HeaderName, HeaderValue, USER_AGENT,
 };
 use tokio::sync::Semaphore;
+use tokio::time::Instant;
 
+mod aborts;
+mod engine;
 mod health;
 mod keys;
 #[cfg(feature = "http")]
@@ -37,12 +38,14 @@ mod tls;
 use crate::model::secret::Secret;
 use crate::role::model::EndpointRejection;
 use crate::role::route;
+use aborts::LastCount;
+use engine::Engine;
 use health::EndpointHealth;
 pub(super) use keys::EndpointKeys;
 #[cfg(feature = "http")]
 use plain::PlainClient;
 pub(super) use response::EndpointResponse;
-use response::StatusMeaning;
+use response::{Completeness, StatusMeaning};
 use retry::{Attempts, EndpointRetries, NextAttempt, is_local};
 #[cfg(feature = "tls")]
 use tls::TlsClient;
@@ -53,6 +56,9 @@ const CONNECTIONS_MAX: usize = 1_024;
 
 /// After this time, the endpoint's machine is considered unreachable.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// The end of the path of a call over the Responses API.
+const RESPONSES_PATH: &str = "/responses";
 
 /// Limit of a probe. An endpoint lists its models from memory.
 const PROBE_TIMEOUT: Duration = Duration::from_secs(5);
@@ -67,6 +73,8 @@ pub(super) struct UpstreamOptions {
     /// The model of every request, for messages and for probes.
     pub(super) model: String,
     pub(super) retries: EndpointRetries,
+    /// Age of a call in flight from which the engine is asked what it does.
+    pub(super) probe_after: Duration,
 }
 
 /// One endpoint. Cheap to clone; clones share its connections.
@@ -79,8 +87,12 @@ struct UpstreamState {
     /// The URL without credentials and without a trailing slash.
     shown: String,
     connections: Semaphore,
-    /// Tokens of the model's context, once a list of models told it; 0 before.
-    context_tokens: AtomicU64,
+    /// What a list of models told.
+    engine: Mutex<Option<Engine>>,
+    aborts: tokio::sync::Mutex<LastCount>,
+    probe_after: Duration,
+    /// The last time that the engine was asked because calls take long.
+    asked: tokio::sync::Mutex<Option<Instant>>,
     keys: EndpointKeys,
     model: String,
     retries: EndpointRetries,
@@ -157,10 +169,13 @@ impl Upstream {
         Ok(Self(Arc::new(UpstreamState {
             client,
             place,
-            health: EndpointHealth::new(shown.clone()),
+            health: EndpointHealth::new(shown.clone(), options.probe_after),
             shown,
             connections: Semaphore::new(CONNECTIONS_MAX),
-            context_tokens: AtomicU64::new(0),
+            engine: Mutex::default(),
+            aborts: tokio::sync::Mutex::default(),
+            probe_after: options.probe_after,
+            asked: tokio::sync::Mutex::default(),
             keys: options.keys,
             model: options.model.clone(),
             retries: options.retries.clone(),
@@ -176,29 +191,19 @@ impl Upstream {
 
     /// Returns the tokens of the model's context, if a probe was told.
     pub(super) fn context_tokens(&self) -> Option<u64> {
-        Some(self.0.context_tokens.load(Relaxed)).filter(|tokens| *tokens > 0)
+        self.0.engine()?.context_tokens
     }
 
     /// Requests the list of models, once, and returns what the response shows.
     pub(super) async fn probe(&self, cx: &CallContext) -> EndpointReport {
         let state = &*self.0;
-        let mut cx = cx.child();
-        cx.deadline = cx.deadline.min(tokio::time::Instant::now() + PROBE_TIMEOUT);
-        let answer = state.send_once(&cx, &format!("{}/models", state.place.path), None).await;
-        if let Ok(answer) = &answer
-            && let Some(tokens) = probe::context_tokens(answer, &state.model)
+        let listed = state.list(cx).await;
+        let mut judged = state.judge_list(&listed);
+        if judged.as_ref().err().is_none_or(|found| found.state == EndpointState::Ready)
+            && let Err(paused) = state.paused(cx).await
         {
-            state.context_tokens.store(tokens, Relaxed);
+            judged = Err(paused);
         }
-        let judged = match &answer {
-            Ok(answer) => probe::judge(answer, state.keys, &state.model),
-            Err(error) if error.code() == Code::DeadlineExceeded => {
-                let mut failure = state.keys.no_response(error);
-                failure.reason = format!("no response to GET /models within {} s", PROBE_TIMEOUT.as_secs());
-                Err(failure)
-            }
-            Err(error) => Err(state.keys.no_response(error)),
-        };
         let mut report = EndpointReport { url: state.shown.clone(), state: EndpointState::Ready, ..self.report() };
         (report.reason, report.fix, report.failing_seconds) = (String::new(), String::new(), 0);
         if let Err(failure) = judged {
@@ -231,9 +236,8 @@ impl Upstream {
     /// Sends a request as [`Upstream::post`] does, but to a path outside `/v1`, where vLLM has its own routes.
     pub(super) async fn post_outside_v1(&self, cx: &CallContext, path: &str, body: Bytes) -> Result<EndpointResponse> {
         let state = &*self.0;
-        let beside = |base: &str| format!("{}{path}", base.strip_suffix("/v1").unwrap_or(base));
-        let subject = || format!("POST {}", beside(&state.shown));
-        let answer = self.send(cx, &beside(&state.place.path), subject, body, false).await?;
+        let subject = || format!("POST {}", outside_v1(&state.shown, path));
+        let answer = self.send(cx, &outside_v1(&state.place.path, path), subject, body, false).await?;
         Ok(answer.expect("it may not leave"))
     }
 
@@ -249,14 +253,13 @@ impl Upstream {
     ) -> Result<Option<EndpointResponse>> {
         let state = &*self.0;
         let mut attempts = Attempts::default();
-        let mut waiting = None;
         loop {
             let wait = || {
                 let shown = Arc::clone(&self.0);
                 let wait = Wait::new(WaitKind::Endpoint, cx.trace.trace_id).until(cx.deadline);
                 wait.on(Arc::new(move || shown.shown.clone()))
             };
-            let result = recorded(pin!(state.send_once(cx, target, Some(body.clone()))), wait).await;
+            let result = recorded(pin!(state.call(cx, target, body.clone())), wait).await;
             if matches!(&result, Ok(answer) if answer.status < 400 && !answer.is_aborted()) {
                 return result.map(Some);
             }
@@ -283,7 +286,7 @@ impl Upstream {
                     if may_leave && result.as_ref().map_or(true, EndpointResponse::is_rejection) {
                         return Ok(None);
                     }
-                    waiting.get_or_insert_with(|| state.health.wait());
+                    let _waiting = state.health.wait();
                     tracing::debug!(
                         subject = subject(),
                         attempts = attempts.made,
@@ -295,7 +298,7 @@ impl Upstream {
                         let shown = Arc::clone(&self.0);
                         let text = move || shown.failing(made);
                         Wait::new(WaitKind::EndpointBackoff, cx.trace.trace_id)
-                            .until(tokio::time::Instant::now() + wait)
+                            .until(Instant::now() + wait)
                             .on(Arc::new(text))
                     };
                     let pause = cx.bound(Execution::Unknown, async {
@@ -364,6 +367,10 @@ impl Upstream {
             return Err(wrong(format!("with a JSON object that has no list `{key}`, so it is no response of a model")));
         }
         state.health.responded();
+        let object = match answer.completeness {
+            Completeness::Unverified => object.edit().set(UNVERIFIED_KEY, "true").to_object()?,
+            _ => object,
+        };
         let ends: Vec<ResponseEnd> = match key {
             "output" => vec![ResponseEnd::of_response(&object)],
             "choices" => {
@@ -390,6 +397,9 @@ impl UpstreamState {
 
     /// Records what an error response says about the endpoint. An error that the request caused says nothing.
     fn note(&self, answer: &EndpointResponse) {
+        if answer.is_aborted() {
+            self.health.aborted();
+        }
         match probe::of_status(answer, self.keys, &self.model) {
             Some(failure) => self.health.failed(failure),
             None => self.health.responded(),
@@ -415,6 +425,22 @@ impl UpstreamState {
             .with_class(FailureClass::ModelUnavailable)
     }
 
+    /// Sends a call of a rollout, once. While it takes long, the engine is asked what it does.
+    async fn call(&self, cx: &CallContext, target: &str, body: Bytes) -> Result<EndpointResponse> {
+        let aborts = if target.ends_with(RESPONSES_PATH) { self.aborts_before(cx).await? } else { None };
+        let began = Instant::now();
+        let _in_flight = self.health.begin(began);
+        let mut answer = tokio::select! {
+            biased;
+            answer = self.send_once(cx, target, Some(body)) => answer?,
+            never = self.ask_while_slow(cx, began) => match never {},
+        };
+        if let Some(aborts) = aborts.filter(|_| answer.status < 400) {
+            answer.completeness = self.completeness(cx, aborts).await?;
+        }
+        Ok(answer)
+    }
+
     /// Sends a `POST` with the body, or a `GET` without one.
     async fn send_once(&self, cx: &CallContext, target: &str, body: Option<Bytes>) -> Result<EndpointResponse> {
         let room = self.connections.acquire();
@@ -438,6 +464,11 @@ impl UpstreamState {
             hops += 1;
         }
     }
+}
+
+/// Returns a path beside the version of a base path or URL.
+fn outside_v1(base: &str, path: &str) -> String {
+    format!("{}{path}", base.strip_suffix("/v1").unwrap_or(base))
 }
 
 /// Maximum consecutive redirects that are followed.

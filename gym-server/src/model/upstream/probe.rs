@@ -4,6 +4,7 @@ use gym_core::message::readable;
 use gym_core::server::EndpointState;
 use serde_json::Value;
 
+use crate::model::upstream::engine::Engine;
 use crate::model::upstream::health::EndpointFailure;
 use crate::model::upstream::keys::EndpointKeys;
 use crate::model::upstream::response::EndpointResponse;
@@ -35,11 +36,13 @@ pub(super) fn judge(answer: &EndpointResponse, keys: EndpointKeys, model: &str) 
     };
     let mut names: Vec<String> = listed.iter().filter_map(named).map(|name| format!("`{name}`")).collect();
     if names.is_empty() || names.contains(&format!("`{model}`")) {
-        if uses_responses && listed.iter().any(|entry| entry["owned_by"] == "vllm") {
+        if uses_responses && engine(answer, model).is_vllm {
             return Err(EndpointFailure {
                 state: EndpointState::Ready,
                 reason: "it is a vLLM, which calls a response that it aborted `completed` over the Responses API".to_owned(),
-                fix: "use `vllm_model` without `is_responses_native`: over chat, an aborted response is recognized and requested again".to_owned(),
+                fix: "use `vllm_model` without `is_responses_native`: over chat, an aborted response says so; here, GET /metrics is asked \
+                      before each response is accepted, and a row that cannot be checked has `completion_unverified`"
+                    .to_owned(),
             });
         }
         return Ok(());
@@ -65,12 +68,20 @@ fn named(model: &Value) -> Option<&str> {
     ["id", "name", "model"].iter().find_map(|key| model[*key].as_str())
 }
 
-/// Returns the tokens of the model's context, in the forms of vLLM and SGLang, of llama.cpp for one of its slots, and of gateways.
-pub(super) fn context_tokens(answer: &EndpointResponse, model: &str) -> Option<u64> {
-    let list: Value = serde_json::from_slice(&answer.body).ok()?;
-    let found = listed(&list)?.iter().find(|entry| named(entry) == Some(model))?;
-    let told = [&found["max_model_len"], &found["meta"]["n_ctx"], &found["context_length"], &found["context_window"]];
-    told.into_iter().find_map(Value::as_u64).filter(|tokens| *tokens > 0)
+/// Returns what the list tells about the engine. The tokens of the context are in the forms of vLLM and SGLang, of llama.cpp for one of its
+/// slots, and of gateways.
+pub(super) fn engine(answer: &EndpointResponse, model: &str) -> Engine {
+    let list: Value = serde_json::from_slice(&answer.body).unwrap_or_default();
+    let entries = listed(&list).map(Vec::as_slice).unwrap_or_default();
+    let context = |found: &Value| {
+        let told =
+            [&found["max_model_len"], &found["meta"]["n_ctx"], &found["context_length"], &found["context_window"]];
+        told.into_iter().find_map(Value::as_u64).filter(|tokens| *tokens > 0)
+    };
+    Engine {
+        context_tokens: entries.iter().find(|entry| named(entry) == Some(model)).and_then(context),
+        is_vllm: entries.iter().any(|entry| entry["owned_by"] == "vllm"),
+    }
 }
 
 /// Returns what the status of a response says about the endpoint; `None` if it says nothing.
@@ -78,7 +89,7 @@ pub(super) fn of_status(answer: &EndpointResponse, keys: EndpointKeys, model: &s
     if answer.is_aborted() {
         return Some(EndpointFailure {
             state: EndpointState::Unavailable,
-            reason: "it aborts responses (`finish_reason: abort`), as vLLM does when it pauses or sleeps".to_owned(),
+            reason: "it aborts responses, as vLLM does when it pauses or sleeps".to_owned(),
             fix: "resume the engine (POST /resume, /wake_up); pause it with mode=wait or mode=keep".to_owned(),
         });
     }
@@ -131,7 +142,8 @@ mod tests {
             ("no JSON", None),
         ] {
             let answer = EndpointResponse::new(200, None, None, Bytes::from_static(body.as_bytes()));
-            assert_eq!(context_tokens(&answer, "m"), expected, "{body}");
+            assert_eq!(engine(&answer, "m").context_tokens, expected, "{body}");
+            assert_eq!(engine(&answer, "m").is_vllm, body.contains("vllm"), "{body}");
         }
     }
 }

@@ -38,6 +38,18 @@ impl StatusMeaning {
     }
 }
 
+/// Whether the engine ended the generation, or something else did. Most responses tell it themselves.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) enum Completeness {
+    /// What the response says is true.
+    #[default]
+    Known,
+    /// The engine aborted the response, or may have: it aborted requests meanwhile.
+    Aborted,
+    /// The engine may have aborted the response, and does not tell.
+    Unverified,
+}
+
 /// A complete response with any status.
 #[derive(Debug)]
 pub(in crate::model) struct EndpointResponse {
@@ -51,6 +63,7 @@ pub(in crate::model) struct EndpointResponse {
     pub(super) location: Option<String>,
     /// The attempts that were made, if there were several.
     pub(super) attempts: String,
+    pub(super) completeness: Completeness,
 }
 
 impl EndpointResponse {
@@ -62,7 +75,15 @@ impl EndpointResponse {
         body: Bytes,
     ) -> Self {
         let location = location.filter(|_| (300..400).contains(&status));
-        Self { status, body, retry_after, coding: None, location, attempts: String::new() }
+        Self {
+            status,
+            body,
+            retry_after,
+            coding: None,
+            location,
+            attempts: String::new(),
+            completeness: Completeness::Known,
+        }
     }
 
     /// Sets the header `content-encoding`.
@@ -86,9 +107,12 @@ impl EndpointResponse {
         StatusMeaning::of(self.status) == StatusMeaning::Busy || self.is_aborted()
     }
 
-    /// Returns `true` for a chat completion that the engine aborted. vLLM ends with this `finish_reason` what runs when it pauses or sleeps, as before
-    /// an update of its weights.
+    /// Returns `true` for a response that the engine aborted. vLLM ends with this `finish_reason` of a chat completion what runs when it pauses or
+    /// sleeps, as before an update of its weights.
     pub(in crate::model) fn is_aborted(&self) -> bool {
+        if self.completeness == Completeness::Aborted {
+            return true;
+        }
         if self.status >= 400 || memchr::memmem::find(&self.body, ABORTED.as_bytes()).is_none() {
             return false;
         }

@@ -2,7 +2,7 @@
 //!
 //! | failure | the call is repeated |
 //! |---|---|
-//! | no connection; 429, 502, 503, 521 to 523, 525 to 530; a chat completion that vLLM aborted | until the budget ends: the endpoint has done nothing, and may serve soon |
+//! | no connection; 429, 502, 503, 521 to 523, 525 to 530; a response that vLLM aborted | until the budget ends: the endpoint has done nothing, and may serve soon |
 //! | the connection broke; 404, 408, 409, 425, 500 and other 5xx but 501, 505, 506, 510, 511 | at most [`HTTP_ATTEMPTS`] times: the same request may fail again |
 //! | a certificate that is not trusted; anything else | never |
 
@@ -43,6 +43,20 @@ pub(in crate::model) struct RetryKeys {
 /// The default of `retry_budget_seconds`: five minutes, because an engine that restarts loads its weights for minutes.
 pub(in crate::model) fn budget_seconds() -> f64 {
     300.0
+}
+
+/// The default of `probe_after_seconds`: longer than most responses take, and short enough for a person who waits.
+pub(in crate::model) fn probe_after_seconds() -> f64 {
+    60.0
+}
+
+/// Returns the value of `probe_after_seconds`.
+///
+/// # Errors
+/// `InvalidArgument` with the key.
+pub(in crate::model) fn probe_after(seconds: f64) -> Result<Duration> {
+    let invalid = |_| Error::invalid(format!("`probe_after_seconds` is {seconds}: write a number of seconds from 0"));
+    Duration::try_from_secs_f64(seconds).map_err(invalid)
 }
 
 /// The default of `retry_backoff_ms`: half a second, as in NeMo Gym.

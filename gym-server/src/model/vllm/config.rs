@@ -109,6 +109,10 @@ pub struct VllmModelConfig {
     /// Maximum milliseconds between two attempts, unless the endpoint's `Retry-After` asks for more. 8,000 by default.
     #[serde(default = "retry::backoff_max_ms")]
     pub retry_backoff_max_ms: u64,
+    /// Seconds after which a call in flight makes this server ask the engine what it does; the progress of a collection then names the endpoint. 60
+    /// by default.
+    #[serde(default = "retry::probe_after_seconds")]
+    pub probe_after_seconds: f64,
 }
 
 /// One string or a list of strings.
@@ -160,6 +164,7 @@ impl VllmModelConfig {
             retry_budget_seconds: retry::budget_seconds(),
             retry_backoff_ms: retry::backoff_ms(),
             retry_backoff_max_ms: retry::backoff_max_ms(),
+            probe_after_seconds: retry::probe_after_seconds(),
         }
     }
 

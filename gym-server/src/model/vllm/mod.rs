@@ -36,7 +36,7 @@ use crate::model::extra;
 use crate::model::limits::TokenLimits;
 use crate::model::overflow;
 use crate::model::secret::Secret;
-use crate::model::upstream::retry::{EndpointRetries, RetryKeys};
+use crate::model::upstream::retry::{self, EndpointRetries, RetryKeys};
 use crate::model::upstream::{EndpointKeys, Upstream, UpstreamOptions};
 use engines::Engines;
 pub(super) use response::empty;
@@ -93,6 +93,7 @@ impl VllmModel {
                 retry_backoff_ms: config.retry_backoff_ms,
                 retry_backoff_max_ms: config.retry_backoff_max_ms,
             })?,
+            probe_after: retry::probe_after(config.probe_after_seconds)?,
         };
         let upstreams = config.base_urls().into_iter().map(|url| Upstream::new(url, &options, world));
         let balance = config.load_balancing_strategy.clone().unwrap_or(Balance::Affinity);

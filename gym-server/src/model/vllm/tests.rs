@@ -612,7 +612,8 @@ async fn a_tool_call_that_used_up_the_tokens_is_cut_although_the_engine_names_th
 #[tokio::test]
 async fn what_fills_the_context_that_the_engine_told_is_cut() {
     let models = r#"{"data":[{"id":"qwen","max_model_len":12}]}"#;
-    let mock = MockEndpoint::new(vec![answer(200, models), answer(200, &choice("tool_calls"))]).await;
+    let mock =
+        MockEndpoint::with_gets(vec![answer(200, &choice("tool_calls"))], &[("/v1/models", answer(200, models))]).await;
     let model = model(&mock, |_| ());
     model.probe(&CallContext::default()).await;
     let (got, _) = ask(&model, r#"{"input":"x"}"#).await.unwrap();

@@ -30,6 +30,9 @@ pub(in crate::collect) struct EpisodeFigures {
     pub(in crate::collect) truncated: bool,
     /// Tokens that the model read and wrote, if both are known.
     pub(in crate::collect) tokens: Option<(u32, u32)>,
+    /// Turns that do not continue the turn before; `None` if no two were compared.
+    pub(in crate::collect) prefix_breaks: Option<u32>,
+    pub(in crate::collect) completion_unverified: bool,
 }
 
 impl From<&EpisodeRecord> for EpisodeFigures {
@@ -40,6 +43,8 @@ impl From<&EpisodeRecord> for EpisodeFigures {
             tool_failures: record.tool_failures,
             truncated: record.truncated.is_some(),
             tokens: record.input_tokens.zip(record.output_tokens),
+            prefix_breaks: record.prefix_breaks,
+            completion_unverified: record.completion_unverified,
         }
     }
 }
@@ -89,6 +94,10 @@ pub struct AgentSummary {
     pub tool_errors: Option<u64>,
     /// Those of `tool_errors` that the model did not cause.
     pub tool_failures: Option<u64>,
+    /// Turns whose prompt does not begin with the token ids of the turn before (`_gym_episode.prefix_breaks`); `null` if no two turns have ids.
+    pub prefix_breaks: Option<u64>,
+    /// Episodes with a response that the engine may have aborted (`_gym_episode.completion_unverified`).
+    pub completion_unverified: Option<u64>,
     /// Tokens of the model; `null` if no response told them.
     pub tokens: Option<TokenSummary>,
     /// Duration of the recorded attempts, without earlier attempts and waits; `null` if no row has it.
@@ -132,6 +141,8 @@ pub(super) struct AgentFigures {
     turns: u64,
     tool_errors: u64,
     tool_failures: u64,
+    prefix_breaks: Option<u64>,
+    completion_unverified: u64,
     tokens: TokenSummary,
 }
 
@@ -147,6 +158,8 @@ impl Default for AgentFigures {
             turns: 0,
             tool_errors: 0,
             tool_failures: 0,
+            prefix_breaks: None,
+            completion_unverified: 0,
             tokens: TokenSummary::default(),
         }
     }
@@ -180,6 +193,10 @@ impl AgentFigures {
             self.turns += u64::from(episode.turns);
             self.tool_errors += u64::from(episode.tool_errors);
             self.tool_failures += u64::from(episode.tool_failures);
+            self.completion_unverified += u64::from(episode.completion_unverified);
+            if let Some(breaks) = episode.prefix_breaks {
+                self.prefix_breaks = Some(self.prefix_breaks.unwrap_or(0) + u64::from(breaks));
+            }
             if let Some((input, output)) = episode.tokens {
                 self.tokens.episodes += 1;
                 self.tokens.input += u64::from(input);
@@ -209,6 +226,8 @@ impl AgentFigures {
             mean_turns: share(self.turns, self.episodes),
             tool_errors: known(self.tool_errors),
             tool_failures: known(self.tool_failures),
+            prefix_breaks: self.prefix_breaks,
+            completion_unverified: known(self.completion_unverified),
             tokens: (self.tokens.episodes > 0).then_some(self.tokens),
             latency: (!self.latencies.is_empty()).then(|| LatencySummary {
                 p50_seconds: seconds(0.5),
@@ -278,8 +297,15 @@ mod tests {
     #[test]
     fn the_figures_of_episodes_are_about_those_that_were_reported() {
         let mut figures = AgentFigures::default();
-        let episode =
-            EpisodeFigures { turns: 3, tool_errors: 2, tool_failures: 1, truncated: true, tokens: Some((30, 4)) };
+        let episode = EpisodeFigures {
+            turns: 3,
+            tool_errors: 2,
+            tool_failures: 1,
+            truncated: true,
+            tokens: Some((30, 4)),
+            prefix_breaks: Some(1),
+            completion_unverified: true,
+        };
         for episode in [Some(episode), Some(EpisodeFigures { turns: 2, ..EpisodeFigures::default() }), None] {
             figures.add(0, &RolloutFigures { episode, ..RolloutFigures::default() });
         }
@@ -287,6 +313,7 @@ mod tests {
         assert_eq!((summary.rollouts, summary.episodes), (3, 2));
         assert_eq!((summary.truncated_share, summary.mean_turns), (Some(0.5), Some(2.5)));
         assert_eq!((summary.tool_errors, summary.tool_failures), (Some(2), Some(1)));
+        assert_eq!((summary.prefix_breaks, summary.completion_unverified), (Some(1), Some(1)));
         assert_eq!(summary.tokens, Some(TokenSummary { episodes: 1, input: 30, output: 4 }));
     }
 }
