@@ -38,7 +38,7 @@ mod tls;
 use crate::model::secret::Secret;
 use crate::role::model::EndpointRejection;
 use crate::role::route;
-use aborts::LastCount;
+use aborts::Aborts;
 use engine::Engine;
 use health::EndpointHealth;
 pub(super) use keys::EndpointKeys;
@@ -57,8 +57,9 @@ const CONNECTIONS_MAX: usize = 1_024;
 /// After this time, the endpoint's machine is considered unreachable.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// The end of the path of a call over the Responses API.
+/// The ends of the paths of calls over the Responses API and over chat.
 const RESPONSES_PATH: &str = "/responses";
+const CHAT_PATH: &str = "/chat/completions";
 
 /// Limit of a probe. An endpoint lists its models from memory.
 const PROBE_TIMEOUT: Duration = Duration::from_secs(5);
@@ -89,7 +90,7 @@ struct UpstreamState {
     connections: Semaphore,
     /// What a list of models told.
     engine: Mutex<Option<Engine>>,
-    aborts: tokio::sync::Mutex<LastCount>,
+    aborts: Aborts,
     probe_after: Duration,
     /// The last time that the engine was asked because calls take long.
     asked: tokio::sync::Mutex<Option<Instant>>,
@@ -173,7 +174,7 @@ impl Upstream {
             shown,
             connections: Semaphore::new(CONNECTIONS_MAX),
             engine: Mutex::default(),
-            aborts: tokio::sync::Mutex::default(),
+            aborts: Aborts::default(),
             probe_after: options.probe_after,
             asked: tokio::sync::Mutex::default(),
             keys: options.keys,
@@ -427,7 +428,11 @@ impl UpstreamState {
 
     /// Sends a call of a rollout, once. While it takes long, the engine is asked what it does.
     async fn call(&self, cx: &CallContext, target: &str, body: Bytes) -> Result<EndpointResponse> {
-        let aborts = if target.ends_with(RESPONSES_PATH) { self.aborts_before(cx).await? } else { None };
+        let is_chat = target.ends_with(CHAT_PATH);
+        let aborts = match is_chat || target.ends_with(RESPONSES_PATH) {
+            true => self.aborts_before(cx, is_chat).await?,
+            false => None,
+        };
         let began = Instant::now();
         let _in_flight = self.health.begin(began);
         let mut answer = tokio::select! {
@@ -436,7 +441,7 @@ impl UpstreamState {
             never = self.ask_while_slow(cx, began) => match never {},
         };
         if let Some(aborts) = aborts.filter(|_| answer.status < 400) {
-            answer.completeness = self.completeness(cx, aborts).await?;
+            answer.completeness = self.completeness(cx, aborts, &answer, is_chat).await?;
         }
         Ok(answer)
     }

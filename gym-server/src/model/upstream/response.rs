@@ -113,13 +113,16 @@ impl EndpointResponse {
         if self.completeness == Completeness::Aborted {
             return true;
         }
-        if self.status >= 400 || memchr::memmem::find(&self.body, ABORTED.as_bytes()).is_none() {
-            return false;
-        }
-        let whole = RawObject::parse(self.body.clone()).ok();
+        self.choices_that_end_with(ABORTED).next().is_some()
+    }
+
+    /// Returns the choices of a chat completion with this finish reason, which is JSON.
+    pub(super) fn choices_that_end_with(&self, reason: &'static str) -> impl Iterator<Item = RawObject> + use<> {
+        let may = self.status < 400 && memchr::memmem::find(&self.body, reason.as_bytes()).is_some();
+        let whole = may.then(|| RawObject::parse(self.body.clone()).ok()).flatten();
         let choices = whole.and_then(|whole| whole.get_as::<Vec<RawObject>>("choices").ok().flatten());
-        let reason = |choice: &RawObject| choice.get("finish_reason").is_some_and(|reason| reason == ABORTED);
-        choices.is_some_and(|choices| choices.iter().any(reason))
+        let ends = move |choice: &RawObject| choice.get("finish_reason").is_some_and(|said| said == reason);
+        choices.unwrap_or_default().into_iter().filter(ends)
     }
 
     /// Returns the endpoint's name for a spent quota, which no repetition changes.

@@ -596,6 +596,30 @@ async fn an_engine_that_aborts_is_left_for_another_one() {
 }
 
 #[tokio::test]
+async fn a_tool_call_that_may_hide_an_abort_is_requested_again_if_the_engine_aborted_requests() {
+    let models = answer(200, r#"{"data":[{"id":"qwen","owned_by":"vllm"}]}"#);
+    let count = |count: u32| {
+        answer(200, &format!("vllm:request_success_total{{engine=\"0\",finished_reason=\"abort\"}} {count}.0\n"))
+    };
+    let with_ids = |reason: &str, ids: &str| {
+        let ids = format!(r#""finish_reason":"{reason}","stop_reason":null,"token_ids":{ids}"#);
+        answer(200, &choice(reason).replace(&format!(r#""finish_reason":"{reason}""#), &ids))
+    };
+    let whole = with_ids("stop", "[5,2]");
+    // The ids of the tool call, and the number of requests: one that ends as whole responses end is accepted.
+    for (ids, requests) in [("[7,2]", 2), ("[2,7]", 3), ("null", 3)] {
+        let gets = [("/v1/models", models.clone()), ("/metrics", count(0)), ("/metrics", count(1))];
+        let posts = vec![whole.clone(), with_ids("tool_calls", ids), whole.clone()];
+        let mock = MockEndpoint::with_gets(posts, &gets).await;
+        let model = model(&mock, |_| ());
+        for _ in 0..2 {
+            ask(&model, r#"{"input":"x"}"#).await.unwrap();
+        }
+        assert_eq!((mock.count(), model.reports()[0].aborted), (requests, requests as u64 - 2), "{ids}");
+    }
+}
+
+#[tokio::test]
 async fn a_tool_call_that_used_up_the_tokens_is_cut_although_the_engine_names_the_call() {
     for (limit, cut) in [(9, true), (10, false)] {
         let mock = MockEndpoint::new(vec![answer(200, &choice("tool_calls"))]).await;
