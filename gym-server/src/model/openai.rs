@@ -19,7 +19,9 @@ use crate::model::overflow;
 use crate::model::secret::Secret;
 use crate::model::upstream::retry::{self, EndpointRetries, RetryKeys};
 use crate::model::upstream::{EndpointKeys, EndpointResponse, Upstream, UpstreamOptions};
-use crate::model::vllm::{empty, overflowed};
+use crate::model::vllm::{empty, overflowed, trial};
+
+const RESPONSES_ROUTE: &str = "/responses";
 
 /// The keys of an `openai_model` block.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
@@ -140,10 +142,7 @@ impl OpenAiModel {
 
     /// Sends a request. Returns the limits of its response, and the response.
     async fn ask(&self, cx: &CallContext, path: &str, request: &RawObject) -> Result<(TokenLimits, EndpointResponse)> {
-        let mut added = extra::added(Some(&self.extra_body), request)?;
-        added.remove("model");
-        let limits = TokenLimits::with_added(request, &added, self.upstream.context_tokens());
-        let body = self.body(request, added)?;
+        let (limits, body) = self.request(request)?;
         let _permit = match &self.permits {
             None => None,
             Some(permits) => Some(
@@ -155,6 +154,14 @@ impl OpenAiModel {
         };
         let answer = self.upstream.post(cx, path, body).await?;
         Ok((limits, answer))
+    }
+
+    /// Returns the request for the endpoint, and the limits of its response.
+    fn request(&self, request: &RawObject) -> Result<(TokenLimits, Bytes)> {
+        let mut added = extra::added(Some(&self.extra_body), request)?;
+        added.remove("model");
+        let limits = TokenLimits::with_added(request, &added, self.upstream.context_tokens());
+        Ok((limits, self.body(request, added)?))
     }
 
     fn body(&self, request: &RawObject, mut added: Map<String, Value>) -> Result<Bytes> {
@@ -175,12 +182,11 @@ impl OpenAiModel {
 
 impl ModelServer for OpenAiModel {
     async fn responses(&self, cx: &CallContext, _: &SessionId, body: &RawObject) -> Result<ModelResponse> {
-        const ROUTE: &str = "/responses";
-        let (limits, answer) = self.ask(cx, ROUTE, body).await?;
+        let (limits, answer) = self.ask(cx, RESPONSES_ROUTE, body).await?;
         if let Some(message) = overflow::of(&answer, limits.output()) {
             return overflowed(body, &self.name, message, &self.world);
         }
-        let response = self.upstream.object(ROUTE, answer, "output")?;
+        let response = self.upstream.object(RESPONSES_ROUTE, answer, "output")?;
         Ok(ModelResponse(limits.cut(&response)?.unwrap_or(response)))
     }
 
@@ -204,7 +210,16 @@ impl ModelEndpoints for OpenAiModel {
     }
 
     fn probe<'a>(&'a self, cx: &'a CallContext) -> BoxFuture<'a, Vec<EndpointReport>> {
-        Box::pin(async { vec![self.upstream.probe(cx).await] })
+        Box::pin(async {
+            let mut report = self.upstream.probe(cx).await;
+            let body = |with_tool| self.request(&trial::request(with_tool)).map(|(_, body)| body);
+            if trial::is_due(&self.upstream, &report, false)
+                && let (Ok(plain), Ok(tool)) = (body(false), body(true))
+            {
+                trial::run(cx, &self.upstream, RESPONSES_ROUTE, [plain, tool], |_| Ok(()), &mut report).await;
+            }
+            vec![report]
+        })
     }
 }
 
@@ -241,5 +256,7 @@ fn replayable(request: &RawObject, drop_reasoning: bool) -> Result<Option<String
     Ok(changed.then(|| format!("[{}]", kept.join(","))))
 }
 
+#[cfg(test)]
+mod recorded;
 #[cfg(test)]
 mod tests;

@@ -69,7 +69,7 @@ impl UpstreamState {
     /// Returns the count before a call; `None` if the engine is no vLLM. Over the Responses API it is a new one. Over chat, where few responses
     /// are checked, it may be old: then a call is repeated although its response was whole.
     pub(super) async fn aborts_before(&self, cx: &CallContext, is_chat: bool) -> Result<Option<AbortCount>> {
-        if self.engine().is_some_and(|engine| !engine.is_vllm) {
+        if self.engine().is_some_and(|engine| !engine.is_vllm()) {
             return Ok(None);
         }
         let arrived = Instant::now();
@@ -90,7 +90,7 @@ impl UpstreamState {
                 count = Some(self.count(cx).await);
             }
         }
-        Ok(count.filter(|_| self.engine().is_some_and(|engine| engine.is_vllm)))
+        Ok(count.filter(|_| self.engine().is_some_and(|engine| engine.is_vllm())))
     }
 
     /// Returns whether a response is what it says. One that may hide an abort is compared with the count before its call.
@@ -136,7 +136,7 @@ impl UpstreamState {
     async fn count(&self, cx: &CallContext) -> AbortCount {
         let began = Some(Instant::now());
         let answer = match self.engine() {
-            Some(engine) if engine.is_vllm => self.get_outside_v1(cx, "/metrics").await.ok(),
+            Some(engine) if engine.is_vllm() => self.get_outside_v1(cx, "/metrics").await.ok(),
             _ => None,
         };
         let answer = answer.filter(|answer| answer.status == 200);

@@ -1,7 +1,7 @@
 //! What an engine says of itself beside its responses: its models, and whether it serves at the moment.
 
 use std::convert::Infallible;
-use std::sync::PoisonError;
+use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 use gym_core::server::EndpointState;
@@ -17,11 +17,18 @@ use crate::model::upstream::{PROBE_TIMEOUT, UpstreamState};
 const ASK_AGAIN: Duration = Duration::from_secs(10);
 
 /// What the list of models tells about the engine.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Engine {
     /// Tokens of the model's context, if it tells.
     pub(super) context_tokens: Option<u64>,
-    pub(super) is_vllm: bool,
+    /// The owner of the model, which of vLLM, SGLang and llama.cpp is their own name.
+    pub(super) owner: Option<Arc<str>>,
+}
+
+impl Engine {
+    pub(super) fn is_vllm(&self) -> bool {
+        self.owner.as_deref() == Some("vllm")
+    }
 }
 
 /// The routes of a vLLM in development mode with the key of their answer, its meaning, and what ends it.
@@ -33,7 +40,7 @@ const STANDSTILLS: [(&str, &str, &str, &str); 2] = [
 impl UpstreamState {
     /// Returns what the last list of models told; `None` before the first.
     pub(super) fn engine(&self) -> Option<Engine> {
-        *self.engine.lock().unwrap_or_else(PoisonError::into_inner)
+        self.engine.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     /// Requests the list of models, once.
@@ -84,7 +91,7 @@ impl UpstreamState {
 
     /// Asks a vLLM whether it is paused or sleeps. One that is not in development mode does not have the routes.
     pub(super) async fn paused(&self, cx: &CallContext) -> Result<(), EndpointFailure> {
-        if !self.engine().is_some_and(|engine| engine.is_vllm) {
+        if !self.engine().is_some_and(|engine| engine.is_vllm()) {
             return Ok(());
         }
         for (path, key, reason, fix) in STANDSTILLS {

@@ -213,6 +213,16 @@ impl Upstream {
         report
     }
 
+    /// Returns the owner of the model, if a list of models told it.
+    pub(super) fn owner(&self) -> Option<Arc<str>> {
+        self.0.engine()?.owner
+    }
+
+    /// Sends a JSON body with `POST` to a path under the base URL, once. Says nothing about the endpoint's health.
+    pub(super) async fn try_once(&self, cx: &CallContext, path: &str, body: Bytes) -> Result<EndpointResponse> {
+        self.0.send_once(cx, &format!("{}{path}", self.0.place.path), Some(body)).await
+    }
+
     /// Sends a JSON body with `POST` to a path under the base URL, and retries as long as policy and deadline allow. Returns `Ok`
     /// for any complete response.
     pub(super) async fn post(&self, cx: &CallContext, path: &str, body: Bytes) -> Result<EndpointResponse> {

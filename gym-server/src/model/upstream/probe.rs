@@ -1,5 +1,7 @@
 //! Judges the response to `GET /models`: whether the endpoint serves the configured model.
 
+use std::sync::Arc;
+
 use gym_core::message::readable;
 use gym_core::server::EndpointState;
 use serde_json::Value;
@@ -36,7 +38,7 @@ pub(super) fn judge(answer: &EndpointResponse, keys: EndpointKeys, model: &str) 
     };
     let mut names: Vec<String> = listed.iter().filter_map(named).map(|name| format!("`{name}`")).collect();
     if names.is_empty() || names.contains(&format!("`{model}`")) {
-        if uses_responses && engine(answer, model).is_vllm {
+        if uses_responses && engine(answer, model).is_vllm() {
             return Err(EndpointFailure {
                 state: EndpointState::Ready,
                 reason: "it is a vLLM, which calls a response that it aborted `completed` over the Responses API".to_owned(),
@@ -78,10 +80,9 @@ pub(super) fn engine(answer: &EndpointResponse, model: &str) -> Engine {
             [&found["max_model_len"], &found["meta"]["n_ctx"], &found["context_length"], &found["context_window"]];
         told.into_iter().find_map(Value::as_u64).filter(|tokens| *tokens > 0)
     };
-    Engine {
-        context_tokens: entries.iter().find(|entry| named(entry) == Some(model)).and_then(context),
-        is_vllm: entries.iter().any(|entry| entry["owned_by"] == "vllm"),
-    }
+    let found = entries.iter().find(|entry| named(entry) == Some(model));
+    let owner = found.into_iter().chain(entries).find_map(|entry| entry["owned_by"].as_str());
+    Engine { context_tokens: found.and_then(context), owner: owner.map(Arc::from) }
 }
 
 /// Returns what the status of a response says about the endpoint; `None` if it says nothing.
@@ -143,7 +144,7 @@ mod tests {
         ] {
             let answer = EndpointResponse::new(200, None, None, Bytes::from_static(body.as_bytes()));
             assert_eq!(engine(&answer, "m").context_tokens, expected, "{body}");
-            assert_eq!(engine(&answer, "m").is_vllm, body.contains("vllm"), "{body}");
+            assert_eq!(engine(&answer, "m").is_vllm(), body.contains("vllm"), "{body}");
         }
     }
 }

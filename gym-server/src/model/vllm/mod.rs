@@ -18,6 +18,7 @@ mod report;
 mod request;
 mod response;
 mod think;
+pub(super) mod trial;
 
 use std::sync::{Arc, Once};
 
@@ -25,7 +26,7 @@ use bytes::Bytes;
 use futures_util::future::{BoxFuture, join_all};
 use gym_core::registry::Balance;
 use gym_core::rollout::{FailureClass, PROMPT_KEY, TURNS_KEY};
-use gym_core::server::{EndpointReport, ModelEndpoints};
+use gym_core::server::{EndpointReport, EndpointState, ModelEndpoints};
 use gym_core::{CallContext, Error, ModelResponse, ModelServer, RawObject, Result, SessionId, World};
 use serde_json::{Value, json};
 
@@ -37,7 +38,7 @@ use crate::model::limits::TokenLimits;
 use crate::model::overflow;
 use crate::model::secret::Secret;
 use crate::model::upstream::retry::{self, EndpointRetries, RetryKeys};
-use crate::model::upstream::{EndpointKeys, Upstream, UpstreamOptions};
+use crate::model::upstream::{EndpointKeys, EndpointResponse, Upstream, UpstreamOptions};
 use engines::Engines;
 pub(super) use response::empty;
 use response::{Answer, Completion, ResponseForm, TokenFields};
@@ -123,11 +124,7 @@ impl VllmModel {
                 );
             });
         }
-        let mut body = prepare::prepare(config, request)?;
-        if !body.contains("stream") {
-            // Some gateways stream unless told.
-            body = body.edit().set("stream", "false").to_object()?;
-        }
+        let mut body = self.prepared(request)?;
         if config.forward_session_id_as_conversation_id {
             let conversation = json!({"conversation_id": session.as_str()});
             body = body.edit().set("conversation_params", conversation.to_string()).to_object()?;
@@ -168,6 +165,58 @@ impl VllmModel {
         Ok(Answer { chat: completion.finish()?, overflow: None, cut, prompt })
     }
 
+    /// Returns a chat completion request for an engine.
+    fn prepared(&self, request: &RawObject) -> Result<RawObject> {
+        let body = prepare::prepare(&self.config, request)?;
+        // Some gateways stream unless told.
+        let streams = body.contains("stream");
+        if streams { Ok(body) } else { Ok(body.edit().set("stream", "false").to_object()?) }
+    }
+
+    /// Returns a request for an engine in the Responses dialect.
+    fn native(&self, body: &RawObject) -> Result<RawObject> {
+        let config = &*self.config;
+        let mut edit = body.edit().set("model", Value::from(config.model.as_str()).to_string());
+        if let Some(template) = config.chat_template_kwargs.as_ref().filter(|template| !template.is_empty()) {
+            edit = edit.set("chat_template_kwargs", Value::from(template.clone()).to_string());
+        }
+        for (key, value) in extra::added(config.extra_body.as_ref(), body)? {
+            edit = edit.set(key, value.to_string());
+        }
+        for (key, value) in config.sampling_overrides.iter().flatten() {
+            edit = edit.set(key.clone(), value.to_string());
+        }
+        if !body.contains("stream") {
+            edit = edit.set("stream", "false");
+        }
+        Ok(edit.to_object()?)
+    }
+
+    /// Calls an engine now: its list of models, and then a trial.
+    async fn probe_engine(&self, cx: &CallContext, engine: &Upstream) -> EndpointReport {
+        let mut report = engine.probe(cx).await;
+        let config = &*self.config;
+        let ids = config.return_token_id_information;
+        if !trial::is_due(engine, &report, ids) {
+            return report;
+        }
+        let body = |with_tool| {
+            let params = trial::request(with_tool);
+            let request = if config.is_responses_native {
+                self.native(&params)
+            } else {
+                request::to_chat(&params, ids).and_then(|request| self.prepared(&request))
+            };
+            request.map(|request| request.text().clone())
+        };
+        let check = |answer: &EndpointResponse| if ids { check_ids(answer) } else { Ok(()) };
+        let route = if config.is_responses_native { NATIVE_ROUTE } else { CHAT_ROUTE };
+        if let (Ok(plain), Ok(tool)) = (body(false), body(true)) {
+            trial::run(cx, engine, route, [plain, tool], check, &mut report).await;
+        }
+        report
+    }
+
     /// Requests the token ids of the prompt from `/tokenize`.
     async fn tokenize(&self, cx: &CallContext, engine: &Upstream, body: &RawObject) -> Result<Bytes> {
         let mut fields = request::ObjectText::default();
@@ -179,6 +228,19 @@ impl VllmModel {
         let answer = engine.post_outside_v1(cx, "/tokenize", fields.finish().into()).await?;
         let answer = engine.object("/tokenize", answer, "tokens")?;
         Ok(answer.get("tokens").unwrap_or_default())
+    }
+}
+
+/// Checks that an engine gives token ids and log probabilities.
+fn check_ids(answer: &EndpointResponse) -> Result<(), trial::Finding> {
+    let whole = RawObject::parse(answer.body.clone()).map_err(Error::from);
+    match whole.and_then(Completion::parse).and_then(|completion| completion.tokens().map(|_| ())) {
+        Ok(()) => Ok(()),
+        Err(error) => Err(trial::Finding {
+            state: EndpointState::Misconfigured,
+            reason: error.message().to_owned(),
+            fix: "use an engine with token ids, such as vLLM, or set `return_token_id_information: false`".to_owned(),
+        }),
     }
 }
 
@@ -196,7 +258,7 @@ impl ModelEndpoints for VllmModel {
     }
 
     fn probe<'a>(&'a self, cx: &'a CallContext) -> BoxFuture<'a, Vec<EndpointReport>> {
-        Box::pin(join_all(self.engines.upstreams().map(|engine| engine.probe(cx))))
+        Box::pin(join_all(self.engines.upstreams().map(|engine| self.probe_engine(cx, engine))))
     }
 }
 
@@ -204,20 +266,7 @@ impl ModelServer for VllmModel {
     async fn responses(&self, cx: &CallContext, session: &SessionId, body: &RawObject) -> Result<ModelResponse> {
         let config = &*self.config;
         if config.is_responses_native {
-            let mut edit = body.edit().set("model", Value::from(config.model.as_str()).to_string());
-            if let Some(template) = config.chat_template_kwargs.as_ref().filter(|template| !template.is_empty()) {
-                edit = edit.set("chat_template_kwargs", Value::from(template.clone()).to_string());
-            }
-            for (key, value) in extra::added(config.extra_body.as_ref(), body)? {
-                edit = edit.set(key, value.to_string());
-            }
-            for (key, value) in config.sampling_overrides.iter().flatten() {
-                edit = edit.set(key.clone(), value.to_string());
-            }
-            if !body.contains("stream") {
-                edit = edit.set("stream", "false");
-            }
-            let native = edit.to_object()?;
+            let native = self.native(body)?;
             let prompt = report::prompt(body, &native);
             let (engine, answer) = self.engines.post(cx, session, body, NATIVE_ROUTE, native.text().clone()).await?;
             let limits = TokenLimits::of(&native, engine.context_tokens());

@@ -620,6 +620,40 @@ async fn a_tool_call_that_may_hide_an_abort_is_requested_again_if_the_engine_abo
 }
 
 #[tokio::test]
+async fn what_the_rollouts_would_run_into_is_said_by_the_probe() {
+    let models = |owner: &str| answer(200, &format!(r#"{{"data":[{{"id":"qwen","owned_by":"{owner}"}}]}}"#));
+    let tokens = |count: u32| {
+        let mut chat: Value = serde_json::from_str(&choice_with_token("token_id:11")).unwrap();
+        chat["usage"] = json!({"prompt_tokens": count, "completion_tokens": 1});
+        answer(200, &chat.to_string())
+    };
+    let refused = || answer(400, r#"{"message":"\"auto\" tool choice requires --enable-auto-tool-choice"}"#);
+    let without_ids = answer(200, &choice("stop"));
+    for (owner, ids, posts, state, says) in [
+        ("vllm", false, vec![tokens(9), tokens(80)], EndpointState::Ready, ""),
+        ("llamacpp", false, vec![tokens(9), tokens(9)], EndpointState::Ready, "ignores `tools`"),
+        ("vllm", false, vec![tokens(9), refused()], EndpointState::Ready, "--enable-auto-tool-choice"),
+        ("vllm", true, vec![tokens(9), tokens(80)], EndpointState::Ready, ""),
+        ("other", true, vec![without_ids.clone(), tokens(80)], EndpointState::Misconfigured, "gave none"),
+        // A hosted model bills each call.
+        ("openai", false, vec![tokens(9), tokens(9)], EndpointState::Ready, ""),
+        // What every call runs into, the rollouts say.
+        ("vllm", true, vec![answer(422, "{}"), tokens(9)], EndpointState::Ready, ""),
+    ] {
+        let mock = MockEndpoint::with_gets(posts, &[("/v1/models", models(owner))]).await;
+        let model = model(&mock, |config| config.return_token_id_information = ids);
+        let report = model.probe(&CallContext::default()).await.remove(0);
+        assert_eq!(report.state, state, "{report:?}");
+        assert!(report.reason.contains(says) && report.reason.is_empty() == says.is_empty(), "{says}: {report:?}");
+        assert_eq!(report.fix.is_empty(), says.is_empty(), "{report:?}");
+        if mock.count() == 2 {
+            let tools = |index: usize| mock.body(index).get("tools").is_some();
+            assert_eq!((tools(0), tools(1), mock.body(0)["max_tokens"].clone()), (false, true, 1.into()));
+        }
+    }
+}
+
+#[tokio::test]
 async fn a_tool_call_that_used_up_the_tokens_is_cut_although_the_engine_names_the_call() {
     for (limit, cut) in [(9, true), (10, false)] {
         let mock = MockEndpoint::new(vec![answer(200, &choice("tool_calls"))]).await;
