@@ -210,6 +210,10 @@ impl ModelEndpoints for OpenAiModel {
     }
 
     fn probe<'a>(&'a self, cx: &'a CallContext) -> BoxFuture<'a, Vec<EndpointReport>> {
+        Box::pin(async { vec![self.upstream.probe(cx).await] })
+    }
+
+    fn trial<'a>(&'a self, cx: &'a CallContext) -> BoxFuture<'a, Vec<EndpointReport>> {
         Box::pin(async {
             let mut report = self.upstream.probe(cx).await;
             let body = |with_tool| self.request(&trial::request(with_tool)).map(|(_, body)| body);

@@ -382,7 +382,8 @@ impl RoleState {
         Response::json(serde_json::json!(process).to_string())
     }
 
-    /// Reports the health of the server. `/health?probe` also calls the endpoints of a model server.
+    /// Reports the health of the server. `/health?probe` also calls the endpoints of a model server, and `/health?trial` makes
+    /// trial calls.
     async fn health(&self, request: &RoleRequest) -> Response {
         let routes = self.routes.iter().map(|(metrics, _)| metrics).chain([&self.other_routes]);
         let in_flight: i64 = routes.map(RouteMetrics::in_flight).sum();
@@ -404,6 +405,7 @@ impl RoleState {
         {
             let reports = match request.route.query() {
                 Some(health::PROBE_QUERY) => endpoints.probe(&request.context).await,
+                Some(health::TRIAL_QUERY) => endpoints.trial(&request.context).await,
                 _ => endpoints.reports(),
             };
             body["endpoints"] = serde_json::json!(reports);

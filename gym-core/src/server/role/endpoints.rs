@@ -13,6 +13,11 @@ pub trait ModelEndpoints: Send + Sync {
 
     /// Calls each endpoint now, without retries, and returns what it shows. Ends by the deadline of `cx`.
     fn probe<'a>(&'a self, cx: &'a CallContext) -> BoxFuture<'a, Vec<EndpointReport>>;
+
+    /// Calls each endpoint as [`ModelEndpoints::probe`] does, and then makes a trial call as rollouts will. By default, the same as `probe`.
+    fn trial<'a>(&'a self, cx: &'a CallContext) -> BoxFuture<'a, Vec<EndpointReport>> {
+        self.probe(cx)
+    }
 }
 
 /// The state of one endpoint.

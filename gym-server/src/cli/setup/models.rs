@@ -15,7 +15,7 @@ use tokio::time::Instant;
 
 use crate::cli::console::Console;
 use crate::cli::exit::Failure;
-use crate::role::reply::health::PROBE_QUERY;
+use crate::role::reply::health::{PROBE_QUERY, TRIAL_QUERY};
 
 /// Limit for a model server that calls its endpoints, which has a limit of its own for them.
 const PROBE_TIMEOUT: Duration = Duration::from_secs(10);
@@ -79,6 +79,12 @@ impl ModelWatch {
                 endpoint.print(wait.is_none(), console);
             }
             if !again {
+                // Once, when no endpoint is waited for any more.
+                let tried = self.request(Some(TRIAL_QUERY), PROBE_TIMEOUT).await;
+                let news = |found: &&ModelEndpoint| {
+                    !found.report.reason.is_empty() && endpoints.iter().all(|known| !known.same(found))
+                };
+                tried.iter().filter(news).for_each(|found| found.print(wait.is_none(), console));
                 return Ok(());
             }
             let quiet = printed.as_ref().is_some_and(|(at, _)| at.elapsed() < LINE_EVERY);
@@ -207,7 +213,7 @@ impl ModelEndpoint {
 
 /// Calls the endpoints of a model server that was built but not started.
 pub(in crate::cli) async fn probe(server: &str, handler: &dyn Handler) -> Vec<ModelEndpoint> {
-    let request = Request::get(CallContext::within(PROBE_TIMEOUT), format!("/health?{PROBE_QUERY}"));
+    let request = Request::get(CallContext::within(PROBE_TIMEOUT), format!("/health?{TRIAL_QUERY}"));
     match handler.handle(request).await {
         Ok(answer) => endpoints(server, &answer),
         Err(_) => Vec::new(),

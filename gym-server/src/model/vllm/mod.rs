@@ -193,7 +193,7 @@ impl VllmModel {
     }
 
     /// Calls an engine now: its list of models, and then a trial.
-    async fn probe_engine(&self, cx: &CallContext, engine: &Upstream) -> EndpointReport {
+    async fn try_engine(&self, cx: &CallContext, engine: &Upstream) -> EndpointReport {
         let mut report = engine.probe(cx).await;
         let config = &*self.config;
         let ids = config.return_token_id_information;
@@ -258,7 +258,11 @@ impl ModelEndpoints for VllmModel {
     }
 
     fn probe<'a>(&'a self, cx: &'a CallContext) -> BoxFuture<'a, Vec<EndpointReport>> {
-        Box::pin(join_all(self.engines.upstreams().map(|engine| self.probe_engine(cx, engine))))
+        Box::pin(join_all(self.engines.upstreams().map(|engine| engine.probe(cx))))
+    }
+
+    fn trial<'a>(&'a self, cx: &'a CallContext) -> BoxFuture<'a, Vec<EndpointReport>> {
+        Box::pin(join_all(self.engines.upstreams().map(|engine| self.try_engine(cx, engine))))
     }
 }
 

@@ -642,7 +642,7 @@ async fn what_the_rollouts_would_run_into_is_said_by_the_probe() {
     ] {
         let mock = MockEndpoint::with_gets(posts, &[("/v1/models", models(owner))]).await;
         let model = model(&mock, |config| config.return_token_id_information = ids);
-        let report = model.probe(&CallContext::default()).await.remove(0);
+        let report = model.trial(&CallContext::default()).await.remove(0);
         assert_eq!(report.state, state, "{report:?}");
         assert!(report.reason.contains(says) && report.reason.is_empty() == says.is_empty(), "{says}: {report:?}");
         assert_eq!(report.fix.is_empty(), says.is_empty(), "{report:?}");

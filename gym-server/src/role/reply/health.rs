@@ -11,6 +11,9 @@ const PEERS_MAX: usize = 64;
 /// The query of `/health` that calls the endpoints of a model server.
 pub(crate) const PROBE_QUERY: &str = "probe";
 
+/// The query of `/health` that calls them, and then makes trial calls.
+pub(crate) const TRIAL_QUERY: &str = "trial";
+
 /// The path to one peer.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) struct PeerReport {
