@@ -423,7 +423,7 @@ async fn the_page_on_rows_is_the_generated_one() {
          `metadata` (SGLang), `sglext` or `meta_info` in either. vLLM's chat completions have none. Before the first update, SGLang writes `default`. \
          With `is_responses_native`, the same keys of the response are read, and there is no finish reason.\n\
          - The prompt of a turn is `instructions`, `input` and `tools` of `responses_create_params`, and the items of `output` before the turn, \
-         rendered with `_gym_prompt`. `vllm_model` sends tools without `strict`. `prompt_token_ids` are the ids that the engine has read.\n\
+         rendered with `_gym_prompt`. `vllm_model` sends tools without `strict`, unless `keep_strict_tools` is set. `prompt_token_ids` are the ids that the engine has read.\n\
          - An agent in Python keeps these keys of the last turn only. NeMo Gym's types drop unknown keys of items, and keep those of the response.",
     );
     page.table(head, REPORTED.iter().map(row));
