@@ -130,6 +130,15 @@ impl VllmModel {
             body = body.edit().set("conversation_params", conversation.to_string()).to_object()?;
         }
         let prompt = report::prompt(request, &body);
+        // A tool call of a vLLM may hide that the response was aborted. With ids, its last token shows that it was not: without them, the engine's
+        // metrics must be requested, which cost it more.
+        let shows_end = !config.return_token_id_information
+            && body.contains("tools")
+            && !body.contains("return_token_ids")
+            && self.engines.upstreams().any(|engine| engine.owner().as_deref() == Some("vllm"));
+        if shows_end {
+            body = body.edit().set("return_token_ids", "true").to_object()?;
+        }
         if !config.sequential_reasoning_allowed && prepare::ends_in_empty_assistant(&body)? {
             let chat = response::empty(&config.model, "content_filter", &self.world)?;
             return Ok(Answer { chat, overflow: None, cut: None, prompt });
@@ -146,6 +155,9 @@ impl VllmModel {
             return Ok(Answer { chat, overflow: Some(message), cut: None, prompt });
         }
         let mut completion = Completion::parse(engine.object(CHAT_ROUTE, answer, "choices")?)?;
+        if shows_end {
+            completion.put_tokens(None)?;
+        }
         let continued = body.get("continue_final_message").is_some_and(|value| value == "true");
         completion.fold_reasoning(config.uses_reasoning_parser, continued)?;
         if config.return_token_id_information {

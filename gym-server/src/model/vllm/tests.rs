@@ -620,6 +620,25 @@ async fn a_tool_call_that_may_hide_an_abort_is_requested_again_if_the_engine_abo
 }
 
 #[tokio::test]
+async fn a_vllm_is_asked_for_the_ids_of_tool_calls_and_the_client_gets_none() {
+    let ids = choice("tool_calls").replace(r#""finish_reason""#, r#""token_ids":[7,2],"finish_reason""#);
+    let whole = ids.replacen('{', r#"{"prompt_token_ids":[1,2,3],"#, 1);
+    for (owner, tools, asked) in [("vllm", true, true), ("vllm", false, false), ("sglang", true, false)] {
+        let models = format!(r#"{{"data":[{{"id":"qwen","owned_by":"{owner}"}}]}}"#);
+        let posts = vec![answer(200, &whole), answer(200, &whole)];
+        let mock = MockEndpoint::with_gets(posts, &[("/v1/models", answer(200, &models))]).await;
+        let model = model(&mock, |_| ());
+        let tools = if tools { r#","tools":[{"type":"function","function":{"name":"f"}}]"# } else { "" };
+        let request = RawObject::parse(format!(r#"{{"messages":[{{"role":"user","content":"x"}}]{tools}}}"#)).unwrap();
+        model.probe(&CallContext::default()).await;
+        let got = model.chat_completions(&CallContext::default(), &SessionId::new("s"), &request).await.unwrap();
+        assert_eq!(mock.body(0).get("return_token_ids").is_some(), asked, "{owner} {tools}");
+        let text = String::from_utf8_lossy(got.text()).into_owned();
+        assert_eq!(text.contains("token_ids"), !asked, "{text}");
+    }
+}
+
+#[tokio::test]
 async fn what_the_rollouts_would_run_into_is_said_by_the_probe() {
     let models = |owner: &str| answer(200, &format!(r#"{{"data":[{{"id":"qwen","owned_by":"{owner}"}}]}}"#));
     let tokens = |count: u32| {
