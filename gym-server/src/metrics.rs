@@ -329,7 +329,7 @@ pub(crate) struct EpisodeMetrics {
 }
 
 impl EpisodeMetrics {
-    /// Adds an episode, as its metadata says. Those without anything to count do not pay for a parse.
+    /// Adds an episode, as its metadata says. Only those with errors or with token ids pay for a parse.
     pub(crate) fn count(&self, metadata: &str) {
         if !["tool_errors", "prefix_breaks", "unverified"].iter().any(|key| metadata.contains(key)) {
             return;

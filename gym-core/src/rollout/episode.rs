@@ -228,8 +228,7 @@ impl EpisodeRecord {
     fn numbers(&self) -> [Option<u32>; KEYS.len()] {
         let counts = [self.turns, self.tool_calls, self.tool_errors, self.tool_failures, self.outputs_cut].map(Some);
         let [turns, tool_calls, tool_errors, tool_failures, outputs_cut] = counts;
-        let unknown = [self.input_tokens, self.output_tokens, self.prefix_breaks];
-        let [input_tokens, output_tokens, prefix_breaks] = unknown;
+        let Self { input_tokens, output_tokens, prefix_breaks, .. } = *self;
         [turns, tool_calls, tool_errors, tool_failures, outputs_cut, input_tokens, output_tokens, prefix_breaks]
     }
 }

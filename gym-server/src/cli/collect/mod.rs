@@ -159,6 +159,7 @@ impl Collection<'_> {
         let models = ModelWatch::new(client.clone(), models);
         let (waits_for, watching) = models.clone().watch();
         let watching = tokio::spawn(watching.boxed());
+        let aborted = models.aborted().await;
         let give_up = options.driver.give_up.clone();
         let giving_up =
             tokio::spawn(models.clone().give_up_after(stop.graceful.clone(), give_up, console.clone()).boxed());
@@ -224,7 +225,7 @@ impl Collection<'_> {
                 console::print(&used);
             }
         }
-        models.aborted().await.iter().for_each(|line| console.line(line));
+        models.aborted_since(&aborted).await.iter().for_each(|line| console.line(line));
         if let Some(advice) = summary::advice(&outcome) {
             console.line(&advice);
         }

@@ -3,6 +3,7 @@
 //! Model servers report them in `/health`, so this works for the servers of this process and for running servers alike. Model servers
 //! in Python report none.
 
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use futures_util::future::join_all;
@@ -126,26 +127,40 @@ impl ModelWatch {
     pub(in crate::cli) async fn give_up_after(self, stop: CancelToken, give_up: CancelToken, console: Console) {
         stop.cancelled().await;
         let stopped = Instant::now();
-        let endpoints = self.request(Some(PROBE_QUERY), PROBE_TIMEOUT).await;
-        let busy: Vec<&ModelEndpoint> = endpoints.iter().filter(|endpoint| endpoint.report.in_flight > 0).collect();
-        if busy.is_empty() || !busy.iter().all(|endpoint| endpoint.is_silent()) {
+        if self.unserved().await.is_none() {
             return;
         }
-        // For the rollouts that are between their last response and their reward.
+        // For the rollouts that are between their last response and their reward, and for an engine that is paused for a moment.
         tokio::time::sleep_until(stopped + GIVE_UP_AFTER).await;
-        let why: Vec<String> = busy.iter().map(|endpoint| endpoint.summary()).collect();
+        let Some(why) = self.unserved().await else { return };
         console.line(&format!("the rollouts in flight are given up: {}", why.join("; ")));
         give_up.cancel();
     }
 
-    /// Returns a line on each endpoint that aborted responses.
-    pub(in crate::cli) async fn aborted(&self) -> Vec<String> {
+    /// Calls the endpoints. Returns what those with calls in flight say, if none of them serves its calls.
+    async fn unserved(&self) -> Option<Vec<String>> {
+        let endpoints = self.request(Some(PROBE_QUERY), PROBE_TIMEOUT).await;
+        let busy: Vec<&ModelEndpoint> = endpoints.iter().filter(|endpoint| endpoint.report.in_flight > 0).collect();
+        let none = !busy.is_empty() && busy.iter().all(|endpoint| endpoint.is_silent());
+        none.then(|| busy.iter().map(|endpoint| endpoint.summary()).collect())
+    }
+
+    /// Returns the responses that each endpoint has aborted so far.
+    pub(in crate::cli) async fn aborted(&self) -> BTreeMap<(String, String), u64> {
         let endpoints = self.request(None, EVERY).await.into_iter();
-        let aborted = endpoints.filter(|endpoint| endpoint.report.aborted > 0).map(|ModelEndpoint { server, report }| {
-            let EndpointReport { url, aborted, .. } = report;
-            format!("{server}: {url} aborted {aborted} responses, as vLLM does when it pauses or sleeps; they were requested again")
+        endpoints.map(|ModelEndpoint { server, report }| ((server, report.url), report.aborted)).collect()
+    }
+
+    /// Returns a line on each endpoint that aborted responses since `before`.
+    pub(in crate::cli) async fn aborted_since(&self, before: &BTreeMap<(String, String), u64>) -> Vec<String> {
+        let counts = self.aborted().await.into_iter().map(|(endpoint, count)| {
+            let before = before.get(&endpoint).copied().unwrap_or_default();
+            (endpoint, count.saturating_sub(before))
         });
-        aborted.collect()
+        let lines = counts.filter(|(_, count)| *count > 0).map(|((server, url), count)| {
+            format!("{server}: {url} aborted {count} responses or may have, as vLLM does when it pauses or sleeps; the calls were repeated")
+        });
+        lines.collect()
     }
 
     /// Requests the health of all model servers. One that does not answer has no endpoints.
@@ -229,7 +244,7 @@ fn endpoints(server: &str, answer: &Response) -> Vec<ModelEndpoint> {
 
 /// Describes an endpoint of a model server in one line, if calls wait for it or take long.
 pub(in crate::cli) fn in_progress(server: &str, report: &EndpointReport) -> Option<String> {
-    if report.oldest_seconds > 0 {
+    if report.oldest_seconds > 0 && report.failing_seconds == 0 {
         return Some(slow(server, report));
     }
     let verb = match report.state {
@@ -237,11 +252,7 @@ pub(in crate::cli) fn in_progress(server: &str, report: &EndpointReport) -> Opti
         EndpointState::Misconfigured => "cannot be used",
         _ => return None,
     };
-    let EndpointReport { url, failing_seconds, reason, fix, waiting, gives_up_after_seconds, in_flight, .. } = report;
-    if *waiting == 0 && *in_flight > 0 {
-        // The calls were sent again, and nothing is known yet.
-        return None;
-    }
+    let EndpointReport { url, failing_seconds, reason, fix, waiting, gives_up_after_seconds, .. } = report;
     let mut text = format!("{server}: {url} {verb} for {failing_seconds} s: {reason} (fix: {fix})");
     match waiting {
         0 => {}
@@ -298,7 +309,7 @@ mod tests {
              `base_url`), 3 calls wait up to 300 s"
         );
         let mut paused = endpoint(EndpointState::Unavailable, "it is paused", "continue it with POST /resume");
-        (paused.report.in_flight, paused.report.oldest_seconds) = (16, 75);
+        (paused.report.in_flight, paused.report.oldest_seconds, paused.report.failing_seconds) = (16, 75, 0);
         assert_eq!(
             in_progress(&paused.server, &paused.report).unwrap(),
             "policy_model: http://h:8000/v1 has 16 calls without a response, the oldest for 75 s: it is paused (fix: continue it with POST \

@@ -485,6 +485,52 @@ async fn a_response_of_a_vllm_that_does_not_count_its_aborted_requests_says_so()
 }
 
 #[tokio::test]
+async fn an_engine_that_lists_its_models_late_is_checked_from_then_on() {
+    let whole = || answer(200, ANSWER);
+    let lists = [answer(503, "{}"), answer(503, "{}"), answer(200, VLLM)].map(|list| ("/v1/models", list));
+    let metrics = [aborted("0.0"), aborted("3.0")].map(|metrics| ("/metrics", metrics));
+    let mock = MockEndpoint::with_gets(vec![whole(), whole(), whole()], &[&lists[..], &metrics[..]].concat()).await;
+    let model = model(&mock, |_| ());
+    // The first list tells nothing, nor does the one after the response: no known engine.
+    let first = ask(&model, r#"{"input":"x"}"#).await.unwrap().to_bytes();
+    assert!(!String::from_utf8_lossy(&first).contains("unverified"));
+    model.probe(&CallContext::default()).await;
+    // Requests were aborted during the second call.
+    ask(&model, r#"{"input":"x"}"#).await.unwrap();
+    assert_eq!((mock.count(), model.reports()[0].aborted), (3, 1));
+}
+
+#[tokio::test]
+async fn a_response_before_which_the_engine_told_nothing_is_unverified_if_it_is_a_vllm() {
+    let lists = [("/v1/models", answer(503, "{}")), ("/v1/models", answer(200, VLLM))];
+    let mock =
+        MockEndpoint::with_gets(vec![answer(200, ANSWER)], &[&lists[..], &[("/metrics", aborted("0.0"))]].concat())
+            .await;
+    let got = ask(&model(&mock, |_| ()), r#"{"input":"x"}"#).await.unwrap().to_bytes();
+    assert!(String::from_utf8_lossy(&got).contains(r#""_gym_completion_unverified":true"#));
+}
+
+#[tokio::test]
+async fn counts_of_two_processes_or_of_none_verify_nothing() {
+    let counter = |count: &str, created: &str| {
+        let created = format!("vllm:request_success_created{{finished_reason=\"abort\"}} {created}\n");
+        answer(200, &format!("vllm:request_success_total{{finished_reason=\"abort\"}} {count}\n{created}"))
+    };
+    for (after, unverified) in [
+        (counter("0.0", "1.7e9"), false),
+        (counter("0.0", "1.8e9"), true),
+        (counter("5.0", "1.8e9"), true),
+        (answer(500, "{}"), true),
+    ] {
+        let gets = [("/v1/models", answer(200, VLLM)), ("/metrics", counter("0.0", "1.7e9")), ("/metrics", after)];
+        let mock = MockEndpoint::with_gets(vec![answer(200, ANSWER)], &gets).await;
+        let got = ask(&model(&mock, |_| ()), r#"{"input":"x"}"#).await.unwrap().to_bytes();
+        assert_eq!(String::from_utf8_lossy(&got).contains("_gym_completion_unverified"), unverified);
+        assert_eq!(mock.count(), 1);
+    }
+}
+
+#[tokio::test]
 async fn an_engine_whose_calls_take_long_is_asked_what_it_does() {
     let state = |key: &str, is: bool| answer(200, &format!(r#"{{"{key}":{is}}}"#));
     for (sleeping, paused, expected, fix) in [

@@ -20,7 +20,11 @@ use crate::model::upstream::response::{Completeness, EndpointResponse};
 
 /// The counter in the metrics of vLLM, and the label of aborted requests.
 const COUNTER: &str = "vllm:request_success_total{";
+const CREATED: &str = "vllm:request_success_created{";
 const ABORTED: &str = r#"finished_reason="abort""#;
+
+/// Limit of the list of models before a call.
+const LIST_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Age up to which a count is the one before a call. Requests that were aborted since then, and before the call, make it repeat.
 const FRESH: Duration = Duration::from_secs(2);
@@ -51,12 +55,32 @@ pub(super) struct Aborts {
 struct LastCount {
     began: Option<Instant>,
     ended: Option<Instant>,
-    aborted: AbortCount,
+    /// What it returned.
+    result: Option<AbortCount>,
+    /// What the last one returned that returned a count.
+    known: Option<AbortCount>,
+    /// The end of the last request for the list of models that told nothing.
+    unlisted: Option<Instant>,
 }
 
-/// The requests that an engine has aborted; `None` if it does not tell.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub(super) struct AbortCount(Option<f64>);
+/// The requests that an engine has aborted.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct AbortCount {
+    aborted: f64,
+    /// The time at which the counter began, which tells an engine from another one behind the same URL.
+    created: f64,
+}
+
+/// What is known before a call.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Before {
+    /// The engine is no vLLM.
+    Other,
+    /// Nothing, because no list of models has told the engine.
+    Unknown,
+    /// The count of a vLLM; `None` if it does not tell.
+    Count(Option<AbortCount>),
+}
 
 /// The ids of the tokens with which the model ended responses, and the number of responses that showed them.
 #[derive(Debug, Default)]
@@ -66,90 +90,105 @@ struct Ends {
 }
 
 impl UpstreamState {
-    /// Returns the count before a call; `None` if the engine is no vLLM. Over the Responses API it is a new one. Over chat, where few responses
-    /// are checked, it may be old: then a call is repeated although its response was whole.
-    pub(super) async fn aborts_before(&self, cx: &CallContext, is_chat: bool) -> Result<Option<AbortCount>> {
-        if self.engine().is_some_and(|engine| !engine.is_vllm()) {
-            return Ok(None);
-        }
+    /// Returns what is known before a call. Over the Responses API, a count is a new one. Over chat, where few responses are checked, it may be old:
+    /// then a call is repeated although its response was whole. An engine that does not list its models delays a call by at most a second.
+    pub(super) async fn before(&self, cx: &CallContext, is_chat: bool) -> Result<Before> {
         let arrived = Instant::now();
-        let known = |last: LastCount| {
-            let is_new = |ended: Instant| is_chat || ended > arrived || ended.elapsed() <= FRESH;
-            last.ended.filter(|ended| is_new(*ended)).map(|_| last.aborted)
+        // What another call asked for while this one waited is new enough.
+        let is_new = |ended: Instant| ended > arrived || ended.elapsed() <= FRESH;
+        let known = |last: LastCount| match self.engine() {
+            Some(engine) if !engine.is_vllm() => Some(Before::Other),
+            Some(_) if is_chat && last.known.is_some() => Some(Before::Count(last.known)),
+            Some(_) => last.ended.filter(|ended| is_new(*ended)).map(|_| Before::Count(last.known)),
+            None => last.unlisted.filter(|ended| is_new(*ended)).map(|_| Before::Unknown),
         };
-        let mut count = known(self.aborts.last());
-        if count.is_none() {
-            let _asking = self.asking(cx).await?;
-            // Another call may have asked while this one waited.
-            count = known(self.aborts.last());
-            if count.is_none() {
-                if self.engine().is_none() {
-                    // An engine that cannot be reached fails the call itself.
-                    drop(self.list(cx).await);
-                }
-                count = Some(self.count(cx).await);
+        if let Some(before) = known(self.aborts.last()) {
+            return Ok(before);
+        }
+        let _asking = self.asking(cx, Execution::NotStarted).await?;
+        if let Some(before) = known(self.aborts.last()) {
+            return Ok(before);
+        }
+        if self.engine().is_none() {
+            let listed = self.list(&cx.child().at_most(LIST_TIMEOUT)).await;
+            if self.engine().is_none() {
+                tracing::debug!(endpoint = self.shown, ok = listed.is_ok(), "the engine does not list its models");
+                self.aborts.change(|last| last.unlisted = Some(Instant::now()));
+                return Ok(Before::Unknown);
             }
         }
-        Ok(count.filter(|_| self.engine().is_some_and(|engine| engine.is_vllm())))
+        Ok(match self.engine() {
+            Some(engine) if engine.is_vllm() => {
+                self.count(cx).await;
+                Before::Count(self.aborts.last().known)
+            }
+            _ => Before::Other,
+        })
     }
 
-    /// Returns whether a response is what it says. One that may hide an abort is compared with the count before its call.
+    /// Returns whether a response is what it says. One that may hide an abort is compared with what was known before its call.
     pub(super) async fn completeness(
         &self,
         cx: &CallContext,
-        before: AbortCount,
+        before: Before,
         answer: &EndpointResponse,
         is_chat: bool,
     ) -> Result<Completeness> {
-        if is_chat && !self.aborts.ends().may_hide_abort(answer) {
+        if matches!(before, Before::Other) || (is_chat && !self.aborts.ends().may_hide_abort(answer)) {
             return Ok(Completeness::Known);
         }
         let arrived = Instant::now();
-        let counted = |last: LastCount| last.began.is_some_and(|began| began > arrived).then_some(last.aborted);
-        let after = {
-            let _asking = self.asking(cx).await?;
-            let last = self.aborts.last();
-            match (counted(last), last.began) {
-                (Some(after), _) => after,
-                (None, began) => {
-                    if let Some(began) = began {
-                        tokio::time::sleep_until(began + APART).await;
-                    }
-                    self.count(cx).await
-                }
+        let _asking = self.asking(cx, Execution::Unknown).await?;
+        let before = match before {
+            Before::Count(before) => before,
+            _ if self.engine().is_none() && !self.engine_that_answered(cx).await.is_vllm() => {
+                return Ok(Completeness::Known);
             }
+            _ if self.engine().is_some_and(|engine| !engine.is_vllm()) => return Ok(Completeness::Known),
+            _ => None,
         };
-        Ok(match (before.0, after.0) {
-            (Some(before), Some(after)) if before.to_bits() == after.to_bits() => Completeness::Known,
-            (Some(_), Some(_)) => Completeness::Aborted,
-            // Over chat, most aborted responses say so.
-            _ if is_chat => Completeness::Known,
+        let last = self.aborts.last();
+        let after = if last.began.is_some_and(|began| began > arrived) {
+            last.result
+        } else {
+            if let Some(began) = last.began {
+                tokio::time::sleep_until(began + APART).await;
+            }
+            self.count(cx).await
+        };
+        Ok(match (before, after) {
+            (Some(before), Some(after)) if before == after => Completeness::Known,
+            (Some(before), Some(after)) if before.created.to_bits() == after.created.to_bits() => Completeness::Aborted,
+            // Of another process, or of none: a restart would have ended the call.
             _ => Completeness::Unverified,
         })
     }
 
-    async fn asking(&self, cx: &CallContext) -> Result<tokio::sync::MutexGuard<'_, ()>> {
-        cx.bound(Execution::Unknown, async { Ok::<_, Error>(self.aborts.asking.lock().await) }).await
+    /// Waits until no other call asks the engine. The lock is held while the engine responds, so that all calls that wait share its answer.
+    async fn asking(&self, cx: &CallContext, execution: Execution) -> Result<tokio::sync::MutexGuard<'_, ()>> {
+        cx.bound(execution, async { Ok::<_, Error>(self.aborts.asking.lock().await) }).await
     }
 
     /// Requests the count of a vLLM, once.
-    async fn count(&self, cx: &CallContext) -> AbortCount {
-        let began = Some(Instant::now());
-        let answer = match self.engine() {
-            Some(engine) if engine.is_vllm() => self.get_outside_v1(cx, "/metrics").await.ok(),
-            _ => None,
-        };
-        let answer = answer.filter(|answer| answer.status == 200);
-        let aborted = AbortCount(answer.as_ref().and_then(aborted));
-        let ended = Some(Instant::now());
-        *self.aborts.last.lock().unwrap_or_else(PoisonError::into_inner) = LastCount { began, ended, aborted };
-        aborted
+    async fn count(&self, cx: &CallContext) -> Option<AbortCount> {
+        let began = Instant::now();
+        let answer = self.get_outside_v1(cx, "/metrics").await.ok().filter(|answer| answer.status == 200);
+        let result = answer.as_ref().and_then(counted);
+        self.aborts.change(|last| {
+            (last.began, last.ended, last.result) = (Some(began), Some(Instant::now()), result);
+            last.known = result.or(last.known);
+        });
+        result
     }
 }
 
 impl Aborts {
     fn last(&self) -> LastCount {
         *self.last.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn change(&self, change: impl FnOnce(&mut LastCount)) {
+        change(&mut self.last.lock().unwrap_or_else(PoisonError::into_inner));
     }
 
     fn ends(&self) -> MutexGuard<'_, Ends> {
@@ -161,9 +200,8 @@ impl Ends {
     /// Returns `true` for a chat completion with tool calls, unless all of its choices end with a token that ends whole responses. Learns from the
     /// others.
     fn may_hide_abort(&mut self, answer: &EndpointResponse) -> bool {
-        let hides = answer.choices_that_end_with(HIDES);
-        let hides = hides.map(|choice| last_token(&choice).is_none_or(|end| !self.ids.contains(&end)));
-        if hides.fold(false, |any, hides| any | hides) {
+        let ends = |choice: RawObject| last_token(&choice).is_some_and(|end| self.ids.contains(&end));
+        if !answer.choices_that_end_with(HIDES).all(ends) {
             return true;
         }
         if self.learned_from < LEARNED_FROM {
@@ -184,11 +222,14 @@ fn last_token(choice: &RawObject) -> Option<u64> {
 }
 
 /// Returns the sum of the engine's counters of aborted requests: it has one for each of its ranks.
-fn aborted(metrics: &EndpointResponse) -> Option<f64> {
+fn counted(metrics: &EndpointResponse) -> Option<AbortCount> {
     let text = std::str::from_utf8(&metrics.body).ok()?;
-    let lines = text.lines().filter(|line| line.starts_with(COUNTER) && line.contains(ABORTED));
-    let counts = lines.filter_map(|line| line.split_once("} ")?.1.split(' ').next()?.parse::<f64>().ok());
-    counts.fold(None, |sum, count| Some(sum.unwrap_or(0.0) + count))
+    let sum = |name: &str| {
+        let lines = text.lines().filter(|line| line.starts_with(name) && line.contains(ABORTED));
+        let values = lines.filter_map(|line| line.split_once("} ")?.1.split(' ').next()?.parse::<f64>().ok());
+        values.fold(None, |sum, value| Some(sum.unwrap_or(0.0) + value))
+    };
+    Some(AbortCount { aborted: sum(COUNTER)?, created: sum(CREATED).unwrap_or(0.0) })
 }
 
 #[cfg(test)]
@@ -199,14 +240,19 @@ mod tests {
 
     #[test]
     fn the_aborted_requests_are_the_sum_over_the_ranks() {
-        let of = |text: &str| aborted(&EndpointResponse::new(200, None, None, Bytes::copy_from_slice(text.as_bytes())));
+        let of = |text: &str| {
+            let counted = counted(&EndpointResponse::new(200, None, None, Bytes::copy_from_slice(text.as_bytes())));
+            counted.map(|count| (count.aborted, count.created))
+        };
         let line = |engine: u8, reason: &str, count: &str| {
             format!(
                 "vllm:request_success_total{{engine=\"{engine}\",finished_reason=\"{reason}\",model_name=\"m\"}} {count}\n"
             )
         };
         let text = line(0, "stop", "7.0") + &line(0, "abort", "3.0") + &line(1, "abort", "2.0 1795858516");
-        assert_eq!(of(&("# HELP vllm:request_success_total x\n".to_owned() + &text)), Some(5.0));
+        assert_eq!(of(&("# HELP vllm:request_success_total x\n".to_owned() + &text)), Some((5.0, 0.0)));
+        let created = line(0, "abort", "17e8").replace("_total", "_created");
+        assert_eq!(of(&(line(0, "abort", "3.0") + &created)), Some((3.0, 17e8)));
         assert_eq!(of(&line(0, "stop", "7.0")), None);
         assert_eq!(of(&line(0, "abort", "many")), None);
         assert_eq!(of("<html>"), None);

@@ -46,12 +46,16 @@ impl UpstreamState {
     /// Requests the list of models, once.
     pub(super) async fn list(&self, cx: &CallContext) -> Result<EndpointResponse> {
         let answer = self.get(cx, &format!("{}/models", self.place.path)).await?;
-        // An engine that is starting tells nothing.
-        if answer.status < 500 {
-            let engine = probe::engine(&answer, &self.model);
+        if let Some(engine) = probe::engine(&answer, &self.model) {
             *self.engine.lock().unwrap_or_else(PoisonError::into_inner) = Some(engine);
         }
         Ok(answer)
+    }
+
+    /// Returns what the list of models tells. One that has answered a call, but has no list, is none of the known engines.
+    pub(super) async fn engine_that_answered(&self, cx: &CallContext) -> Engine {
+        drop(self.list(cx).await);
+        self.engine.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert_default().clone()
     }
 
     /// Sends a `GET`, once, to a path outside `/v1`, where vLLM has its own routes.

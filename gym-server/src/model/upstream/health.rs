@@ -33,6 +33,7 @@ pub(super) struct EndpointHealth {
     slow_after: Duration,
     /// What the engine said about calls that take long, and when.
     finding: Mutex<Option<(Instant, Result<(), EndpointFailure>)>>,
+    finding_logged: Mutex<Option<Instant>>,
     aborted: AtomicU64,
 }
 
@@ -53,6 +54,7 @@ impl EndpointHealth {
             in_flight: InFlight::default(),
             slow_after,
             finding: Mutex::default(),
+            finding_logged: Mutex::default(),
             aborted: AtomicU64::new(0),
         }
     }
@@ -75,6 +77,11 @@ impl EndpointHealth {
         if let Some((since, _)) = ended {
             tracing::info!(endpoint = self.url, after = ?since.elapsed(), "the model endpoint is available again");
         }
+    }
+
+    /// Forgets a failure, because the call is sent again and nothing else is known.
+    pub(super) fn resent(&self) {
+        self.lock().since = None;
     }
 
     /// Records a failed call, and logs the first one.
@@ -107,10 +114,9 @@ impl EndpointHealth {
     /// Records what the engine says while calls take long, and logs why it does not serve them.
     pub(super) fn found(&self, finding: Result<(), EndpointFailure>) {
         if let Err(EndpointFailure { reason, fix, .. }) = &finding {
-            let now = Instant::now();
-            let mut failing = self.lock();
-            if failing.logged.is_none_or(|logged| now.duration_since(logged) >= LOG_EVERY) {
-                failing.logged = Some(now);
+            let mut logged = self.finding_logged.lock().unwrap_or_else(PoisonError::into_inner);
+            if logged.is_none_or(|logged| logged.elapsed() >= LOG_EVERY) {
+                *logged = Some(Instant::now());
                 let calls = self.in_flight.count();
                 tracing::warn!(endpoint = self.url, calls, reason, fix, "the model endpoint does not respond to calls");
             }

@@ -38,7 +38,7 @@ mod tls;
 use crate::model::secret::Secret;
 use crate::role::model::EndpointRejection;
 use crate::role::route;
-use aborts::Aborts;
+use aborts::{Aborts, Before};
 use engine::Engine;
 use health::EndpointHealth;
 pub(super) use keys::EndpointKeys;
@@ -53,6 +53,9 @@ use tls::TlsClient;
 /// Maximum connections to one endpoint; further requests wait, up to their deadlines. With a dozen servers in one process, more
 /// connections would reach the limit of 20,000 file descriptors, which some machines cannot raise.
 const CONNECTIONS_MAX: usize = 1_024;
+
+/// Further connections, for questions about the endpoint: its models, its metrics and its state.
+const QUESTIONS_MAX: usize = 4;
 
 /// After this time, the endpoint's machine is considered unreachable.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
@@ -92,7 +95,7 @@ struct UpstreamState {
     engine: Mutex<Option<Engine>>,
     aborts: Aborts,
     probe_after: Duration,
-    /// The last time that the engine was asked because calls take long.
+    /// The last time that the engine was asked because calls take long. Held while it responds, so that one call at a time asks; none waits for it.
     asked: tokio::sync::Mutex<Option<Instant>>,
     keys: EndpointKeys,
     model: String,
@@ -264,6 +267,7 @@ impl Upstream {
     ) -> Result<Option<EndpointResponse>> {
         let state = &*self.0;
         let mut attempts = Attempts::default();
+        let mut waiting = None;
         loop {
             let wait = || {
                 let shown = Arc::clone(&self.0);
@@ -297,7 +301,7 @@ impl Upstream {
                     if may_leave && result.as_ref().map_or(true, EndpointResponse::is_rejection) {
                         return Ok(None);
                     }
-                    let _waiting = state.health.wait();
+                    waiting.get_or_insert_with(|| state.health.wait());
                     tracing::debug!(
                         subject = subject(),
                         attempts = attempts.made,
@@ -317,6 +321,11 @@ impl Upstream {
                         Ok(())
                     });
                     recorded(pin!(pause), paused).await.map_err(|error| error.about(subject()))?;
+                    if result.is_ok_and(|answer| answer.is_aborted()) {
+                        // It did answer. Whether it goes on is not known until this call ends, or takes long.
+                        state.health.resent();
+                        waiting = None;
+                    }
                 }
             }
         }
@@ -439,10 +448,8 @@ impl UpstreamState {
     /// Sends a call of a rollout, once. While it takes long, the engine is asked what it does.
     async fn call(&self, cx: &CallContext, target: &str, body: Bytes) -> Result<EndpointResponse> {
         let is_chat = target.ends_with(CHAT_PATH);
-        let aborts = match is_chat || target.ends_with(RESPONSES_PATH) {
-            true => self.aborts_before(cx, is_chat).await?,
-            false => None,
-        };
+        let generates = is_chat || target.ends_with(RESPONSES_PATH);
+        let before = if generates { self.before(cx, is_chat).await? } else { Before::Other };
         let began = Instant::now();
         let _in_flight = self.health.begin(began);
         let mut answer = tokio::select! {
@@ -450,20 +457,25 @@ impl UpstreamState {
             answer = self.send_once(cx, target, Some(body)) => answer?,
             never = self.ask_while_slow(cx, began) => match never {},
         };
-        if let Some(aborts) = aborts.filter(|_| answer.status < 400) {
-            answer.completeness = self.completeness(cx, aborts, &answer, is_chat).await?;
+        if answer.status < 400 && !answer.is_aborted() {
+            answer.completeness = self.completeness(cx, before, &answer, is_chat).await?;
         }
         Ok(answer)
     }
 
     /// Sends a `POST` with the body, or a `GET` without one.
     async fn send_once(&self, cx: &CallContext, target: &str, body: Option<Bytes>) -> Result<EndpointResponse> {
-        let room = self.connections.acquire();
-        let _room = cx
-            .bound(Execution::NotStarted, async {
-                room.await.map_err(|_| Error::not_started(Code::Unavailable, "the endpoint is closed"))
-            })
-            .await?;
+        // A question about the endpoint does not wait behind its calls.
+        let _room = match &body {
+            None => None,
+            Some(_) => Some(
+                cx.bound(Execution::NotStarted, async {
+                    let closed = |_| Error::not_started(Code::Unavailable, "the endpoint is closed");
+                    self.connections.acquire().await.map_err(closed)
+                })
+                .await?,
+            ),
+        };
         let mut target = target.to_owned();
         let mut hops = 0;
         loop {
@@ -497,11 +509,13 @@ impl EndpointClient {
     fn to(place: &EndpointUrl, headers: &HeaderMap) -> Result<Self> {
         #[cfg(feature = "tls")]
         if place.https {
-            return TlsClient::to(&place.origin(), headers, CONNECTIONS_MAX, CONNECT_TIMEOUT).map(Self::Https);
+            return TlsClient::to(&place.origin(), headers, CONNECTIONS_MAX + QUESTIONS_MAX, CONNECT_TIMEOUT)
+                .map(Self::Https);
         }
         #[cfg(feature = "http")]
         if !place.https {
-            return PlainClient::to(&place.origin(), headers, CONNECTIONS_MAX, CONNECT_TIMEOUT).map(Self::Http);
+            return PlainClient::to(&place.origin(), headers, CONNECTIONS_MAX + QUESTIONS_MAX, CONNECT_TIMEOUT)
+                .map(Self::Http);
         }
         let _ = headers;
         Err(Error::invalid(if place.https {

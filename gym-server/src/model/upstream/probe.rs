@@ -38,7 +38,7 @@ pub(super) fn judge(answer: &EndpointResponse, keys: EndpointKeys, model: &str) 
     };
     let mut names: Vec<String> = listed.iter().filter_map(named).map(|name| format!("`{name}`")).collect();
     if names.is_empty() || names.contains(&format!("`{model}`")) {
-        if uses_responses && engine(answer, model).is_vllm() {
+        if uses_responses && engine(answer, model).is_some_and(|engine| engine.is_vllm()) {
             return Err(EndpointFailure {
                 state: EndpointState::Ready,
                 reason: "it is a vLLM, which calls a response that it aborted `completed` over the Responses API".to_owned(),
@@ -70,11 +70,11 @@ fn named(model: &Value) -> Option<&str> {
     ["id", "name", "model"].iter().find_map(|key| model[*key].as_str())
 }
 
-/// Returns what the list tells about the engine. The tokens of the context are in the forms of vLLM and SGLang, of llama.cpp for one of its
+/// Returns what the list tells about the engine; `None` if it is no list. The tokens of the context are in the forms of vLLM and SGLang, of llama.cpp for one of its
 /// slots, and of gateways.
-pub(super) fn engine(answer: &EndpointResponse, model: &str) -> Engine {
-    let list: Value = serde_json::from_slice(&answer.body).unwrap_or_default();
-    let entries = listed(&list).map(Vec::as_slice).unwrap_or_default();
+pub(super) fn engine(answer: &EndpointResponse, model: &str) -> Option<Engine> {
+    let list: Value = serde_json::from_slice(&answer.body).ok().filter(|_| (200..300).contains(&answer.status))?;
+    let entries = listed(&list)?;
     let context = |found: &Value| {
         let told =
             [&found["max_model_len"], &found["meta"]["n_ctx"], &found["context_length"], &found["context_window"]];
@@ -82,7 +82,7 @@ pub(super) fn engine(answer: &EndpointResponse, model: &str) -> Engine {
     };
     let found = entries.iter().find(|entry| named(entry) == Some(model));
     let owner = found.into_iter().chain(entries).find_map(|entry| entry["owned_by"].as_str());
-    Engine { context_tokens: found.and_then(context), owner: owner.map(Arc::from) }
+    Some(Engine { context_tokens: found.and_then(context), owner: owner.map(Arc::from) })
 }
 
 /// Returns what the status of a response says about the endpoint; `None` if it says nothing.
@@ -143,8 +143,9 @@ mod tests {
             ("no JSON", None),
         ] {
             let answer = EndpointResponse::new(200, None, None, Bytes::from_static(body.as_bytes()));
-            assert_eq!(engine(&answer, "m").context_tokens, expected, "{body}");
-            assert_eq!(engine(&answer, "m").is_vllm(), body.contains("vllm"), "{body}");
+            let engine = engine(&answer, "m").unwrap_or_default();
+            assert_eq!(engine.context_tokens, expected, "{body}");
+            assert_eq!(engine.is_vllm(), body.contains("vllm"), "{body}");
         }
     }
 }

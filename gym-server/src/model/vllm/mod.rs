@@ -135,7 +135,7 @@ impl VllmModel {
         let shows_end = !config.return_token_id_information
             && body.contains("tools")
             && !body.contains("return_token_ids")
-            && self.engines.upstreams().any(|engine| engine.owner().as_deref() == Some("vllm"));
+            && self.engines.upstreams().all(|engine| engine.owner().as_deref() == Some("vllm"));
         if shows_end {
             body = body.edit().set("return_token_ids", "true").to_object()?;
         }
@@ -156,7 +156,7 @@ impl VllmModel {
         }
         let mut completion = Completion::parse(engine.object(CHAT_ROUTE, answer, "choices")?)?;
         if shows_end {
-            completion.put_tokens(None)?;
+            completion.remove_ids()?;
         }
         let continued = body.get("continue_final_message").is_some_and(|value| value == "true");
         completion.fold_reasoning(config.uses_reasoning_parser, continued)?;

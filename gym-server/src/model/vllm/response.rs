@@ -136,6 +136,15 @@ impl Completion {
         Ok(())
     }
 
+    /// Removes the engine's token ids, which the client did not ask for.
+    pub(super) fn remove_ids(&mut self) -> Result<()> {
+        for choice in &mut self.choices {
+            *choice = choice.edit().remove("token_ids").to_object()?;
+        }
+        self.whole = self.whole.edit().remove("prompt_token_ids").to_object()?;
+        Ok(())
+    }
+
     /// Returns the completion with its changes.
     pub(super) fn finish(self) -> Result<RawObject> {
         let mut choices = self.choices;
