@@ -58,7 +58,15 @@ impl Upstream {
 }
 
 async fn serve(mut stream: TcpStream, seen: Arc<Mutex<Seen>>) {
-    while let Some((path, body)) = read_request(&mut stream).await {
+    while let Some((method, path, body)) = read_request(&mut stream).await {
+        if method == "GET" {
+            // A question about the endpoint, such as for its models, is no call.
+            let none = b"HTTP/1.1 404 Not Found\r\ncontent-length: 2\r\n\r\n{}";
+            match stream.write_all(none).await {
+                Ok(()) => continue,
+                Err(_) => return,
+            }
+        }
         let manner = path.trim_start_matches('/').split('/').next().unwrap_or_default().to_owned();
         let call = {
             let mut seen = seen.lock().unwrap();
@@ -75,7 +83,7 @@ async fn serve(mut stream: TcpStream, seen: Arc<Mutex<Seen>>) {
     }
 }
 
-async fn read_request(stream: &mut TcpStream) -> Option<(String, String)> {
+async fn read_request(stream: &mut TcpStream) -> Option<(String, String, String)> {
     let mut bytes = Vec::new();
     loop {
         let text = String::from_utf8_lossy(&bytes).into_owned();
@@ -85,7 +93,8 @@ async fn read_request(stream: &mut TcpStream) -> Option<(String, String)> {
                 .find_map(|line| line.to_ascii_lowercase().strip_prefix("content-length:")?.trim().parse().ok())
                 .unwrap_or(0);
             if body.len() >= length {
-                return Some((head.split(' ').nth(1)?.to_owned(), body.to_owned()));
+                let mut line = head.split(' ');
+                return Some((line.next()?.to_owned(), line.next()?.to_owned(), body.to_owned()));
             }
         }
         let mut piece = [0; 4_096];

@@ -35,7 +35,8 @@ async fn serve(listener: TcpListener, acceptor: TlsAcceptor) {
         // A client that does not trust the certificate disconnects during the handshake.
         let Ok(mut stream) = acceptor.accept(stream).await else { continue };
         let mut request = Vec::new();
-        while !request.ends_with(b"}") {
+        // A question about the endpoint, such as for its models, has no body.
+        while !request.ends_with(b"}") && !(request.starts_with(b"GET ") && request.ends_with(b"\r\n\r\n")) {
             if stream.read_buf(&mut request).await.expect("a request") == 0 {
                 break;
             }

@@ -1,7 +1,7 @@
 //! What an engine says of itself beside its responses: its models, and whether it serves at the moment.
 
 use std::convert::Infallible;
-use std::sync::{Arc, PoisonError};
+use std::sync::PoisonError;
 use std::time::Duration;
 
 use gym_core::server::EndpointState;
@@ -9,27 +9,12 @@ use gym_core::{CallContext, Code, RawObject, Result};
 use tokio::time::Instant;
 
 use crate::model::upstream::health::EndpointFailure;
-use crate::model::upstream::probe;
+use crate::model::upstream::probe::{self, Engine};
 use crate::model::upstream::response::EndpointResponse;
 use crate::model::upstream::{PROBE_TIMEOUT, UpstreamState};
 
 /// Interval of the requests to an engine whose calls take long.
 const ASK_AGAIN: Duration = Duration::from_secs(10);
-
-/// What the list of models tells about the engine.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(super) struct Engine {
-    /// Tokens of the model's context, if it tells.
-    pub(super) context_tokens: Option<u64>,
-    /// The owner of the model, which of vLLM, SGLang and llama.cpp is their own name.
-    pub(super) owner: Option<Arc<str>>,
-}
-
-impl Engine {
-    pub(super) fn is_vllm(&self) -> bool {
-        self.owner.as_deref() == Some("vllm")
-    }
-}
 
 /// The routes of a vLLM in development mode with the key of their answer, its meaning, and what ends it.
 const STANDSTILLS: [(&str, &str, &str, &str); 2] = [

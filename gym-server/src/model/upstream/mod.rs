@@ -39,11 +39,11 @@ use crate::model::secret::Secret;
 use crate::role::model::EndpointRejection;
 use crate::role::route;
 use aborts::{Aborts, Before};
-use engine::Engine;
 use health::EndpointHealth;
 pub(super) use keys::EndpointKeys;
 #[cfg(feature = "http")]
 use plain::PlainClient;
+use probe::Engine;
 pub(super) use response::EndpointResponse;
 use response::{Completeness, StatusMeaning};
 use retry::{Attempts, EndpointRetries, NextAttempt, is_local};

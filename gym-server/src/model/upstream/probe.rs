@@ -6,13 +6,27 @@ use gym_core::message::readable;
 use gym_core::server::EndpointState;
 use serde_json::Value;
 
-use crate::model::upstream::engine::Engine;
 use crate::model::upstream::health::EndpointFailure;
 use crate::model::upstream::keys::EndpointKeys;
 use crate::model::upstream::response::EndpointResponse;
 
 /// Maximum names of models that a message lists.
 const NAMES_MAX: usize = 5;
+
+/// What the list of models tells about the engine.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct Engine {
+    /// Tokens of the model's context, if it tells.
+    pub(super) context_tokens: Option<u64>,
+    /// The owner of the model, which of vLLM, SGLang and llama.cpp is their own name.
+    pub(super) owner: Option<Arc<str>>,
+}
+
+impl Engine {
+    pub(super) fn is_vllm(&self) -> bool {
+        self.owner.as_deref() == Some("vllm")
+    }
+}
 
 /// Returns the failure that the response shows; its state is `Ready` if it may be none. `Ok` if the endpoint lists the model.
 pub(super) fn judge(answer: &EndpointResponse, keys: EndpointKeys, model: &str) -> Result<(), EndpointFailure> {
