@@ -61,11 +61,10 @@ async fn serve(mut stream: TcpStream, seen: Arc<Mutex<Seen>>) {
     while let Some((method, path, body)) = read_request(&mut stream).await {
         if method == "GET" {
             // A question about the endpoint, such as for its models, is no call.
-            let none = b"HTTP/1.1 404 Not Found\r\ncontent-length: 2\r\n\r\n{}";
-            match stream.write_all(none).await {
-                Ok(()) => continue,
-                Err(_) => return,
-            }
+            let none = b"HTTP/1.1 404 Not Found\r\ncontent-length: 2\r\nconnection: close\r\n\r\n{}";
+            // The client may have left. Calls get connections of their own.
+            drop(stream.write_all(none).await);
+            return;
         }
         let manner = path.trim_start_matches('/').split('/').next().unwrap_or_default().to_owned();
         let call = {
