@@ -59,8 +59,8 @@ impl Upstream {
 
 async fn serve(mut stream: TcpStream, seen: Arc<Mutex<Seen>>) {
     while let Some((method, path, body)) = read_request(&mut stream).await {
-        if method == "GET" {
-            // A question about the endpoint, such as for its models, is no call.
+        if method == "GET" && ["/models", "/metrics"].iter().any(|known| path.ends_with(known)) {
+            // A question about the endpoint is no call.
             let none = b"HTTP/1.1 404 Not Found\r\ncontent-length: 2\r\nconnection: close\r\n\r\n{}";
             // The client may have left. Calls get connections of their own.
             drop(stream.write_all(none).await);
