@@ -36,7 +36,8 @@ async fn serve(listener: TcpListener, acceptor: TlsAcceptor) {
         let Ok(mut stream) = acceptor.accept(stream).await else { continue };
         let mut request = Vec::new();
         // A question about the endpoint, such as for its models, has no body.
-        while !request.ends_with(b"}") && !(request.starts_with(b"GET ") && request.ends_with(b"\r\n\r\n")) {
+        let end: &[u8] = b"\r\n\r\n";
+        while !request.ends_with(if request.starts_with(b"GET ") { end } else { b"}" }) {
             if stream.read_buf(&mut request).await.expect("a request") == 0 {
                 break;
             }
