@@ -319,7 +319,7 @@ impl SessionMetrics {
     }
 }
 
-/// The counters of the tool errors in the episodes of one agent.
+/// The counters of the episodes of one agent: tool errors, prefix breaks and unverified responses.
 #[derive(Clone, Debug)]
 pub(crate) struct EpisodeMetrics {
     of_model: Counter,

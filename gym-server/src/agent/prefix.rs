@@ -1,4 +1,4 @@
-//! Whether each prompt of an episode begins with what the model read and wrote in the turn before, by token ids.
+//! Prefix breaks: turns whose prompt does not begin with the token ids that the model read and wrote in the turn before.
 //!
 //! A trainer that joins the turns of an episode to one sequence needs this. A chat template breaks it where it writes a response again in
 //! other words: `"quantity":15` of a tool call becomes `"quantity": 15`.

@@ -41,7 +41,7 @@ const ENDED: &str = r#""stop""#;
 /// Number of such responses from which the tokens at the end are learned; models have one to three.
 const LEARNED_FROM: usize = 64;
 
-/// What is known of the requests that an engine has aborted.
+/// The state of the count of one engine.
 #[derive(Debug, Default)]
 pub(super) struct Aborts {
     /// Held while the metrics are requested, once for all calls that wait.
@@ -55,9 +55,9 @@ pub(super) struct Aborts {
 struct LastCount {
     began: Option<Instant>,
     ended: Option<Instant>,
-    /// What it returned.
+    /// The count that it returned.
     result: Option<AbortCount>,
-    /// What the last one returned that returned a count.
+    /// The last count that a request returned.
     known: Option<AbortCount>,
     /// The end of the last request for the list of models that told nothing.
     unlisted: Option<Instant>,
@@ -71,7 +71,7 @@ pub(super) struct AbortCount {
     created: f64,
 }
 
-/// What is known before a call.
+/// The knowledge of the engine before a call.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Before {
     /// The engine is no vLLM.
@@ -96,10 +96,10 @@ impl UpstreamState {
         let arrived = Instant::now();
         // What another call asked for while this one waited is new enough.
         let is_new = |ended: Instant| ended > arrived || ended.elapsed() <= FRESH;
-        let known = |last: LastCount| match self.engine() {
-            Some(engine) if !engine.is_vllm() => Some(Before::Other),
-            Some(_) if is_chat && last.known.is_some() => Some(Before::Count(last.known)),
-            Some(_) => last.ended.filter(|ended| is_new(*ended)).map(|_| Before::Count(last.known)),
+        let known = |last: LastCount| match self.is_vllm() {
+            Some(false) => Some(Before::Other),
+            Some(true) if is_chat && last.known.is_some() => Some(Before::Count(last.known)),
+            Some(true) => last.ended.filter(|ended| is_new(*ended)).map(|_| Before::Count(last.known)),
             None => last.unlisted.filter(|ended| is_new(*ended)).map(|_| Before::Unknown),
         };
         if let Some(before) = known(self.aborts.last()) {
@@ -109,20 +109,20 @@ impl UpstreamState {
         if let Some(before) = known(self.aborts.last()) {
             return Ok(before);
         }
-        if self.engine().is_none() {
+        if self.is_vllm().is_none() {
             let listed = self.list(&cx.child().at_most(LIST_TIMEOUT)).await;
-            if self.engine().is_none() {
-                tracing::debug!(endpoint = self.shown, ok = listed.is_ok(), "the engine does not list its models");
-                self.aborts.change(|last| last.unlisted = Some(Instant::now()));
-                return Ok(Before::Unknown);
-            }
+            tracing::debug!(endpoint = self.shown, ok = listed.is_ok(), "the engine was asked for its models");
         }
-        Ok(match self.engine() {
-            Some(engine) if engine.is_vllm() => {
+        Ok(match self.is_vllm() {
+            Some(true) => {
                 self.count(cx).await;
                 Before::Count(self.aborts.last().known)
             }
-            _ => Before::Other,
+            Some(false) => Before::Other,
+            None => {
+                self.aborts.change(|last| last.unlisted = Some(Instant::now()));
+                Before::Unknown
+            }
         })
     }
 
@@ -141,11 +141,8 @@ impl UpstreamState {
         let _asking = self.asking(cx, Execution::Unknown).await?;
         let before = match before {
             Before::Count(before) => before,
-            _ if self.engine().is_none() && !self.engine_that_answered(cx).await.is_vllm() => {
-                return Ok(Completeness::Known);
-            }
-            _ if self.engine().is_some_and(|engine| !engine.is_vllm()) => return Ok(Completeness::Known),
-            _ => None,
+            _ if self.is_vllm_that_answered(cx).await => None,
+            _ => return Ok(Completeness::Known),
         };
         let last = self.aborts.last();
         let after = if last.began.is_some_and(|began| began > arrived) {

@@ -1,4 +1,4 @@
-//! What an engine says of itself beside its responses: its models, and whether it serves at the moment.
+//! Requests to an engine about itself: its models, and whether it serves at the moment.
 
 use std::convert::Infallible;
 use std::sync::PoisonError;
@@ -37,10 +37,17 @@ impl UpstreamState {
         Ok(answer)
     }
 
-    /// Returns what the list of models tells. One that has answered a call, but has no list, is none of the known engines.
-    pub(super) async fn engine_that_answered(&self, cx: &CallContext) -> Engine {
-        drop(self.list(cx).await);
-        self.engine.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert_default().clone()
+    /// Returns `true` if the engine is a vLLM; `None` before a list of models told.
+    pub(super) fn is_vllm(&self) -> Option<bool> {
+        self.engine().map(|engine| engine.is_vllm())
+    }
+
+    /// Returns `true` if an engine that has just answered a call is a vLLM. One without a list of models is none, from now on.
+    pub(super) async fn is_vllm_that_answered(&self, cx: &CallContext) -> bool {
+        if self.is_vllm().is_none() {
+            drop(self.list(cx).await);
+        }
+        self.engine.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert_default().is_vllm()
     }
 
     /// Sends a `GET`, once, to a path outside `/v1`, where vLLM has its own routes.
@@ -80,7 +87,7 @@ impl UpstreamState {
 
     /// Asks a vLLM whether it is paused or sleeps. One that is not in development mode does not have the routes.
     pub(super) async fn paused(&self, cx: &CallContext) -> Result<(), EndpointFailure> {
-        if !self.engine().is_some_and(|engine| engine.is_vllm()) {
+        if self.is_vllm() != Some(true) {
             return Ok(());
         }
         for (path, key, reason, fix) in STANDSTILLS {

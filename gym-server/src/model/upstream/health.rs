@@ -31,7 +31,7 @@ pub(super) struct EndpointHealth {
     in_flight: InFlight<()>,
     /// Age of a call in flight from which it is reported.
     slow_after: Duration,
-    /// What the engine said about calls that take long, and when.
+    /// The last answer of the engine while calls took long, and its time.
     finding: Mutex<Option<(Instant, Result<(), EndpointFailure>)>>,
     finding_logged: Mutex<Option<Instant>>,
     aborted: AtomicU64,

@@ -91,7 +91,7 @@ struct UpstreamState {
     /// The URL without credentials and without a trailing slash.
     shown: String,
     connections: Semaphore,
-    /// What a list of models told.
+    /// The engine, once a list of models told.
     engine: Mutex<Option<Engine>>,
     aborts: Aborts,
     probe_after: Duration,
@@ -219,6 +219,11 @@ impl Upstream {
     /// Returns the owner of the model, if a list of models told it.
     pub(super) fn owner(&self) -> Option<Arc<str>> {
         self.0.engine()?.owner
+    }
+
+    /// Returns `true` if a list of models told that the engine is a vLLM.
+    pub(super) fn is_vllm(&self) -> bool {
+        self.0.is_vllm() == Some(true)
     }
 
     /// Sends a JSON body with `POST` to a path under the base URL, once. Says nothing about the endpoint's health.

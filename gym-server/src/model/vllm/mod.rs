@@ -135,7 +135,7 @@ impl VllmModel {
         let shows_end = !config.return_token_id_information
             && body.contains("tools")
             && !body.contains("return_token_ids")
-            && self.engines.upstreams().all(|engine| engine.owner().as_deref() == Some("vllm"));
+            && self.engines.upstreams().all(Upstream::is_vllm);
         if shows_end {
             body = body.edit().set("return_token_ids", "true").to_object()?;
         }
