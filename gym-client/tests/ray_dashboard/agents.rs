@@ -52,6 +52,11 @@ async fn start_agents(job: &Job) -> ([NodeAgent; 2], [String; 2]) {
     (agents, events)
 }
 
+/// Returns the identifier of the second attempt of a job. Its random name may contain `-a1` too, so only the end is replaced.
+fn second_attempt(first: &str) -> String {
+    format!("{}-a2", first.strip_suffix("-a1").expect("the first attempt"))
+}
+
 /// Appends to the log of a job.
 fn write(fake: &Fake, id: &str, lines: &str) {
     fake.with(|cluster| cluster.jobs.get_mut(id).expect("a job").log.push_str(lines));
@@ -226,9 +231,8 @@ async fn a_node_that_ray_drains_is_an_event_and_serves_on() {
 async fn a_job_that_fails_after_it_ran_is_submitted_again_as_the_next_attempt() {
     let fake = Fake::start().await;
     let (reservation, first, agents) = reserved(&fake).await;
-    let name = first.strip_suffix("-a1").expect("the first attempt").to_owned();
     fake.with(|cluster| cluster.jobs.get_mut(&first).expect("a job").fail(-9));
-    let second = format!("{name}-a2");
+    let second = second_attempt(&first);
     fake.until("a second job", |cluster| cluster.jobs.contains_key(&second)).await;
     let [one, two] = <[Job; 2]>::try_from(fake.jobs()).expect("two jobs");
     let mut expected = one.spec();
@@ -281,7 +285,7 @@ async fn a_job_whose_cluster_was_restarted_is_submitted_again_when_the_head_is_b
     });
     fake.until("another job", |cluster| !cluster.jobs.is_empty()).await;
     let second = fake.job().id();
-    assert_eq!(second.replace("-a2", "-a1"), first);
+    assert_eq!(second, second_attempt(&first));
     assert_eq!(fake.seen("PUT ").len(), 2, "the package was lost too");
     reservation.release(Duration::from_secs(1)).await.expect("releases");
     assert_eq!(fake.stops(), [second]);
@@ -294,7 +298,7 @@ async fn a_next_attempt_whose_response_was_lost_ends_with_the_reservation() {
     let (reservation, first, _agents) = reserved(&fake).await;
     fake.after(|seen| (seen.line == SUBMIT).then_some(Answer::Closed));
     fake.with(|cluster| cluster.jobs.get_mut(&first).expect("a job").fail(-9));
-    let second = first.replace("-a1", "-a2");
+    let second = second_attempt(&first);
     fake.until("a second job", |cluster| cluster.jobs.contains_key(&second)).await;
     reservation.release(Duration::from_secs(1)).await.expect("releases");
     drop(reservation);
@@ -452,7 +456,7 @@ async fn ranks_of_a_job_that_failed_restart_on_the_agents_of_the_next_attempt() 
     // Ray ends the agents with the job.
     drop(first);
     fake.with(|cluster| cluster.jobs.get_mut(&ranked.id).expect("a job").fail(-9));
-    let second = ranked.id.replace("-a1", "-a2");
+    let second = second_attempt(&ranked.id);
     let _second = both_agents(&fake, &ranked.workers, &ranked.in_process, &second).await;
     ranked.came_back(&fake, 2).await;
     assert_eq!(fake.stops(), [second]);
