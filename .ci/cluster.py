@@ -2,11 +2,13 @@
 
     .ci/cluster [PROGRAM] [--faults N] [--rollouts N] [--strict] [--on-nodes PROGRAM]
 
-Six campaigns. Each prints its figures; wrong rows end the program with 1, and with --strict a figure above its limit too.
+Seven campaigns. Each prints its figures; wrong rows end the program with 1, and with --strict a figure above its limit too.
 
 - faults: N times each, at random moments of a collection whose rollouts the workers pull: a worker is killed and started again, a worker is
   stopped and goes on, the cable of a worker is cut and plugged in, the head is killed and started again;
 - beheaded: the head is killed and started again while a collector calls replicas by name;
+- restarts: the head is killed and started again while workers, which know it by name, have rollouts: no attempt is lost. Every second time, the
+  resolver takes 3 s;
 - frozen: one of two replicas is stopped while a collector calls them by name;
 - lossy: all workers are behind links with delay and loss;
 - nat: the only worker is behind a router that translates addresses, and takes its rollouts over connections that it opens;
@@ -19,6 +21,7 @@ The rows must be those of an undisturbed collection in one process: none lost, n
 
 import argparse
 import collections
+import contextlib
 import ctypes
 import fcntl
 import heapq
@@ -46,7 +49,7 @@ HEAD_URL = f"http://{HEAD}:11000"
 PRIVATE = "192.168.77.2"
 HEARTBEAT, TIMEOUT = 1, 3
 TASKS = 100
-CAMPAIGNS = ["faults", "beheaded", "frozen", "lossy", "nat", "everything"]
+CAMPAIGNS = ["faults", "beheaded", "restarts", "frozen", "lossy", "nat", "everything"]
 CLONE_NEWNET = 0x40000000
 # The names of this run: an earlier one may have been killed.
 ID = f"gym{os.getpid()}"
@@ -197,7 +200,7 @@ class Cluster:
     def __init__(self, program):
         self.program, self.folder = program, pathlib.Path(tempfile.mkdtemp(prefix="gym-cluster-"))
         self.processes, self.hosts, self.links = {}, [], []
-        self.latency_ms = (0, 0)
+        self.latency_ms, self.head_url = (0, 0), HEAD_URL
         self.add_host("h", None)
         # With an address of its own; it takes the lowest of its ports otherwise, and when a host joins with a lower one, the others send to
         # the earlier address for seconds.
@@ -266,7 +269,7 @@ class Cluster:
     def start_worker(self, name, *options):
         low, high = self.latency_ms
         return self.start(name, name, [
-            "run", "--worker", "--head-url", HEAD_URL, "--host", "0.0.0.0", "--name", name, "--config", CONFIG,
+            "run", "--worker", "--head-url", self.head_url, "--host", "0.0.0.0", "--name", name, "--config", CONFIG,
             f"+policy_model.responses_api_models.scripted_model.latency_ms=[{low},{high}]",
             "--heartbeat-interval", HEARTBEAT, "--worker-timeout", TIMEOUT, *options,
         ])
@@ -802,6 +805,72 @@ def beheaded(cluster, roster, workers, faults, rollouts, rng):
     return figures
 
 
+class Resolver:
+    """Answers that every name is the head's, after a delay."""
+
+    def __init__(self):
+        self.delay = 0.0
+        self.socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        self.socket.bind((HEAD, 53))
+        threading.Thread(target=self.serve, daemon=True).start()
+
+    def serve(self):
+        while True:
+            query, sender = self.socket.recvfrom(4_096)
+            threading.Timer(self.delay, self.answer, (query, sender)).start()
+
+    def answer(self, query, sender):
+        end = query.index(b"\0", 12) + 5
+        is_a = query[end - 4 : end - 2] == b"\0\1"
+        record = b"\xc0\x0c\0\1\0\1\0\0\0\0\0\4" + socket.inet_aton(HEAD) if is_a else b""
+        header = query[:2] + b"\x81\x80\0\1" + (b"\0\1" if is_a else b"\0\0") + b"\0\0\0\0"
+        self.socket.sendto(header + query[12:end] + record, sender)
+
+
+@contextlib.contextmanager
+def resolver_of(hosts):
+    """`ip netns exec` shows these files to the processes of a namespace."""
+    folders = [pathlib.Path(f"/etc/netns/{ID}-{host}") for host in hosts]
+    for folder in folders:
+        folder.mkdir(parents=True)
+        (folder / "resolv.conf").write_text(f"nameserver {HEAD}\noptions timeout:10\n")
+    try:
+        yield
+    finally:
+        for folder in folders:
+            shutil.rmtree(folder)
+
+
+def restarts(cluster, roster, workers, count, resolver, dispatch):
+    """The head is killed and started again, and no attempt is lost."""
+    name, figures = f"restarts-{dispatch}", Figures()
+    # More than end meanwhile; the collection is stopped after the last restart.
+    rollouts = 100 * TASKS
+    collecting = cluster.collect(name, rollouts, "--dispatch", dispatch, "--concurrency", 40)
+    began = time.time()
+    while cluster.rows(name) < 20:
+        if time.time() - began > 60:
+            raise Failed(f"{name} has no rows")
+        time.sleep(0.05)
+    for number in range(count):
+        resolver.delay = 3.0 if number % 2 else 0.0
+        complete = behead(cluster, roster, workers, 0.5)
+        slow = ", with a resolver that takes 3 s" if number % 2 else ""
+        figures.add(f"head killed and restarted, {dispatch}{slow}: complete", 2 + resolver.delay * 2, complete)
+        # Longer than a rollout takes.
+        time.sleep(3)
+    resolver.delay = 0.0
+    if collecting.poll() is not None:
+        raise Failed(f"{name} ended before the last restart")
+    collecting.send_signal(signal.SIGINT)
+    collecting.wait(60)
+    failures = (cluster.folder / f"{name}_failures.jsonl").read_text().splitlines()
+    if failures:
+        raise Failed(f"{name}: {len(failures)} attempts were lost in {count} restarts of the head, such as {failures[0][:600]}")
+    print(f"cluster: {name}: {count} restarts of the head, {cluster.rows(name):,} rows, 0 attempts lost", flush=True)
+    return figures
+
+
 def frozen(cluster, roster, workers, rollouts, rng):
     """One of two replicas is stopped, and goes on only at the end."""
     name, figures = "frozen", Figures()
@@ -926,6 +995,15 @@ def main():
             start(workers[:4], (100, 300), "--pull-capacity", 24)
             faults = max(2, options.faults // 10)
             over += beheaded(cluster, roster, workers[:4], faults, max(1_000, faults * 2_000), rng).print("")
+        if "restarts" in wanted:
+            names, count = workers[:2], max(2, options.faults // 10)
+            resolver = Resolver()
+            with resolver_of(names):
+                for dispatch in ("pull", "push"):
+                    cluster.head_url = "http://head.gym:11000"
+                    start(names, (400, 1_000), "--pull-capacity", 24)
+                    over += restarts(cluster, roster, names, count, resolver, dispatch).print()
+                    cluster.head_url = HEAD_URL
         if "frozen" in wanted:
             start(workers[:2], (0, 2))
             over += frozen(cluster, roster, workers[:2], rollouts * 12 // 10, rng).print()

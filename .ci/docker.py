@@ -24,6 +24,8 @@ IMAGE = "nemo-gym:latest"
 ID = f"gym{os.getpid()}"
 BASE = f"{ID}-base"
 TASKS, ROLLOUTS = 100, 2_000
+# Of the head, each with rollouts at five workers.
+RESTARTS = 3
 FIVE = {f"worker-{number}" for number in range(1, 6)}
 GUIDE = """
 version: '3.8'
@@ -194,9 +196,9 @@ exit 1
         raise Failed(f"the engine does not inherit the environment: {text[-2_000:]}")
 
 
-def collect_words(name, *more):
+def collect_words(name, *more, repeats=ROLLOUTS // TASKS):
     return ["rgym", "collect", "--agent", "math_simple_agent", "--input", "examples/data/math.jsonl", "--output", f"/results/{name}.jsonl",
-            "--limit", str(TASKS), "--num-repeats", str(ROLLOUTS // TASKS), "--add-seed", "--progress", "none", *more]
+            "--limit", str(TASKS), "--num-repeats", str(repeats), "--add-seed", "--progress", "none", *more]
 
 
 def rows(container, folder, name):
@@ -289,6 +291,25 @@ def faults(project, network, folder):
           f"0 twice, 0 rewards on failed attempts; attempts failed: {dict(classes)}", flush=True)
 
 
+def restarts(project, network):
+    """The head is restarted while workers have rollouts, and no attempt is lost."""
+    collector = f"{ID}-restarts"
+    docker("run", "--detach", "--name", collector, "--label", f"gym={ID}", "--network", network, IMAGE,
+           *collect_words("restarts", "--head-url", "http://head:11000", "--concurrency", "40", repeats=1_000))
+    count = lambda file: int(docker("exec", collector, "sh", "-c", f"cat /results/{file}.jsonl 2> /dev/null | wc -l").strip() or 0)
+    wait("rows", lambda: count("restarts") >= 20)
+    for _ in range(RESTARTS):
+        docker("restart", "--time", "0", project.container("head"))
+        wait("five workers serve", lambda: serving(project) == FIVE, 60)
+        # Longer than a rollout takes.
+        time.sleep(3)
+    written, lost = count("restarts"), count("restarts_failures")
+    docker("rm", "--force", collector)
+    if lost:
+        raise Failed(f"{lost} attempts were lost in {RESTARTS} restarts of the head")
+    print(f"docker: {RESTARTS} restarts of the head, {written:,} rows, 0 attempts lost", flush=True)
+
+
 def main():
     folder = pathlib.Path(tempfile.mkdtemp(prefix="gym-docker-"))
     previous = subprocess.run(["docker", "image", "inspect", "--format", "{{.Id}}", IMAGE], capture_output=True, text=True, check=False).stdout.strip()
@@ -311,6 +332,7 @@ def main():
         projects.append(project)
         project("up", "-d", "--scale", "worker=5")
         wait("five workers serve", lambda: serving(project) == FIVE)
+        restarts(project, f"{project.name}_gym-network")
         faults(project, f"{project.name}_gym-network", folder)
         status = 0
         print("docker: passed", flush=True)

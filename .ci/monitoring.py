@@ -5,6 +5,7 @@
 - `/metrics` of every process passes `promtool check metrics`, and `/health` responds;
 - the rules pass promtool, each alert has a unit test in which it fires, and two fire here too, at the rates of this test;
 - every query of the dashboard returns data, or is in WITHOUT_DATA with its reason;
+- every metric that a guide, an alert or the dashboard names moves while rollouts run, or is in WITHOUT_DATA;
 - the command blocks of docs/monitoring.md run;
 - one id is in the logs of all processes of a rollout, and OpenTelemetry's own package decodes the spans that they export.
 
@@ -173,6 +174,20 @@ def check_queries(api):
     print(f"monitoring: every query of the dashboard returns data, {excused} excepted for a written reason")
 
 
+def check_moves(api):
+    """Each metric that people are told of is more than zero at some time."""
+    known = set(re.findall(r"`(gym_\w+)`", (ROOT / "docs/reference/metrics.md").read_text()))
+    texts = [path.read_text() for path in [*(ROOT / "docs").glob("*.md"), *FILES.glob("*.json"), FILES / "rules.yml"]]
+    named = {re.sub("_bucket$", "", name) for text in texts for name in re.findall(r"\bgym_\w+", text)} & known
+    if len(named) < 20:
+        fail(f"only {sorted(named)} are named")
+    moving = sorted(name for name in named if not any(part.startswith(name) or name.startswith(part) for part in WITHOUT_DATA))
+    for name in moving:
+        series = f"{name}_count" if name.endswith("_seconds") and ask(api, f"{name}_count") else name
+        wait(f"a value of {name} above zero", lambda series=series: ask(api, f"max_over_time({series}[10m]) > 0"))
+    print(f"monitoring: {len(moving)} metrics that guides, alerts and the dashboard name have moved")
+
+
 def check_alert(api, name):
     firing = lambda: [alert for alert in json.loads(get(f"{api}/alerts"))["data"]["alerts"]
                       if alert["labels"]["alertname"] == name and alert["state"] == "firing"]
@@ -335,6 +350,7 @@ def main():
         print(f"monitoring: promtool accepts the metrics of {', '.join(sorted(scraped))}")
         wait("targets that are up", lambda: len(ask(api, "up == 1")) == 6)
         check_queries(api)
+        check_moves(api)
         check_alert(api, "GymWorkersMissing")
         check_alert(api, "GymGpuUnderused")
         check_guide(folder, rgym, url, head, found["worker-1"])

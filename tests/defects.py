@@ -159,7 +159,18 @@ DEFECTS = [
     ("a-paused-worker-gets-work", "gym-client/src/work/pool.rs", "!listed.serves(name, member)", "{ let _ = (listed, member); false }", CLUSTER),
     ("the-pool-does-not-hear-of-lost-members", "gym-client/src/work/members.rs", "let reason = gone.lost.clone()?;", "let reason = gone.lost.clone().filter(|_| false)?;", CLUSTER),
     ("a-recovering-head-removes-members", "gym-client/src/work/members.rs",
-     "if update.complete && !update.recovering && self.heard {", "if update.complete && self.heard {", "-p gym-client --lib work::members"),
+     "if update.complete && !update.recovering {", "if update.complete {", "-p gym-client --lib work::members"),
+    ("a-worker-that-a-young-head-does-not-list-is-lost", "gym-client/src/work/members.rs",
+     "let lost: Vec<LostMember> = changed.collect();",
+     """let mut lost: Vec<LostMember> = changed.collect();
+        if update.complete && !update.recovering {
+            let listed = |name: &str| update.changes.iter().any(|change| matches!(change, ServerChange::Present(server) if server.member.as_deref() == Some(name)));
+            lost.extend(self.members.iter().filter(|(name, _)| !listed(name)).map(|(name, member)| LostMember { name: name.clone(), incarnation: member.incarnation, reason: String::new() }));
+        }""", CLUSTER),
+    ("a-silent-member-is-lost-before-its-timeout", "gym-core/src/rollout/work/queue.rs", ".max(poll.patience);", ";", "-p gym-client --test work"),
+    ("a-suspect-worker-has-no-reason", "gym-client/src/work/pool.rs", "self.silent_at(name).filter(|at| *at <= now)?;", "return None;", "-p gym-client --test work"),
+    ("a-member-tells-an-old-time", "gym-client/src/registry/member.rs", "self.spec.tell_time(&self.world);", "let _ = &self.world;", "-p gym-client --test members"),
+    ("finished-items-are-forgotten-at-each-poll", "gym-client/src/work/pool.rs", "if joins {\n                    // An earlier", "if true {\n                    // An earlier", "-p gym-client --test work"),
     # Groups: each rank lives once, and a call says what it did.
     ("bundles-move-before-the-node-is-fenced", f"{NODES}/state.rs",
      "join_all(lost.iter().map(|host| hosts[*host].fenced())).await;", "let _ = (&lost, NodeLink::fenced);", GROUPS),

@@ -32,6 +32,9 @@ const TIMING: MemberTiming = MemberTiming {
     reconnect: Duration::from_millis(100),
 };
 
+/// Time for which a head server waits for the members of its earlier life.
+const RECOVERY: Duration = Duration::from_secs(6);
+
 /// A head server that can be killed and restarted: each life has a registry of its own.
 #[derive(Clone)]
 struct Head {
@@ -39,6 +42,8 @@ struct Head {
     killed: Arc<Mutex<CancelToken>>,
     /// The member whose process is stopped: it sends no heartbeats, and its connection stays open.
     frozen: Arc<Mutex<Option<String>>>,
+    /// Members that find no way to the head when they join.
+    away: Arc<Mutex<Vec<String>>>,
     /// The number of responses to heartbeats that are lost on the way next.
     loses: Arc<AtomicUsize>,
     /// Milliseconds that each response to a heartbeat takes on the way.
@@ -57,6 +62,7 @@ impl Head {
             life: Arc::default(),
             killed: Arc::default(),
             frozen: Arc::default(),
+            away: Arc::default(),
             loses: Arc::default(),
             slow: Arc::default(),
         };
@@ -66,7 +72,9 @@ impl Head {
 
     fn start(&self, term: u64) {
         let registry = MemoryRegistry::with_limits(term, MemberLimits::default());
-        registry.recover_for(Duration::from_secs(2));
+        if term > 1 {
+            registry.recover_for(RECOVERY);
+        }
         *lock(&self.life) = Some(registry);
         *lock(&self.killed) = CancelToken::new();
     }
@@ -74,6 +82,11 @@ impl Head {
     fn kill(&self) {
         *lock(&self.life) = None;
         lock(&self.killed).cancel();
+    }
+
+    /// These members find no way to the head when they join.
+    fn away(&self, members: &[&str]) {
+        *lock(&self.away) = members.iter().map(|name| (*name).to_owned()).collect();
     }
 
     fn freeze(&self, member: &str) {
@@ -126,6 +139,9 @@ impl Registry for Head {
 #[async_trait]
 impl MemberRegistry for Head {
     async fn join(&self, cx: &CallContext, spec: MemberSpec) -> Result<JoinedMember> {
+        if lock(&self.away).contains(&spec.name) {
+            return Err(Error::not_started(Code::Unavailable, "the name of the head server is unknown"));
+        }
         self.call(async |life| life.join(cx, spec).await).await
     }
 
@@ -172,7 +188,7 @@ struct Cluster {
 impl Cluster {
     fn new() -> Self {
         let (head, network) = (Head::new(), InProcess::new());
-        let world = World::new(Arc::new(SimFiles::new(1)), 1, Duration::ZERO);
+        let world = World::new(Arc::new(SimFiles::new(1)), 1, Duration::from_secs(1));
         let transports = Transports::new().with_connector(Arc::new(network.clone()));
         let client = ServerClient::new(Arc::new(head.clone()), transports, &world);
         client.follow(Arc::new(head.clone()));
@@ -193,6 +209,7 @@ impl Cluster {
         self.servers.spawn(serve(Box::new(listener), Arc::new(handler), CancelToken::new(), Duration::ZERO));
         let mut spec = MemberSpec::new(name, Incarnation(1));
         spec.timing = TIMING;
+        spec.clock_ms = 1;
         spec.servers = vec![MemberServer {
             name: "agent".to_owned(),
             rank: None,
@@ -372,6 +389,45 @@ async fn a_worker_that_does_not_return_after_a_restart_of_the_head_is_given_up()
     let (results, ()) =
         timeout(Duration::from_secs(10), async { tokio::join!(calls, restarted) }).await.expect("they end");
     assert_eq!(results.iter().filter(|result| result.is_ok()).count(), 1);
+}
+
+/// Workers take seconds to find their head by its name. Calls in flight go on, and new ones go to those that have returned.
+#[tokio::test(start_paused = true)]
+async fn a_worker_that_returns_late_after_a_restart_of_the_head_loses_no_call() {
+    let mut cluster = Cluster::new();
+    let _first = cluster.start("a", MOMENT).await;
+    let _second = cluster.start("b", Duration::from_secs(30)).await;
+    sleep(MOMENT).await;
+    let calls = join_all((0..2).map(|_| cluster.call()));
+    let restarted = async {
+        sleep(Duration::from_secs(1)).await;
+        cluster.head.kill();
+        sleep(Duration::from_secs(1)).await;
+        cluster.head.away(&["b"]);
+        cluster.head.start(2);
+        sleep(Duration::from_secs(4)).await;
+        assert_eq!(cluster.shares(8).await, [("a".to_owned(), 8)].into());
+        cluster.head.away(&[]);
+    };
+    let (results, ()) = tokio::join!(calls, restarted);
+    assert!(results.iter().all(Result::is_ok), "{results:?}");
+    assert_eq!(cluster.state("b").await, MemberState::Serving);
+}
+
+/// Its clock at its first start says nothing after an hour.
+#[tokio::test(start_paused = true)]
+async fn a_member_that_joins_again_tells_its_time_anew() {
+    let mut cluster = Cluster::new();
+    let _first = cluster.start("a", MOMENT).await;
+    sleep(MOMENT).await;
+    let clock = async || cluster.head.members(&CallContext::default()).await.unwrap()[0].spec.clock_ms;
+    let before = clock().await;
+    sleep(Duration::from_secs(90)).await;
+    cluster.head.kill();
+    cluster.head.start(2);
+    sleep(Duration::from_secs(2)).await;
+    let told = clock().await - before;
+    assert!((90_000..92_000).contains(&told), "{told} ms");
 }
 
 #[tokio::test(start_paused = true)]

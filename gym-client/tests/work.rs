@@ -11,7 +11,7 @@ use futures_util::{FutureExt as _, stream};
 use gym_client::collect::ledger::MemoryLedger;
 use gym_client::collect::{Driver, DriverOptions, ProgressSnapshot, RolloutRow, RunEnd};
 use gym_client::work::{
-    Dispatch, PoolWatch, WORK_LABEL, WorkKind, WorkPool, WorkPoolOptions, WorkPuller, WorkPullerOptions,
+    Dispatch, PoolWatch, PullingMember, WORK_LABEL, WorkKind, WorkPool, WorkPoolOptions, WorkPuller, WorkPullerOptions,
 };
 use gym_client::{ServerClient, Transports};
 use gym_core::registry::{
@@ -535,13 +535,17 @@ impl Cluster {
 
     /// Starts a worker whose rollouts take this long.
     async fn start(&mut self, name: &'static str, takes: Duration) {
+        self.start_with(name, takes, TIMING).await;
+    }
+
+    async fn start_with(&mut self, name: &'static str, takes: Duration, timing: MemberTiming) {
         let handler: Arc<dyn Handler> = Arc::new(handler_fn(move |_: Request| async move {
             tokio::time::sleep(takes).await;
             Ok(Response::json(format!("\"{name}\"")))
         }));
         let client = serve_env(&self.net, name, handler, &self.world).await;
         let mut spec = MemberSpec::new(name, Incarnation(1));
-        spec.timing = TIMING;
+        spec.timing = timing;
         spec.servers = vec![MemberServer {
             name: "env".to_owned(),
             rank: None,
@@ -552,7 +556,10 @@ impl Cluster {
         }];
         let joined = self.head.join(&CallContext::default(), spec).await.unwrap();
         self.heartbeats.insert(name, Heartbeats::begin(self.head.clone(), joined.lease));
-        let options = WorkPullerOptions { member: Some(Incarnation(1)), ..options(name, 4, &self.world) };
+        let options = WorkPullerOptions {
+            member: Some(PullingMember { incarnation: Incarnation(1), timing }),
+            ..options(name, 4, &self.world)
+        };
         self.workers.push(pull(client, options, &self.world));
         tokio::time::sleep(Duration::from_millis(100)).await;
     }
@@ -608,6 +615,61 @@ async fn a_suspect_member_gets_no_new_work_and_its_work_ends_with_its_timeout() 
     let error = lost.unwrap_err();
     assert!(error.to_string().contains("w1 is gone: no heartbeat for 3.0 s"), "{error}");
     assert!(ended - frozen <= TIMING.timeout + Duration::from_secs(1), "{:?}", ended - frozen);
+}
+
+/// One rule for the collector and the head server: a silent member is suspect after two heartbeats, and gone after its timeout.
+#[tokio::test(start_paused = true)]
+async fn a_member_whose_polls_no_longer_arrive_is_suspect_and_lost_after_its_timeout() {
+    let mut cluster = Cluster::new(18);
+    let timing = MemberTiming { heartbeat: Duration::from_secs(10), timeout: Duration::from_secs(60), ..TIMING };
+    cluster.start_with("w1", LONG, timing).await;
+    let suspect = |cluster: &Cluster| cluster.pool.snapshot().workers.first().and_then(|worker| worker.suspect.clone());
+    let cut = async {
+        tokio::time::sleep(Duration::from_secs(1)).await;
+        // Its heartbeats arrive at the head server.
+        cluster.silence("w1");
+        let cut = tokio::time::Instant::now();
+        tokio::time::sleep(Duration::from_secs(17)).await;
+        assert_eq!(suspect(&cluster), None, "two heartbeats are not over");
+        tokio::time::sleep(Duration::from_secs(5)).await;
+        let why = suspect(&cluster).expect("suspect");
+        assert!(why.contains("the head server hears it: its way to this process is cut; gone in 3"), "{why}");
+        cut
+    };
+    let lost = async { (cluster.run().await, tokio::time::Instant::now()) };
+    let ((lost, ended), cut) = tokio::join!(lost, cut);
+    let error = lost.unwrap_err();
+    assert!(error.to_string().contains("worker w1 was lost: it did not poll in time"), "{error}");
+    let took = ended - cut;
+    assert!(took > Duration::from_secs(54) && took <= timing.timeout, "{took:?}");
+}
+
+/// A head server that was restarted knows nobody at first.
+#[tokio::test(start_paused = true)]
+async fn a_worker_that_a_young_head_does_not_list_goes_on() {
+    let mut cluster = Cluster::new(19);
+    cluster.start("w1", Duration::from_secs(20)).await;
+    let restarted = async {
+        tokio::time::sleep(Duration::from_secs(1)).await;
+        // The head server's second life: it does not wait for the members of the first one.
+        cluster.pool.follow(Arc::new(MemoryRegistry::with_limits(2, MemberLimits::default())));
+        tokio::time::sleep(Duration::from_secs(1)).await;
+        assert!(cluster.pool.snapshot().workers[0].paused, "it gets no new work until it has joined again");
+    };
+    let (run, ()) = tokio::join!(cluster.run(), restarted);
+    assert_eq!(run.expect("its result counts"), "\"w1\"");
+    assert_eq!(cluster.pool.snapshot().workers_lost, 0);
+}
+
+#[tokio::test(start_paused = true)]
+async fn finished_items_are_counted_as_long_as_a_worker_polls() {
+    let mut cluster = Cluster::new(20);
+    cluster.start("w1", MOMENT).await;
+    for count in 1..=3 {
+        cluster.run().await.unwrap();
+        tokio::time::sleep(Duration::from_secs(12)).await;
+        assert_eq!(cluster.pool.snapshot().workers[0].finished, count);
+    }
 }
 
 #[tokio::test(start_paused = true)]

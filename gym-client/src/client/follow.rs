@@ -5,6 +5,7 @@ use std::sync::atomic::Ordering::Relaxed;
 
 use futures_util::FutureExt as _;
 use gym_core::registry::{Instance, MemberRegistry, RosterUpdate, RosterVersion, ServerChange};
+use tokio::time::Instant;
 
 use crate::client::server_client::{ClientState, ServerClient, lock};
 use crate::registry::{RosterNews, follow_roster};
@@ -54,7 +55,11 @@ impl ServerClient {
 
     fn apply(&self, update: &RosterUpdate, seen: Option<RosterVersion>) {
         let state: &ClientState = &self.inner;
-        state.recovering.store(update.recovering, Relaxed);
+        {
+            let (mut recovering, term) = (lock(&state.recovering), update.now.term);
+            let same = recovering.filter(|(known, _)| *known == term);
+            *recovering = update.recovering.then(|| same.unwrap_or_else(|| (term, Instant::now())));
+        }
         for change in &update.changes {
             match change {
                 ServerChange::Present(server) => self.forget(&server.name),

@@ -148,6 +148,16 @@ impl Replica {
         self.incarnation == other.incarnation && self.peer.endpoints() == other.peer.endpoints()
     }
 
+    /// Returns `true` if the instance is this server, possibly under another rank.
+    pub(super) fn is(&self, instance: &Instance) -> bool {
+        self.incarnation == instance.incarnation && self.peer.endpoints() == instance.endpoints
+    }
+
+    /// Gives the server no new work, until the registry lists it again.
+    pub(super) fn pause(&self) {
+        self.paused.store(true, Relaxed);
+    }
+
     pub(super) fn is_lost(&self) -> bool {
         self.lost.as_ref().is_some_and(|lost| lost.token.is_cancelled())
     }

@@ -40,6 +40,9 @@ const RESOLVE_EVERY: Duration = Duration::from_secs(1);
 /// Time for which an unregistered name is not resolved again, so that callers that wait for a server do not all query the registry.
 const ABSENT_FOR: Duration = Duration::from_millis(100);
 
+/// Time after which a server that a restarted head server does not list yet gets no new calls, because most have returned.
+const SETTLES_AFTER: Duration = Duration::from_secs(2);
+
 /// Calls servers by name. Cheap to clone; clones share channels and counters.
 #[derive(Clone, Debug)]
 pub struct ServerClient {
@@ -60,8 +63,8 @@ pub(super) struct ClientState {
     background: BackgroundTasks,
     /// `true` once the client learns of lost servers; see [`ServerClient::follow`].
     pub(super) follows: AtomicBool,
-    /// `true` while the head server recovers.
-    pub(super) recovering: AtomicBool,
+    /// The life of the head server that recovers, and since when.
+    pub(super) recovering: Mutex<Option<(u64, Instant)>>,
     /// The tasks that follow clusters.
     pub(super) followers: Mutex<JoinSet<()>>,
     /// The members of the cluster.
@@ -115,7 +118,7 @@ impl ServerClient {
                 asking: Mutex::default(),
                 background: BackgroundTasks::default(),
                 follows: AtomicBool::new(false),
-                recovering: AtomicBool::new(false),
+                recovering: Mutex::default(),
                 followers: Mutex::default(),
                 members: OnceLock::new(),
             }),
@@ -139,7 +142,7 @@ impl ServerClient {
                 asking: Mutex::default(),
                 background: BackgroundTasks::default(),
                 follows: AtomicBool::new(false),
-                recovering: AtomicBool::new(false),
+                recovering: Mutex::default(),
                 followers: Mutex::default(),
                 members: inner.members.clone(),
             }),
@@ -428,11 +431,15 @@ impl ServerClient {
         let follows = self.inner.follows.load(Relaxed);
         let mut replicas: Vec<_> =
             instances.into_iter().map(|instance| replica(instance, known.as_deref(), follows)).collect();
-        if self.inner.recovering.load(Relaxed) {
+        if let Some((_, since)) = *lock(&self.inner.recovering) {
             // The head server was restarted, and not all servers have returned yet: those that are known still serve.
             let known = known.iter().flat_map(|known| &known.replicas).filter(|known| !known.is_lost());
             let absent = known.filter(|known| replicas.iter().all(|replica| !replica.is_same_server(known)));
             let absent: Vec<_> = absent.cloned().collect();
+            if since.elapsed() >= SETTLES_AFTER {
+                // It may have ended meanwhile. Calls in flight to it go on, and others go to those that have returned.
+                absent.iter().for_each(|replica| replica.pause());
+            }
             replicas.extend(absent);
         }
         Ok(self.keep(server, replicas, known.as_deref(), Instant::now()))
@@ -477,10 +484,7 @@ impl ServerClient {
         };
         for (name, known) in names {
             for replica in &known.replicas {
-                let lives = |there: &Instance| {
-                    there.name == name && there.incarnation == replica.incarnation && there.rank == replica.rank
-                };
-                if !listed.iter().any(lives) {
+                if !listed.iter().any(|there| there.name == name && replica.is(there)) {
                     self.lose(&name, replica.rank, replica.incarnation, "the head server no longer lists the server");
                 }
             }

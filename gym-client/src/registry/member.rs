@@ -8,7 +8,7 @@ use futures_util::FutureExt as _;
 use futures_util::future::BoxFuture;
 use futures_util::stream::{FuturesUnordered, StreamExt as _};
 use gym_core::registry::{
-    Heartbeat, HeartbeatReply, JoinedMember, MemberLease, MemberRegistry, MemberSpec, MemberState,
+    Heartbeat, HeartbeatReply, JoinedMember, MemberLease, MemberRegistry, MemberSpec, MemberState, MemberTiming,
 };
 use gym_core::{CallContext, CancelToken, Code, Error, Incarnation, Result, World};
 use tokio::task::JoinHandle;
@@ -64,6 +64,7 @@ impl fmt::Debug for MemberOptions {
 pub struct MemberKeeper {
     name: String,
     incarnation: Incarnation,
+    timing: MemberTiming,
     stop: CancelToken,
     drain: CancelToken,
     task: JoinHandle<()>,
@@ -82,9 +83,10 @@ impl MemberKeeper {
         options: MemberOptions,
         world: &World,
     ) -> BoxFuture<'a, Result<Self>> {
-        let (name, incarnation) = (spec.name.clone(), spec.incarnation);
+        let (name, incarnation, timing) = (spec.name.clone(), spec.incarnation, spec.timing);
         let mut member = Membership {
             registry,
+            world: world.clone(),
             spec,
             options,
             rng: world.rng(),
@@ -100,7 +102,7 @@ impl MemberKeeper {
             let lease = member.join(&within).await?;
             let (stop, drain) = (CancelToken::new(), member.options.drain.clone());
             let task = tokio::spawn(member.keep(lease, stop.clone()).boxed());
-            Ok(Self { name, incarnation, stop, drain, task })
+            Ok(Self { name, incarnation, timing, stop, drain, task })
         })
     }
 
@@ -114,6 +116,12 @@ impl MemberKeeper {
     #[must_use]
     pub fn incarnation(&self) -> Incarnation {
         self.incarnation
+    }
+
+    /// Returns the intervals of its heartbeats.
+    #[must_use]
+    pub fn timing(&self) -> MemberTiming {
+        self.timing
     }
 
     /// Returns the token that is cancelled when the member must finish its work and leave.
@@ -144,6 +152,8 @@ struct Membership {
     registry: Arc<dyn MemberRegistry>,
     spec: MemberSpec,
     options: MemberOptions,
+    /// Its clock is read each time that the member joins.
+    world: World,
     rng: fastrand::Rng,
     /// The number of the newest heartbeat.
     seq: u64,
@@ -169,6 +179,7 @@ impl Membership {
     async fn join(&mut self, cx: &CallContext) -> Result<MemberLease> {
         let (mut wait, mut said) = (RETRY_FIRST, None::<Instant>);
         loop {
+            self.spec.tell_time(&self.world);
             let error = match self.registry.join(cx, self.spec.clone()).await {
                 Ok(JoinedMember { lease, ranks, warnings }) => {
                     warnings.iter().for_each(|warning| tracing::warn!(member = self.spec.name, "{warning}"));

@@ -3,14 +3,15 @@
 use std::collections::BTreeMap;
 
 use gym_core::Incarnation;
-use gym_core::registry::{GoneServer, Instance, RosterUpdate, ServerChange};
+use gym_core::registry::{GoneServer, Instance, RosterUpdate, ServerChange, SuspectMember};
+use tokio::time::Instant;
 
 /// The members that have servers, by name. The head server bounds their number.
 #[derive(Debug, Default)]
 pub(super) struct ListedMembers {
     members: BTreeMap<String, ListedMember>,
-    /// `true` after the first update.
-    heard: bool,
+    /// Those that are suspect, with the time at which each is gone.
+    suspects: BTreeMap<String, (SuspectMember, Instant)>,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -29,18 +30,20 @@ pub(super) struct LostMember {
 }
 
 impl ListedMembers {
-    /// Applies an update, and returns the members that are lost. While a restarted head server recovers, members that it does not list yet
-    /// remain.
-    pub(super) fn apply(&mut self, update: &RosterUpdate) -> Vec<LostMember> {
+    /// Applies an update, and returns the members that are lost. A member that a complete list does not have is not lost, because a restarted
+    /// head server may not have heard of it yet: it gets no new work, unless the head server recovers.
+    pub(super) fn apply(&mut self, now: Instant, update: &RosterUpdate) -> Vec<LostMember> {
         let changed = update.changes.iter().filter_map(|change| match change {
             ServerChange::Present(server) => self.list(server),
             ServerChange::Gone(gone) => self.remove(gone),
         });
-        let mut lost: Vec<LostMember> = changed.collect();
-        if update.complete && !update.recovering && self.heard {
-            lost.extend(self.keep_only(&update.changes));
+        let lost: Vec<LostMember> = changed.collect();
+        if update.complete && !update.recovering {
+            self.keep_only(&update.changes);
         }
-        self.heard = true;
+        let suspects =
+            update.suspects.iter().map(|suspect| (suspect.name.clone(), (suspect.clone(), now + suspect.gone_in)));
+        self.suspects = suspects.collect();
         lost
     }
 
@@ -63,7 +66,7 @@ impl ListedMembers {
     }
 
     /// Removes the members that are not listed.
-    fn keep_only(&mut self, listed: &[ServerChange]) -> Vec<LostMember> {
+    fn keep_only(&mut self, listed: &[ServerChange]) {
         let listed: BTreeMap<&str, Incarnation> = listed
             .iter()
             .filter_map(|change| match change {
@@ -71,16 +74,7 @@ impl ListedMembers {
                 ServerChange::Gone(_) => None,
             })
             .collect();
-        let mut lost = Vec::new();
-        self.members.retain(|name, member| {
-            let lives = listed.get(name.as_str()) == Some(&member.incarnation);
-            if !lives {
-                let reason = format!("{name} is gone: the head server no longer lists it");
-                lost.push(LostMember { name: name.clone(), incarnation: member.incarnation, reason });
-            }
-            lives
-        });
-        lost
+        self.members.retain(|name, member| listed.get(name.as_str()) == Some(&member.incarnation));
     }
 
     /// Returns the processes of these members that are gone because a newer process has their name. The list may never have had them.
@@ -99,6 +93,12 @@ impl ListedMembers {
     pub(super) fn serves(&self, name: &str, incarnation: Incarnation) -> bool {
         self.members.get(name).is_some_and(|member| member.incarnation == incarnation && !member.paused)
     }
+
+    /// Returns why the head server calls a member suspect, with the time that it has left; `None` if it does not.
+    pub(super) fn suspect(&self, now: Instant, name: &str, incarnation: Incarnation) -> Option<String> {
+        let (suspect, gone_at) = self.suspects.get(name).filter(|(suspect, _)| suspect.incarnation == incarnation)?;
+        Some(SuspectMember { gone_in: gone_at.saturating_duration_since(now), ..suspect.clone() }.why())
+    }
 }
 
 fn replaced(name: &str, incarnation: Incarnation) -> LostMember {
@@ -108,6 +108,8 @@ fn replaced(name: &str, incarnation: Incarnation) -> LostMember {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use gym_core::Endpoint;
     use gym_core::registry::RosterVersion;
     use gym_core::server::ServerKind;
@@ -139,7 +141,12 @@ mod tests {
     }
 
     fn update(complete: bool, recovering: bool, changes: &[ServerChange]) -> RosterUpdate {
-        RosterUpdate { now: RosterVersion::default(), complete, recovering, changes: changes.to_vec() }
+        let (now, suspects) = (RosterVersion::default(), Vec::new());
+        RosterUpdate { now, complete, recovering, suspects, changes: changes.to_vec() }
+    }
+
+    fn apply(listed: &mut ListedMembers, update: &RosterUpdate) -> Vec<(String, u64)> {
+        names(listed.apply(Instant::now(), update))
     }
 
     fn names(lost: Vec<LostMember>) -> Vec<(String, u64)> {
@@ -149,30 +156,30 @@ mod tests {
     #[test]
     fn a_member_serves_while_it_is_listed_and_not_paused() {
         let mut listed = ListedMembers::default();
-        listed.apply(&update(true, false, &[server("a", 1, true), server("b", 1, false)]));
+        apply(&mut listed, &update(true, false, &[server("a", 1, true), server("b", 1, false)]));
         let serves = |listed: &ListedMembers, name| listed.serves(name, Incarnation(1));
         assert!(!serves(&listed, "a") && serves(&listed, "b") && !serves(&listed, "c"));
         assert!(!listed.serves("b", Incarnation(2)), "it is another process");
-        listed.apply(&update(false, false, &[server("a", 1, false), server("b", 1, true)]));
+        apply(&mut listed, &update(false, false, &[server("a", 1, false), server("b", 1, true)]));
         assert!(serves(&listed, "a") && !serves(&listed, "b"));
     }
 
     #[test]
     fn a_member_that_is_lost_is_returned_once_and_one_that_left_is_not() {
         let mut listed = ListedMembers::default();
-        listed.apply(&update(true, false, &[server("a", 1, false), server("b", 1, false)]));
-        assert_eq!(listed.apply(&update(false, false, &[gone("b", 1, None)])), []);
+        apply(&mut listed, &update(true, false, &[server("a", 1, false), server("b", 1, false)]));
+        assert_eq!(apply(&mut listed, &update(false, false, &[gone("b", 1, None)])), []);
         let lost = [gone("a", 1, Some("its connection broke")), gone("a", 1, Some("its connection broke"))];
-        assert_eq!(names(listed.apply(&update(false, false, &lost))), [("a".to_owned(), 1)]);
-        listed.apply(&update(false, false, &[server("a", 2, false)]));
-        assert_eq!(listed.apply(&update(false, false, &[gone("a", 1, Some("late"))])), []);
-        assert_eq!(names(listed.apply(&update(false, false, &[server("a", 3, false)]))), [("a".to_owned(), 2)]);
+        assert_eq!(apply(&mut listed, &update(false, false, &lost)), [("a".to_owned(), 1)]);
+        apply(&mut listed, &update(false, false, &[server("a", 2, false)]));
+        assert_eq!(apply(&mut listed, &update(false, false, &[gone("a", 1, Some("late"))])), []);
+        assert_eq!(apply(&mut listed, &update(false, false, &[server("a", 3, false)])), [("a".to_owned(), 2)]);
     }
 
     #[test]
     fn a_process_that_was_never_listed_is_gone_if_a_newer_one_has_its_name() {
         let mut listed = ListedMembers::default();
-        listed.apply(&update(true, false, &[server("a", 2, true), server("b", 1, false)]));
+        apply(&mut listed, &update(true, false, &[server("a", 2, true), server("b", 1, false)]));
         let held = [("a", 1), ("a", 2), ("a", 3), ("b", 1), ("c", 1)].map(|(name, life)| (name, Incarnation(life)));
         assert_eq!(names(listed.replaced(held.into_iter())), [("a".to_owned(), 1)]);
     }
@@ -180,13 +187,30 @@ mod tests {
     #[test]
     fn a_recovering_head_removes_nobody_until_it_has_recovered() {
         let mut listed = ListedMembers::default();
-        listed.apply(&update(true, false, &[server("a", 1, false), server("b", 1, false)]));
-        assert_eq!(listed.apply(&update(true, true, &[])), []);
+        apply(&mut listed, &update(true, false, &[server("a", 1, false), server("b", 1, false)]));
+        assert_eq!(apply(&mut listed, &update(true, true, &[])), []);
         assert!(listed.serves("a", Incarnation(1)));
-        listed.apply(&update(false, true, &[server("a", 1, true)]));
+        apply(&mut listed, &update(false, true, &[server("a", 1, true)]));
         assert!(!listed.serves("a", Incarnation(1)) && listed.serves("b", Incarnation(1)));
         let recovered = update(true, false, &[server("a", 1, false)]);
-        assert_eq!(names(listed.apply(&recovered)), [("b".to_owned(), 1)]);
-        assert!(listed.serves("a", Incarnation(1)));
+        assert_eq!(apply(&mut listed, &recovered), [], "a young head may not have heard of it yet");
+        assert!(listed.serves("a", Incarnation(1)) && !listed.serves("b", Incarnation(1)));
+        apply(&mut listed, &update(false, false, &[server("b", 1, false)]));
+        assert!(listed.serves("b", Incarnation(1)));
+    }
+
+    #[test]
+    fn a_suspect_member_has_a_reason_and_the_time_that_is_left() {
+        let mut listed = ListedMembers::default();
+        let (name, reason) = ("a".to_owned(), "no heartbeat for 2.0 s".to_owned());
+        let suspect = SuspectMember { name, incarnation: Incarnation(1), reason, gone_in: Duration::from_secs(8) };
+        let now = Instant::now();
+        let changes = [server("a", 1, true)];
+        listed.apply(now, &RosterUpdate { suspects: vec![suspect], ..update(true, false, &changes) });
+        let why = |after, incarnation| listed.suspect(now + Duration::from_secs(after), "a", Incarnation(incarnation));
+        assert_eq!(why(5, 1).as_deref(), Some("no heartbeat for 2.0 s; gone in 3 s unless it returns"));
+        assert_eq!(why(5, 2), None, "another process");
+        apply(&mut listed, &update(false, false, &[server("a", 1, false)]));
+        assert_eq!(listed.suspect(now, "a", Incarnation(1)), None);
     }
 }

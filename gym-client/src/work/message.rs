@@ -5,6 +5,7 @@ use std::borrow::Cow;
 
 use bytes::Bytes;
 use gym_core::message::{CALL_METADATA, ContentType};
+use gym_core::registry::MemberTiming;
 use gym_core::{Code, Error, Message, Metadata, Response, Result, Status};
 use serde::{Deserialize, Serialize};
 
@@ -19,6 +20,9 @@ pub(super) struct PollBody {
     /// The incarnation of the cluster's member of this name, if the worker is one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) member: Option<u64>,
+    /// The intervals of that member's heartbeats. Workers of earlier versions do not send it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) timing: Option<MemberTiming>,
     /// The queue that answered the worker's first poll; 0 before.
     #[serde(default)]
     pub(super) queue: u64,

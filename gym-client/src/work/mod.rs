@@ -26,5 +26,5 @@ pub use host::{COLLECTOR_POOL, PoolHost};
 pub use message::WORK_ROUTE;
 pub use pool::{WorkKind, WorkPool, WorkPoolOptions, WorkPoolSnapshot, WorkerSnapshot};
 pub(crate) use pulled::PulledServers;
-pub use puller::{WorkPuller, WorkPullerOptions};
+pub use puller::{PullingMember, WorkPuller, WorkPullerOptions};
 pub use watch::{PULLS_LABEL, PoolWatch, WORK_LABEL};

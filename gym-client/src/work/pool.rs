@@ -9,7 +9,7 @@ use futures_util::FutureExt as _;
 use futures_util::future::BoxFuture;
 use gym_core::base::stall::HandlerLabel;
 use gym_core::base::waits::{self, WAITS_ROUTE, Wait, WaitKind, WaitQuery, WaitTarget, recorded};
-use gym_core::registry::MemberRegistry;
+use gym_core::registry::{MISSED_MAX, MemberLimits, MemberRegistry};
 use gym_core::rollout::FailureClass;
 use gym_core::rollout::work::{
     Assignment, LostWork, PollStart, WorkId, WorkPoll, WorkQueue, WorkQueueError, WorkQueueOptions, WorkerId,
@@ -91,6 +91,9 @@ pub struct WorkerSnapshot {
     pub finished: u64,
     /// It gets no new work: its cluster's member is joining, suspect, draining or gone.
     pub paused: bool,
+    /// The reason why the head server calls it suspect, or why the pool does, and the time after which its work moves; `None` if it is not
+    /// suspect.
+    pub suspect: Option<String>,
 }
 
 /// A work queue with its callers and workers. Cheap to clone; the last clone ends all waiting polls and calls.
@@ -120,8 +123,10 @@ struct PoolState {
     calls: BTreeMap<WorkId, PendingCall>,
     /// The waiting poll of each worker.
     polls: BTreeMap<Arc<str>, WaitingPoll>,
-    /// The incarnation of the member that each worker is, if it is one.
-    memberships: BTreeMap<Arc<str>, Incarnation>,
+    /// The member that each worker is, if it is one.
+    memberships: BTreeMap<Arc<str>, WorkingMember>,
+    /// Suspect workers that a warning has named.
+    suspects: BTreeSet<Arc<str>>,
     /// What the head server lists; `None` if the pool follows none, or has heard nothing yet.
     members: Option<ListedMembers>,
     /// The time at which the sweeper wakes next.
@@ -143,6 +148,14 @@ struct PendingCall {
     done: oneshot::Sender<Result<Response>>,
 }
 
+/// The member of a cluster that a worker is.
+#[derive(Clone, Copy, Debug)]
+struct WorkingMember {
+    incarnation: Incarnation,
+    /// Time between two heartbeats; zero if the worker is of a version that does not tell it.
+    heartbeat: Duration,
+}
+
 #[derive(Debug)]
 struct WaitingPoll {
     who: WorkerId,
@@ -159,6 +172,7 @@ impl WorkPool {
             calls: BTreeMap::new(),
             polls: BTreeMap::new(),
             memberships: BTreeMap::new(),
+            suspects: BTreeSet::new(),
             members: None,
             armed: None,
             finished: BTreeMap::new(),
@@ -260,8 +274,9 @@ impl WorkPool {
                 RosterNews::Update(update, _) => {
                     let state = &mut *state;
                     let listed = state.members.get_or_insert_default();
-                    let mut lost = listed.apply(update);
-                    lost.extend(listed.replaced(state.memberships.iter().map(|(name, life)| (&**name, *life))));
+                    let mut lost = listed.apply(Instant::now(), update);
+                    let held = state.memberships.iter().map(|(name, member)| (&**name, member.incarnation));
+                    lost.extend(listed.replaced(held));
                     for lost in lost {
                         state.member_lost(&lost.name, lost.incarnation, &lost.reason);
                     }
@@ -270,6 +285,7 @@ impl WorkPool {
                 RosterNews::Unsupported(_) => state.members = None,
             }
             state.pause_workers();
+            state.name_suspects(Instant::now());
             state.wake_workers();
             true
         });
@@ -289,6 +305,7 @@ impl WorkPool {
     #[must_use]
     pub fn snapshot(&self) -> WorkPoolSnapshot {
         let state = self.shared.lock();
+        let now = Instant::now();
         let workers = state.queue.workers().map(|(who, capacity, held)| WorkerSnapshot {
             name: Arc::clone(&who.name),
             incarnation: who.incarnation,
@@ -296,6 +313,7 @@ impl WorkPool {
             held,
             finished: state.finished.get(&who.name).copied().unwrap_or(0),
             paused: state.pauses(&who.name),
+            suspect: state.suspect(now, &who.name),
         });
         let waiting = state.queue.waiting();
         WorkPoolSnapshot {
@@ -355,9 +373,13 @@ impl WorkPool {
                 |server: String| [WorkKind::Rollout, WorkKind::Repeatable].map(|kind| kind.class(&server).into());
             servers.into_iter().flat_map(both).collect::<BTreeSet<Arc<str>>>()
         });
-        let member = body.member.map(Incarnation);
+        let heartbeat = body.timing.map_or(Duration::ZERO, |timing| timing.heartbeat);
+        let member = body.member.map(|member| WorkingMember { incarnation: Incarnation(member), heartbeat });
         let paused = state.pauses_member(&who.name, member);
-        let poll = WorkPoll { number: body.poll, capacity: body.capacity, wait, classes, paused };
+        // As long as the head server waits for it.
+        let patience =
+            body.timing.map_or(Duration::ZERO, |timing| timing.timeout.min(MemberLimits::default().timeout_max));
+        let poll = WorkPoll { number: body.poll, capacity: body.capacity, wait, classes, patience, paused };
         let joins = state.queue.worker(&who.name) != Some(&who);
         match state.queue.poll(now, &who, poll) {
             Ok(PollStart::Answered(assignment)) => Ok(PollNext::Answer(shared.write(now, state, &assignment)?)),
@@ -365,11 +387,17 @@ impl WorkPool {
                 if joins {
                     tracing::info!(worker = %who.name, capacity = body.capacity, "a worker takes work");
                 }
-                // The earlier poll of this worker ends too.
-                state.end_lost(&who, lost, "it was restarted");
-                if let Some(member) = member {
-                    state.memberships.insert(Arc::clone(&who.name), member);
+                if joins {
+                    // An earlier process of this name is gone.
+                    state.end_lost(&who, lost, "it was restarted");
+                } else if let Some(earlier) = state.polls.remove(&who.name) {
+                    earlier.wake.notify_one();
                 }
+                match member {
+                    Some(member) => state.memberships.insert(Arc::clone(&who.name), member),
+                    None => state.memberships.remove(&who.name),
+                };
+                state.name_suspect(now, &who.name);
                 let next = if wait.is_zero() {
                     state.queue.answer(now, &who, body.poll)
                 } else {
@@ -417,7 +445,7 @@ impl PoolShared {
 
     /// Makes the sweeper wake in time for this worker.
     fn arm(&self, state: &mut PoolState, name: &str) {
-        if let Some(due) = state.queue.due(name)
+        if let Some(due) = state.due(name)
             && state.armed.is_none_or(|armed| due < armed)
         {
             state.armed = Some(due);
@@ -477,9 +505,58 @@ impl PoolState {
         self.pauses_member(name, self.memberships.get(name).copied())
     }
 
-    fn pauses_member(&self, name: &str, member: Option<Incarnation>) -> bool {
+    fn pauses_member(&self, name: &str, member: Option<WorkingMember>) -> bool {
         let (Some(listed), Some(member)) = (&self.members, member) else { return false };
-        !listed.serves(name, member)
+        !listed.serves(name, member.incarnation)
+    }
+
+    /// Returns the time at which a worker is suspect here, because it has missed polls for longer than two heartbeats. `None` if it is no member:
+    /// it is lost before.
+    fn silent_at(&self, name: &str) -> Option<Instant> {
+        let heartbeat = self.memberships.get(name)?.heartbeat;
+        let options = self.queue.options();
+        Some(self.queue.heard(name)? + (heartbeat * MISSED_MAX).max(options.wait_max + options.silence_max))
+    }
+
+    /// Returns the time at which the sweeper has something to do for this worker.
+    fn due(&self, name: &str) -> Option<Instant> {
+        let silent = self.silent_at(name).filter(|_| !self.suspects.contains(name));
+        [self.queue.due(name), silent].into_iter().flatten().min()
+    }
+
+    /// Returns why a worker is suspect, and when its work moves. What the head server says counts first: `rgym workers` shows the same.
+    fn suspect(&self, now: Instant, name: &str) -> Option<String> {
+        let member = self.memberships.get(name)?;
+        let listed = self.members.as_ref();
+        if let Some(why) = listed.and_then(|listed| listed.suspect(now, name, member.incarnation)) {
+            return Some(why);
+        }
+        self.silent_at(name).filter(|at| *at <= now)?;
+        let (silent, left) = (now - self.queue.heard(name)?, self.queue.due(name)?.saturating_duration_since(now));
+        let heard = listed.is_some_and(|listed| listed.serves(name, member.incarnation));
+        let link = if heard { ", and the head server hears it: its way to this process is cut" } else { "" };
+        Some(format!(
+            "it has not asked for work for {:.1} s{link}; gone in {:.0} s unless it returns",
+            silent.as_secs_f64(),
+            left.as_secs_f64()
+        ))
+    }
+
+    /// Names the workers that have become suspect, and those that are back.
+    fn name_suspects(&mut self, now: Instant) {
+        for name in self.memberships.keys().cloned().collect::<Vec<_>>() {
+            self.name_suspect(now, &name);
+        }
+    }
+
+    fn name_suspect(&mut self, now: Instant, name: &Arc<str>) {
+        match self.suspect(now, name) {
+            Some(why) if self.suspects.insert(Arc::clone(name)) => {
+                tracing::warn!(worker = %name, why, "a worker is suspect and gets no new work");
+            }
+            None if self.suspects.remove(name) => tracing::info!(worker = %name, "a suspect worker is back"),
+            _ => {}
+        }
     }
 
     fn pause_workers(&mut self) {
@@ -492,7 +569,7 @@ impl PoolState {
 
     /// Ends the work of a member that is gone.
     fn member_lost(&mut self, name: &str, member: Incarnation, why: &str) {
-        if self.memberships.get(name) == Some(&member)
+        if self.memberships.get(name).is_some_and(|known| known.incarnation == member)
             && let Some(who) = self.queue.worker(name).cloned()
         {
             let lost = self.queue.lost(&who);
@@ -512,6 +589,7 @@ impl PoolState {
             poll.wake.notify_one();
         }
         self.memberships.remove(&who.name);
+        self.suspects.remove(&who.name);
         self.finished.remove(&who.name);
         if lost == LostWork::default() {
             return;
@@ -537,7 +615,10 @@ impl WaitTarget for QueuedItem {
         let Some(pool) = self.pool.upgrade() else { return String::new() };
         let state = pool.lock();
         if let Some(worker) = state.queue.holder(self.id) {
-            return format!("worker {} has it", worker.name);
+            return match state.suspect(Instant::now(), &worker.name) {
+                Some(why) => format!("worker {} has it and is suspect: {why}", worker.name),
+                None => format!("worker {} has it", worker.name),
+            };
         }
         let workers: Vec<(bool, bool)> =
             (state.queue.workers()).map(|(who, capacity, held)| (state.pauses(&who.name), held >= capacity)).collect();
@@ -638,8 +719,10 @@ async fn sweep(pool: Arc<PoolShared>) {
             for (who, lost) in state.queue.expire(now) {
                 state.end_lost(&who, lost, "it did not poll in time");
             }
+            state.name_suspects(now);
             state.wake_workers();
-            state.armed = state.queue.next_due();
+            let silent = state.memberships.keys().filter_map(|name| state.due(name)).min();
+            state.armed = state.queue.next_due().into_iter().chain(silent).min();
             state.armed
         };
         let changed = pool.sweep.notified();

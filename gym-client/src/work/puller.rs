@@ -12,6 +12,7 @@ use futures_util::future::BoxFuture;
 use futures_util::stream::{FuturesUnordered, StreamExt as _};
 use gym_core::base::host_name;
 use gym_core::message::TraceContext;
+use gym_core::registry::MemberTiming;
 use gym_core::transport::{ConnectOptions, RetryPolicy};
 use gym_core::{
     CallContext, CancelToken, Code, Endpoint, Error, Incarnation, Message, Request, Response, Result, Route, World,
@@ -54,9 +55,18 @@ pub struct WorkPullerOptions {
     pub wait: Duration,
     /// Servers that the worker serves; `None`, the default, for all.
     pub servers: Option<Vec<String>>,
-    /// The incarnation of the member of a cluster whose name is that of the worker; `None`, the default, if there is none. A pool of the
-    /// same cluster then gives the worker work only while the head server lists the member as serving.
-    pub member: Option<Incarnation>,
+    /// The member of a cluster whose name is that of the worker; `None`, the default, if there is none. A pool of the same cluster then gives the
+    /// worker work only while the head server lists the member as serving, and waits for a silent worker as long as the head server does.
+    pub member: Option<PullingMember>,
+}
+
+/// The member of a cluster that takes work.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PullingMember {
+    /// The incarnation of its process.
+    pub incarnation: Incarnation,
+    /// The intervals of its heartbeats.
+    pub timing: MemberTiming,
 }
 
 impl WorkPullerOptions {
@@ -295,7 +305,8 @@ impl PullerState {
         let body = PollBody {
             worker: self.options.name.clone(),
             incarnation: self.incarnation.0,
-            member: self.options.member.map(|member| member.0),
+            member: self.options.member.map(|member| member.incarnation.0),
+            timing: self.options.member.map(|member| member.timing),
             queue: self.queue,
             poll: self.next_poll,
             capacity: if draining { 0 } else { capacity },

@@ -9,7 +9,8 @@
 //!                      ▲                            │                    │
 //!                      │ a heartbeat                │ connection broken, or two heartbeats missed
 //!                      └───────── Suspect ◄─────────┴────────────────────┘
-//!                                    │ 100 ms after the break, or the timeout after the last heartbeat
+//!                                    │ 100 ms after the break, or the timeout after the last heartbeat;
+//!                                    │ meanwhile, the head server asks it directly
 //!                                    └────────────────────────────────────────────────► gone: it was lost
 //! ```
 //!
@@ -38,7 +39,7 @@ pub const DEFAULT_MEMBER_TIMEOUT: Duration = Duration::from_secs(300);
 pub const DEFAULT_RECONNECT: Duration = Duration::from_millis(100);
 
 /// Missed heartbeats that make a member suspect.
-pub(super) const MISSED_MAX: u32 = 2;
+pub const MISSED_MAX: u32 = 2;
 
 /// The limits of a head server's memory. A request beyond a limit is an error with the limit.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -154,7 +155,7 @@ pub struct MemberSpec {
     /// The host at which other machines reach the member.
     #[serde(default)]
     pub host: String,
-    /// The member's clock, in milliseconds since 1970: the head warns of a clock that differs.
+    /// The member's clock when it joins, in milliseconds since 1970, or 0 to tell none: the head warns of a clock that differs.
     #[serde(default)]
     pub clock_ms: u64,
     /// Additional labels, such as `pid` and `cpus`.
@@ -213,10 +214,17 @@ impl MemberSpec {
         let labels = [("pid", std::process::id().to_string()), ("cpus", cpus.to_string())];
         Self {
             host: host.into(),
-            clock_ms: u64::try_from(world.now().as_millis()).unwrap_or(u64::MAX),
+            clock_ms: clock_ms(world),
             labels: labels.into_iter().map(|(key, value)| (key.to_owned(), value)).collect(),
             timing,
             ..Self::new(name, incarnation)
+        }
+    }
+
+    /// Sets the member's clock to now, unless it tells none. A member that joins again does so: its clock at the first time says nothing any more.
+    pub fn tell_time(&mut self, world: &World) {
+        if self.clock_ms > 0 {
+            self.clock_ms = clock_ms(world);
         }
     }
 
@@ -233,6 +241,10 @@ impl MemberSpec {
         let node = self.node.as_ref().map_or(0, |node| node.build.len() + endpoints(&node.endpoints));
         self.name.len() + self.build.len() + self.host.len() + labels(&self.labels) + servers.sum::<usize>() + node
     }
+}
+
+fn clock_ms(world: &World) -> u64 {
+    u64::try_from(world.now().as_millis()).unwrap_or(u64::MAX)
 }
 
 /// The right of a process to be a member under its name.
@@ -333,11 +345,55 @@ pub struct Member {
     pub spec: MemberSpec,
     /// Its state.
     pub state: MemberState,
-    /// The reason of the state, for people: `2 heartbeats missed`; empty if there is none.
+    /// The reason of the state, for people: `no heartbeat for 60.0 s`; empty if there is none.
     #[serde(default)]
     pub reason: String,
-    /// Milliseconds since its last heartbeat.
+    /// Milliseconds since its last heartbeat. Of a member that is gone: when it was removed.
     pub silent_ms: u64,
+    /// Milliseconds for which it has been in its state. `None` from a head server of an earlier version.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub since_ms: Option<u64>,
+    /// Milliseconds until a suspect member is gone, unless it sends a heartbeat. `None` in other states.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub gone_in_ms: Option<u64>,
+}
+
+impl Member {
+    /// Returns the reason of the state, with the time that a suspect member has left; empty if there is none.
+    #[must_use]
+    pub fn why(&self) -> String {
+        match self.gone_in_ms {
+            Some(left) => with_time_left(&self.reason, Duration::from_millis(left)),
+            None => self.reason.clone(),
+        }
+    }
+}
+
+/// Adds the time after which a suspect member is gone to the reason why it is suspect.
+fn with_time_left(reason: &str, left: Duration) -> String {
+    format!("{reason}; gone in {:.0} s unless it returns", left.as_secs_f64())
+}
+
+/// A member that is suspect, as an update of the roster lists it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SuspectMember {
+    /// Its name.
+    pub name: String,
+    /// The incarnation of its process.
+    pub incarnation: Incarnation,
+    /// The reason, for people: `no heartbeat for 60.0 s`.
+    pub reason: String,
+    /// Time until it is gone, unless it sends a heartbeat, in milliseconds on the wire.
+    #[serde(rename = "gone_in_ms", with = "millis")]
+    pub gone_in: Duration,
+}
+
+impl SuspectMember {
+    /// Returns the reason, with the time that is left.
+    #[must_use]
+    pub fn why(&self) -> String {
+        with_time_left(&self.reason, self.gone_in)
+    }
 }
 
 /// A server that is gone.
@@ -384,8 +440,11 @@ pub struct RosterUpdate {
     pub now: RosterVersion,
     /// `true` if `changes` lists all servers. Servers that are not listed are gone, unless the head server recovers.
     pub complete: bool,
-    /// `true` while the head server has just started, and members may not have returned yet. Known servers stay known.
+    /// `true` while members of an earlier life of the head server may return. Known servers stay known.
     pub recovering: bool,
+    /// All members that are suspect and have servers.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub suspects: Vec<SuspectMember>,
     /// The changes, in order.
     pub changes: Vec<ServerChange>,
 }

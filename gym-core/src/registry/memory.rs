@@ -17,7 +17,7 @@ use super::membership::MemberRegistry;
 use super::state::RegistryState;
 use super::table::MemberEvent;
 use crate::base::error::Result;
-use crate::message::CallContext;
+use crate::message::{CallContext, Incarnation};
 
 /// A registry in the memory of one process. Cheap to clone; clones share it.
 #[derive(Clone, Debug)]
@@ -49,6 +49,15 @@ impl MemoryRegistry {
     /// servers that they know.
     pub fn recover_for(&self, time: Duration) {
         self.state().members.recover_until(Instant::now() + time);
+    }
+
+    /// Notes what a suspect member did when it was asked directly: it is part of the reason that rosters show. Does nothing if the member is not
+    /// suspect any more, or is another process.
+    pub fn note_asked(&self, name: &str, incarnation: Incarnation, asked: &str) {
+        if self.state().members.note_asked(name, incarnation, asked) {
+            tracing::info!(member = name, "a suspect worker was asked: {asked}");
+            self.changed.notify_waiters();
+        }
     }
 
     fn state(&self) -> MutexGuard<'_, RegistryState> {
@@ -236,7 +245,7 @@ impl MemberRegistry for MemoryRegistry {
         let deadline = (Instant::now() + wait).min(cx.deadline);
         let changed = self.wait_for(deadline, |state| (Some(state.members.version()) != seen).then_some(()));
         changed.await;
-        Ok(self.state().members.since(seen))
+        Ok(self.state().members.since(Instant::now(), seen))
     }
 }
 

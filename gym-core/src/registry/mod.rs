@@ -18,8 +18,8 @@ mod table;
 pub use lease::{DEFAULT_TTL, Instance, Lease, Registration, Registry};
 pub use member::{
     DEFAULT_HEARTBEAT, DEFAULT_MEMBER_TIMEOUT, DEFAULT_RECONNECT, GoneServer, Heartbeat, HeartbeatReply, JoinedMember,
-    Member, MemberLease, MemberLimits, MemberNode, MemberServer, MemberSpec, MemberState, MemberTiming, RosterUpdate,
-    RosterVersion, ServerChange,
+    MISSED_MAX, Member, MemberLease, MemberLimits, MemberNode, MemberServer, MemberSpec, MemberState, MemberTiming,
+    RosterUpdate, RosterVersion, ServerChange, SuspectMember,
 };
 pub use membership::MemberRegistry;
 pub use memory::MemoryRegistry;

@@ -8,9 +8,10 @@ use tokio::time::Instant;
 use super::lease::Instance;
 use super::member::{
     GoneServer, Heartbeat, JoinedMember, MISSED_MAX, Member, MemberLease, MemberLimits, MemberServer, MemberSpec,
-    MemberState, RosterUpdate, RosterVersion, ServerChange,
+    MemberState, RosterUpdate, RosterVersion, ServerChange, SuspectMember,
 };
 use crate::base::error::{Code, Error, Result};
+use crate::message::Incarnation;
 
 /// Members that left or were lost, which a roster still lists.
 const GONE_MAX: usize = 256;
@@ -37,7 +38,8 @@ pub(crate) struct MemberTable {
     members: BTreeMap<String, Entry>,
     /// Servers by name and replica.
     servers: BTreeMap<(String, u32), Instance>,
-    gone: VecDeque<Member>,
+    /// Members that left or were lost, and when.
+    gone: VecDeque<(Member, Instant)>,
     changes: VecDeque<ServerChange>,
     version: u64,
     /// The end of the time in which members return after a start of the head.
@@ -48,9 +50,13 @@ pub(crate) struct MemberTable {
 struct Entry {
     spec: MemberSpec,
     state: MemberState,
+    /// The time at which it entered the state.
+    since: Instant,
     /// A request to drain outlives a suspicion.
     drain: bool,
     reason: String,
+    /// What a suspect member did when it was asked directly; empty before.
+    asked: String,
     heard: Instant,
     seq: u64,
     /// The connection broke at this time, and no heartbeat has arrived since.
@@ -71,6 +77,29 @@ impl Entry {
     fn gone_at(&self) -> Instant {
         let silent = self.heard + self.spec.timing.timeout;
         self.broken.map_or(silent, |broken| silent.min(broken + self.spec.timing.reconnect))
+    }
+
+    /// Returns the reason of the state, with what the member did when it was asked.
+    fn why(&self) -> String {
+        if self.asked.is_empty() { self.reason.clone() } else { format!("{}; {}", self.reason, self.asked) }
+    }
+
+    /// Returns the member as a roster lists it.
+    fn member(&self, now: Instant, state: MemberState) -> Member {
+        let suspect = state == MemberState::Suspect;
+        Member {
+            spec: self.spec.clone(),
+            state,
+            reason: self.why(),
+            silent_ms: millis(now.saturating_duration_since(self.heard)),
+            since_ms: Some(millis(now.saturating_duration_since(self.since))),
+            gone_in_ms: suspect.then(|| millis(self.gone_at().saturating_duration_since(now))),
+        }
+    }
+
+    /// Returns the names and ranks of its servers.
+    fn server_keys(&self) -> Vec<(String, u32)> {
+        self.spec.servers.iter().zip(&self.ranks).map(|(server, rank)| (server.name.clone(), *rank)).collect()
     }
 
     fn next_change(&self) -> Instant {
@@ -124,6 +153,7 @@ impl MemberTable {
                 // Sent again because the response was lost, or joined again because the member doubts its lease.
                 known.heard = now;
                 known.broken = None;
+                known.spec.clock_ms = spec.clock_ms;
                 return Ok((
                     JoinedMember { lease: known.lease(self.term), ranks: known.ranks.clone(), warnings: Vec::new() },
                     events,
@@ -154,8 +184,10 @@ impl MemberTable {
         let entry = Entry {
             spec,
             state: MemberState::Joining,
+            since: now,
             drain: false,
             reason: String::new(),
+            asked: String::new(),
             heard: now,
             seq: 0,
             broken: None,
@@ -238,7 +270,7 @@ impl MemberTable {
             (false, MemberState::Joining) if beat.healthy => MemberState::Serving,
             (false, state) => state,
         };
-        events.extend(self.enter(&beat.lease.name, to, ""));
+        events.extend(self.enter(now, &beat.lease.name, to, ""));
         Ok((to, events))
     }
 
@@ -249,7 +281,7 @@ impl MemberTable {
         // A newer heartbeat has arrived over another connection.
         if entry.seq == seq {
             entry.broken = Some(now);
-            events.extend(self.enter(&lease.name, MemberState::Suspect, "its connection broke"));
+            events.extend(self.enter(now, &lease.name, MemberState::Suspect, "its connection broke"));
         }
         events
     }
@@ -278,7 +310,7 @@ impl MemberTable {
         };
         entry.drain = true;
         if entry.state != MemberState::Suspect {
-            events.extend(self.enter(name, MemberState::Draining, "it was asked to drain"));
+            events.extend(self.enter(now, name, MemberState::Draining, "it was asked to drain"));
         }
         Ok(events)
     }
@@ -297,7 +329,7 @@ impl MemberTable {
             if entry.gone_at() <= now {
                 events.extend(self.remove(now, &name, &reason, true));
             } else {
-                events.extend(self.enter(&name, MemberState::Suspect, &reason));
+                events.extend(self.enter(now, &name, MemberState::Suspect, &reason));
             }
         }
         if self.recovers_until.is_some_and(|until| until <= now) {
@@ -314,17 +346,33 @@ impl MemberTable {
         self.members.values().map(Entry::next_change).chain(self.recovers_until).min()
     }
 
-    fn enter(&mut self, name: &str, to: MemberState, reason: &str) -> Option<MemberEvent> {
+    /// Notes what a suspect member did when it was asked directly. Returns `false` if it is not suspect, or nothing is new.
+    pub(crate) fn note_asked(&mut self, name: &str, incarnation: Incarnation, asked: &str) -> bool {
+        let suspect = self.members.get_mut(name).filter(|entry| {
+            entry.state == MemberState::Suspect && entry.spec.incarnation == incarnation && entry.asked != asked
+        });
+        let Some(entry) = suspect else { return false };
+        asked.clone_into(&mut entry.asked);
+        // Watchers learn it with an update of its servers.
+        for key in entry.server_keys() {
+            if let Some(server) = self.servers.get(&key).cloned() {
+                self.put(server);
+            }
+        }
+        true
+    }
+
+    fn enter(&mut self, now: Instant, name: &str, to: MemberState, reason: &str) -> Option<MemberEvent> {
         let entry = self.members.get_mut(name)?;
         let from = std::mem::replace(&mut entry.state, to);
         if from == to {
             return None;
         }
         reason.clone_into(&mut entry.reason);
-        let servers: Vec<(String, u32)> =
-            entry.spec.servers.iter().zip(&entry.ranks).map(|(server, rank)| (server.name.clone(), *rank)).collect();
+        entry.asked.clear();
+        entry.since = now;
         let paused = to != MemberState::Serving;
-        for key in servers {
+        for key in entry.server_keys() {
             if let Some(instance) = self.servers.get(&key).filter(|instance| instance.paused != paused) {
                 self.put(Instance { paused, ..instance.clone() });
             }
@@ -342,12 +390,7 @@ impl MemberTable {
             self.gone.pop_front();
         }
         let from = entry.state;
-        self.gone.push_back(Member {
-            silent_ms: silent_ms(now, entry.heard),
-            spec: entry.spec,
-            state: MemberState::Gone,
-            reason: reason.to_owned(),
-        });
+        self.gone.push_back((Member { reason: reason.to_owned(), ..entry.member(now, MemberState::Gone) }, now));
         Some(MemberEvent {
             name: name.to_owned(),
             from: Some(from),
@@ -377,14 +420,13 @@ impl MemberTable {
 
     /// Returns the members, and those that left or were lost.
     pub(crate) fn members(&self, now: Instant) -> Vec<Member> {
-        let live = self.members.values().map(|entry| Member {
-            spec: entry.spec.clone(),
-            state: entry.state,
-            reason: entry.reason.clone(),
-            silent_ms: silent_ms(now, entry.heard),
-        });
+        let live = self.members.values().map(|entry| entry.member(now, entry.state));
         // A process that returned is no longer gone.
-        let gone = self.gone.iter().filter(|gone| !self.members.contains_key(&gone.spec.name)).cloned();
+        let gone = self.gone.iter().filter(|(gone, _)| !self.members.contains_key(&gone.spec.name));
+        let gone = gone.map(|(gone, since)| Member {
+            since_ms: Some(millis(now.saturating_duration_since(*since))),
+            ..gone.clone()
+        });
         live.chain(gone).collect()
     }
 
@@ -402,7 +444,7 @@ impl MemberTable {
     }
 
     /// Returns the changes since a version; all servers if it is unknown or too old.
-    pub(crate) fn since(&self, seen: Option<RosterVersion>) -> RosterUpdate {
+    pub(crate) fn since(&self, now: Instant, seen: Option<RosterVersion>) -> RosterUpdate {
         let recovering = self.recovers_until.is_some();
         let missed = seen
             .filter(|seen| seen.term == self.term)
@@ -412,12 +454,26 @@ impl MemberTable {
             Some(missed) => self.changes.iter().skip(self.changes.len() - missed).cloned().collect(),
             None => self.servers.values().cloned().map(ServerChange::Present).collect(),
         };
-        RosterUpdate { now: self.version(), complete: missed.is_none(), recovering, changes }
+        let suspects =
+            self.members.values().filter(|entry| entry.state == MemberState::Suspect && !entry.spec.servers.is_empty());
+        let suspects = suspects.map(|entry| SuspectMember {
+            name: entry.spec.name.clone(),
+            incarnation: entry.spec.incarnation,
+            reason: entry.why(),
+            gone_in: entry.gone_at().saturating_duration_since(now),
+        });
+        RosterUpdate {
+            now: self.version(),
+            complete: missed.is_none(),
+            recovering,
+            suspects: suspects.collect(),
+            changes,
+        }
     }
 }
 
-fn silent_ms(now: Instant, heard: Instant) -> u64 {
-    u64::try_from(now.saturating_duration_since(heard).as_millis()).unwrap_or(u64::MAX)
+fn millis(time: Duration) -> u64 {
+    u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
 }
 
 pub(super) fn unknown(lease: &MemberLease) -> Error {

@@ -120,6 +120,7 @@ async fn serve(serving: Serving, overrides: &[String], servers: &Servers, consol
         head: (!serves_head).then(|| head.clone()),
         worker: worker.clone(),
         expected_workers: usize::from(cluster.expected_workers),
+        recovery: cluster.worker_timeout,
         only: args.serve,
         stop_grace: args.stop_grace,
         http: HttpConfig { default_deadline: args.request_timeout, ..HttpConfig::default() },

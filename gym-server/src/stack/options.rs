@@ -9,6 +9,7 @@ use gym_client::Transports;
 use gym_client::launch::LineSink;
 use gym_client::transport::http::HttpConfig;
 use gym_core::Endpoint;
+use gym_core::registry::DEFAULT_MEMBER_TIMEOUT;
 
 use crate::stack::worker::WorkerOptions;
 
@@ -31,6 +32,9 @@ pub struct StackOptions {
     pub worker: Option<WorkerOptions>,
     /// The members that must serve before the head server is ready. 0 by default.
     pub expected_workers: usize,
+    /// Time for which a head server that has just started waits for the members of an earlier head server: their servers stay known meanwhile.
+    /// [`DEFAULT_MEMBER_TIMEOUT`] by default, after which a silent member is gone.
+    pub recovery: Duration,
     /// The interpreter of Python entrypoints. Required by a configuration that has one.
     pub python: Option<PathBuf>,
     /// Directories that contain the directories of Python servers, in search order. Empty by default.
@@ -60,6 +64,7 @@ impl Default for StackOptions {
             head: None,
             worker: None,
             expected_workers: 0,
+            recovery: DEFAULT_MEMBER_TIMEOUT,
             python: None,
             python_roots: Vec::new(),
             python_env: Vec::new(),

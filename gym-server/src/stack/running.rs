@@ -5,13 +5,14 @@ use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
+use futures_util::FutureExt as _;
 use gym_client::collect::monitor::CollectionMonitor;
 use gym_client::collect::{DriverOptions, Rollouts, ServerNames};
 use gym_client::config::{GymConfig, InstanceConfig};
 use gym_client::registry::{LeaseKeeper, MemberKeeper, RemoteRegistry, SharedConfiguration};
 use gym_client::transport::HTTP;
 use gym_client::transport::http::HttpBackend;
-use gym_client::work::{COLLECTOR_POOL, PoolWatch, WORK_LABEL, WorkPullerOptions};
+use gym_client::work::{COLLECTOR_POOL, PoolWatch, PullingMember, WORK_LABEL, WorkPullerOptions};
 use gym_client::{JOINS_RUNS_LABEL, ServerClient, Transports};
 use gym_core::registry::{Instance, MemberLimits, MemoryRegistry, Registry};
 use gym_core::server::ServerKind;
@@ -20,6 +21,7 @@ use gym_core::{CallContext, CancelToken, Code, Endpoint, Error, Handler, Incarna
 use tokio::task::JoinSet;
 
 use crate::environment::POOL_IMPLEMENTATION;
+use crate::head::suspects::ask_suspects;
 use crate::head::{GlobalConfig, HeadServer};
 use crate::metrics::Metrics;
 use crate::role::ServerContext;
@@ -36,6 +38,8 @@ pub struct Stack {
     client: ServerClient,
     registry: Arc<dyn Registry>,
     head: Option<HeadServer>,
+    /// Asks suspect members of the head server's cluster. Ends with the stack.
+    asking: JoinSet<()>,
     running: Vec<RunningServer>,
     leases: Vec<LeaseKeeper>,
     /// Drained one after the other: callers before the servers that they call.
@@ -57,9 +61,6 @@ pub struct Stack {
 const WAITING_EVERY: Duration = Duration::from_secs(10);
 #[cfg(feature = "cli")]
 const WORKERS_EVERY: Duration = Duration::from_millis(100);
-
-/// Time in which members of an earlier life of a head server return. Meanwhile, clients keep the servers that they know.
-const RECOVERY_TIME: Duration = Duration::from_secs(2);
 
 /// Time in which a head server that holds the wanted port must respond, to be named in the error.
 const RUNNING_HEAD_TIMEOUT: Duration = Duration::from_secs(1);
@@ -187,7 +188,7 @@ impl Stack {
         let memory = if serves_head {
             let memory = MemoryRegistry::with_limits(world.rng().u64(..), MemberLimits::default());
             // Members of an earlier life of this head server return meanwhile.
-            memory.recover_for(RECOVERY_TIME);
+            memory.recover_for(options.recovery);
             memory
         } else {
             MemoryRegistry::new()
@@ -214,6 +215,7 @@ impl Stack {
             client,
             registry,
             head: None,
+            asking: JoinSet::new(),
             running: Vec::new(),
             leases: Vec::new(),
             stages: SHUTDOWN_ORDER.iter().chain(&[ServerKind::Resources]).map(|_| ShutdownStage::new()).collect(),
@@ -312,11 +314,13 @@ impl Stack {
     ) -> Result<()> {
         let yaml = Arc::clone(config);
         let text: GlobalConfig = Arc::new(move |instances: &[Instance]| yaml.to_global_yaml_with(&live(instances)));
+        let transports = self.client.transports().clone();
+        self.asking.spawn(ask_suspects(memory.clone(), transports.clone()).boxed());
         let head = HeadServer::new(memory, text, world, self.metrics.clone());
         let served = config.instances.iter().map(|instance| instance.name.clone());
         let served = served.filter(|name| options.only.is_empty() || options.only.contains(name)).collect();
         let shared = SharedConfiguration { yaml: config.to_shared_yaml(), served };
-        let head = head.expecting(options.expected_workers).sharing(shared).following(self.client.transports().clone());
+        let head = head.expecting(options.expected_workers).sharing(shared).following(transports);
         let handler: Arc<dyn Handler> = Arc::new(head.clone());
         // Over HTTP only, regardless of the policy: clients find all other servers through the head server.
         let http = HttpBackend { http: options.http.clone(), ..HttpBackend::default() };
@@ -455,7 +459,7 @@ impl Stack {
         let mut options = options;
         if let Some(member) = &self.member {
             member.name().clone_into(&mut options.name);
-            options.member = Some(member.incarnation());
+            options.member = Some(PullingMember { incarnation: member.incarnation(), timing: member.timing() });
         }
         PoolWatch::start(registry, self.client.clone(), options, &self.world)
     }

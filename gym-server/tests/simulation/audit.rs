@@ -279,10 +279,12 @@ impl<L: Ledger> Ledger for AuditedLedger<L> {
 /// A head server whose leases are recorded.
 #[derive(Debug)]
 pub(crate) struct AuditedHead<H> {
-    pub(crate) head: H,
+    pub(crate) head: Arc<H>,
     /// The life of the head server.
     pub(crate) term: u64,
     pub(crate) audit: Audit,
+    /// Time that each worker takes to find the head server before it joins.
+    pub(crate) lookup: Duration,
 }
 
 impl<H: Handler> Handler for AuditedHead<H> {
@@ -293,9 +295,13 @@ impl<H: Handler> Handler for AuditedHead<H> {
         let granted = request.route.path() == "/registry/register";
         let audit = self.audit.clone();
         let membership = audit.membership(&request, self.term);
-        let answer = self.head.handle(request);
+        let lookup = if request.route.path() == "/cluster/join" { self.lookup } else { Duration::ZERO };
+        let head = Arc::clone(&self.head);
         Box::pin(async move {
-            let response = answer.await?;
+            if !lookup.is_zero() {
+                tokio::time::sleep(lookup).await;
+            }
+            let response = head.handle(request).await?;
             if let Some(membership) = membership {
                 membership.answered(&response);
             }

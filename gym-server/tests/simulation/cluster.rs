@@ -8,7 +8,9 @@ use async_trait::async_trait;
 use futures_util::future::BoxFuture;
 use futures_util::stream::BoxStream;
 use gym_client::registry::{LeaseKeeper, MemberKeeper, MemberOptions, RemoteRegistry};
-use gym_client::work::{COLLECTOR_POOL, PoolWatch, WORK_LABEL, WorkPool, WorkPoolOptions, WorkPullerOptions};
+use gym_client::work::{
+    COLLECTOR_POOL, PoolWatch, PullingMember, WORK_LABEL, WorkPool, WorkPoolOptions, WorkPullerOptions,
+};
 use gym_client::{ServerClient, Transports};
 use gym_core::registry::{
     Heartbeat, HeartbeatReply, Instance, JoinedMember, Lease, Member, MemberLease, MemberRegistry, MemberServer,
@@ -122,7 +124,7 @@ impl Worker {
         let options = WorkPullerOptions {
             capacity: cluster.capacity,
             servers: Some(vec!["agent".to_owned()]),
-            member: Some(incarnation),
+            member: Some(PullingMember { incarnation, timing: spec.timing }),
             ..WorkPullerOptions::new(name, &world)
         };
         let _pulling = cluster.pull.then(|| PoolWatch::start(remote.clone(), client(), options, &world));
@@ -139,6 +141,8 @@ pub(crate) struct CollectorPools {
     pub(crate) audit: Audit,
     pub(crate) silence_max: Duration,
     pub(crate) ttl: Duration,
+    /// Nothing happens by which a pool may lose a worker.
+    pub(crate) keeps_all: bool,
 }
 
 /// The pool of one run.
@@ -147,6 +151,7 @@ pub(crate) struct RunPool {
     audit: Audit,
     lease: LeaseKeeper,
     drain: CancelToken,
+    keeps_all: bool,
 }
 
 impl CollectorPools {
@@ -172,7 +177,7 @@ impl CollectorPools {
         registration.labels = [(WORK_LABEL.to_owned(), "1".to_owned())].into();
         let cx = CallContext::within(Duration::from_secs(10));
         let lease = LeaseKeeper::start(Arc::new(self.remote.clone()), &cx, registration).await?;
-        Ok(RunPool { pool, audit: self.audit.clone(), lease, drain })
+        Ok(RunPool { pool, audit: self.audit.clone(), lease, drain, keeps_all: self.keeps_all })
     }
 }
 
@@ -182,6 +187,13 @@ impl RunPool {
         let snapshot = self.pool.snapshot();
         self.audit.count("worker lost by a pool", snapshot.workers_lost);
         self.audit.count("late response", snapshot.late);
+        match (self.keeps_all, snapshot.workers_lost) {
+            (true, 0) => self.audit.count("pool kept its workers through restarts of the head", 1),
+            (true, lost) => {
+                self.audit.violation(format_args!("a pool lost {lost} workers, and only the head was restarted"))
+            }
+            (false, _) => {}
+        }
         self.lease.end(Duration::from_secs(2)).await;
         self.pool.close();
         self.drain.cancel();

@@ -25,10 +25,15 @@ const PAST_FAILURES_OF_CLUSTERS: &[u64] = &[68269];
 /// - a broken connection to a living rank was not opened again.
 const PAST_FAILURES_OF_GROUPS: &[u64] = &[237, 265, 320, 189, 1024, 37, 69, 95, 127, 5, 100, 6, 56];
 
-/// What some seed of a cluster must have: members that the head server gave up, workers that a pool gave up, their late responses, and
-/// workers that return to a restarted head server.
-const COUNTED: [&str; 4] =
-    ["member gone", "worker lost by a pool", "late response", "worker back after a restart of the head"];
+/// What some seed of a cluster must have: members that the head server gave up, workers that a pool gave up, their late responses, workers
+/// that return to a restarted head server, and pools that keep all workers through such restarts.
+const COUNTED: [&str; 5] = [
+    "member gone",
+    "worker lost by a pool",
+    "late response",
+    "worker back after a restart of the head",
+    "pool kept its workers through restarts of the head",
+];
 
 impl Setting {
     /// Returns the seeds, with the faults of the first plans, that once failed.

@@ -136,7 +136,7 @@ impl Plan {
     /// Adds the faults that came after the first plans. Plans without them are those of the first seeds.
     pub(crate) fn with_additions(mut self) -> Self {
         let mut rng = fastrand::Rng::with_seed(self.seed ^ 0xadd1_7104_5eed_0a11);
-        if rng.u8(..4) == 0 {
+        if rng.u8(..4) == 0 || self.only_restarts_head() {
             return self;
         }
         if self.cluster.as_ref().is_none_or(|cluster| !cluster.calm) {
@@ -176,6 +176,15 @@ impl Plan {
     pub(crate) fn returning(&self) -> Vec<&'static str> {
         let otherwise = self.strikes(|step, host| host == HEAD && !matches!(step, Step::Crash(_) | Step::Start(_)));
         if otherwise { Vec::new() } else { self.untouched() }
+    }
+
+    /// Returns `true` if nothing happens on these hosts but restarts of the head server: then no worker is lost.
+    pub(crate) fn only_restarts_head(&self) -> bool {
+        let calm = self.cluster.as_ref().is_some_and(|cluster| cluster.calm);
+        let hosts = self.hosts();
+        let steps = self.script.iter().map(|(_, step)| *step);
+        let here: Vec<Step> = steps.filter(|step| step.host().is_none_or(|host| hosts.contains(&host))).collect();
+        calm && !here.is_empty() && here.iter().all(|step| matches!(step, Step::Crash(HEAD) | Step::Start(HEAD)))
     }
 
     fn untouched(&self) -> Vec<&'static str> {

@@ -364,7 +364,16 @@ impl Deployment {
             return None;
         }
         let (host, world, audit) = (host.clone(), self.world(host), self.audit.clone());
-        Some(CollectorPools { host, remote, world, audit, silence_max: cluster.silence_max, ttl: self.plan.ttl })
+        let keeps_all = self.plan.only_restarts_head();
+        Some(CollectorPools {
+            host,
+            remote,
+            world,
+            audit,
+            silence_max: cluster.silence_max,
+            ttl: self.plan.ttl,
+            keeps_all,
+        })
     }
 
     fn start_worker(&self, host: &SimHost, name: &'static str) {
@@ -388,21 +397,23 @@ impl Deployment {
         let term = host.life() + 1;
         let registry = match &self.plan.cluster {
             None => MemoryRegistry::new(),
-            Some(_) => {
+            Some(cluster) => {
                 let registry = MemoryRegistry::with_limits(term, MemberLimits::default());
                 // As the head server of a stack does.
-                registry.recover_for(Duration::from_secs(2));
+                registry.recover_for(cluster.timing.timeout);
                 self.audit.head_started(term);
                 registry
             }
         };
         *self.registry.lock().unwrap_or_else(PoisonError::into_inner) = registry.clone();
+        let lookup = self.plan.cluster.as_ref().map_or(Duration::ZERO, |cluster| cluster.lookup);
         if host.life() > 0 {
-            host.spawn(check_return(registry.clone(), self.plan.returning(), self.audit.clone()));
+            let within = COMPLETE_AFTER_RESTART + lookup;
+            host.spawn(check_return(registry.clone(), within, self.plan.returning(), self.audit.clone()));
         }
         let config = Arc::new(|_: &[gym_core::registry::Instance]| String::new());
         let head = HeadServer::new(registry, config, &self.world(host), Metrics::new());
-        self.serve(host, Arc::new(AuditedHead { head, term, audit: self.audit.clone() }));
+        self.serve(host, Arc::new(AuditedHead { head: Arc::new(head), term, audit: self.audit.clone(), lookup }));
     }
 
     fn start_server(&self, host: &SimHost, name: &'static str) {
@@ -487,15 +498,13 @@ async fn audit_leases(audit: Audit, registry: Arc<Mutex<MemoryRegistry>>) {
 }
 
 /// Checks that all workers are back soon after a restart of the head server. Ends with this life of it.
-async fn check_return(registry: MemoryRegistry, workers: Vec<&'static str>, audit: Audit) {
-    tokio::time::sleep(COMPLETE_AFTER_RESTART).await;
+async fn check_return(registry: MemoryRegistry, within: Duration, workers: Vec<&'static str>, audit: Audit) {
+    tokio::time::sleep(within).await;
     let members = registry.members(&CallContext::default()).await.unwrap_or_default();
     for worker in workers {
         let state = members.iter().find(|member| member.spec.name == worker).map(|member| member.state);
         if state != Some(MemberState::Serving) {
-            audit.violation(format_args!(
-                "{worker} is {state:?} {COMPLETE_AFTER_RESTART:?} after a restart of the head"
-            ));
+            audit.violation(format_args!("{worker} is {state:?} {within:?} after a restart of the head"));
         }
         audit.count("worker back after a restart of the head", 1);
     }

@@ -264,6 +264,8 @@ impl WorkQueue {
                 parked: None,
                 newest: 0,
                 answered: Vec::new(),
+                heard: now,
+                patience: poll.patience,
                 due: now,
             };
             self.workers.insert(Arc::clone(&who.name), worker);
@@ -283,7 +285,8 @@ impl WorkQueue {
         worker.capacity = capacity;
         worker.paused = poll.paused;
         worker.classes = poll.classes;
-        worker.due = now + poll.wait.min(self.options.wait_max) + self.options.silence_max;
+        (worker.heard, worker.patience) = (now, poll.patience);
+        worker.due = now + (poll.wait.min(self.options.wait_max) + self.options.silence_max).max(poll.patience);
         self.park(&who.name, poll.number);
         Ok(PollStart::Waiting(lost))
     }
@@ -369,7 +372,7 @@ impl WorkQueue {
         let parked = self.unpark(name);
         let due = now + self.options.silence_max;
         let Some(worker) = self.workers.get_mut(name) else { return Assignment::default() };
-        worker.due = due;
+        worker.due = due.max(worker.heard + worker.patience);
         if let Some(parked) = parked {
             worker.answered.push((parked.number, items.clone()));
         }
@@ -501,6 +504,12 @@ impl WorkQueue {
     #[must_use]
     pub fn due(&self, name: &str) -> Option<Instant> {
         self.workers.get(name).map(|worker| worker.due)
+    }
+
+    /// Returns the time of a worker's newest poll.
+    #[must_use]
+    pub fn heard(&self, name: &str) -> Option<Instant> {
+        self.workers.get(name).map(|worker| worker.heard)
     }
 
     /// Returns the current incarnation of the worker with this name.

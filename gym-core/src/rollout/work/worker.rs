@@ -45,6 +45,8 @@ pub struct WorkPoll {
     pub wait: Duration,
     /// Names of the classes that the worker serves; `None` for all.
     pub classes: Option<BTreeSet<Arc<str>>>,
+    /// Time of silence after which the worker is lost, if that is longer than what the options of the queue say: that of a member of a cluster.
+    pub patience: Duration,
     /// `true` if the worker gets no new work for now; see [`WorkQueue::pause`](super::WorkQueue::pause).
     pub paused: bool,
 }
@@ -68,6 +70,10 @@ pub(super) struct Worker {
     /// The newest poll, and the items of the polls whose responses may have been lost.
     pub(super) newest: u64,
     pub(super) answered: Vec<(u64, Vec<WorkId>)>,
+    /// Time of the newest poll.
+    pub(super) heard: Instant,
+    /// Time of silence after which the worker is lost, if it is longer than the queue's.
+    pub(super) patience: Duration,
     /// The worker is lost if it sends no poll by then.
     pub(super) due: Instant,
 }

@@ -151,6 +151,13 @@ async fn a_silent_member_is_suspect_and_then_gone(fixture: &impl MemberFixture) 
     sleep(MOMENT * 2).await;
     assert_eq!(state(&registry, "a").await, Some(MemberState::Suspect));
     assert_eq!(servers(&registry, "math").await, (vec![], 1));
+    // The list and the roster say the same: why, since when, and what time is left.
+    let members = registry.members(&cx()).await.expect("the members");
+    let why = members[0].why();
+    assert!(why.starts_with("no heartbeat for 2") && why.ends_with("; gone in 1 s unless it returns"), "{why}");
+    assert!(members[0].since_ms.is_some_and(|since| since <= MOMENT.as_millis() as u64 * 2), "{members:?}");
+    let suspects = roster(&registry, Some(seen)).await.suspects;
+    assert_eq!(suspects.iter().map(|suspect| suspect.why()).collect::<Vec<_>>(), [why]);
     sleep(HEARTBEAT).await;
     assert_eq!(state(&registry, "a").await, Some(MemberState::Gone));
     assert_eq!(servers(&registry, "math").await, (vec![], 0));
@@ -159,6 +166,11 @@ async fn a_silent_member_is_suspect_and_then_gone(fixture: &impl MemberFixture) 
     assert_eq!((gone.name.as_str(), gone.incarnation), ("math", Incarnation(1)));
     let why = gone.lost.as_deref().expect("a reason");
     assert!(why.contains("a is gone") && why.contains("no heartbeat for 3"), "{why}");
+    sleep(HEARTBEAT).await;
+    let members = registry.members(&cx()).await.expect("the members");
+    assert!(members[0].why().contains("no heartbeat for 3"), "{members:?}");
+    assert!(members[0].since_ms.is_some_and(|since| since >= HEARTBEAT.as_millis() as u64), "{members:?}");
+    assert_eq!((members[0].gone_in_ms, roster(&registry, None).await.suspects), (None, vec![]));
     let refused = member.beat(MemberState::Serving, true).await.expect_err("it is gone");
     assert_eq!(refused.code(), Code::NotFound);
 }

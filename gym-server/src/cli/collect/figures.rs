@@ -137,7 +137,7 @@ pub(super) fn rate(rollouts: u64, took: Duration) -> f64 {
 }
 
 /// Formats a duration in the unit that a person would use, with two or three digits.
-pub(super) fn duration(duration: Duration) -> String {
+pub(in crate::cli) fn duration(duration: Duration) -> String {
     let seconds = duration.as_secs_f64();
     match seconds {
         ..0.009_95 => format!("{:.1} ms", seconds * 1e3),

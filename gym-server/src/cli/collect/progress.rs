@@ -189,7 +189,11 @@ fn counts(snapshot: &ProgressSnapshot, rate: Option<f64>, detail: Detail) -> Str
     }
     let _ = write!(text, ", {} in flight", snapshot.in_flight);
     if let Some(pool) = &snapshot.pool {
-        let _ = write!(text, " ({} wait; {} workers)", pool.waiting, pool.workers.len());
+        let suspect = match pool.workers.iter().filter(|worker| worker.suspect.is_some()).count() {
+            0 => String::new(),
+            suspect => format!(", {suspect} suspect"),
+        };
+        let _ = write!(text, " ({} wait; {} workers{suspect})", pool.waiting, pool.workers.len());
         if pool.workers_lost > 0 {
             let _ = write!(text, ", {} workers lost", pool.workers_lost);
         }
@@ -257,10 +261,11 @@ mod tests {
             held: 8,
             finished: 0,
             paused: false,
+            suspect: Some("no heartbeat for 2.0 s".to_owned()),
         };
         let pool = WorkPoolSnapshot { waiting: 8, held: 8, workers: vec![worker], ..WorkPoolSnapshot::default() };
         let pulled = ProgressSnapshot { total: 20, in_flight: 16, pool: Some(pool), ..ProgressSnapshot::default() };
-        assert_eq!(line(&pulled, None, ""), "0/20 rollouts (0.0%), 16 in flight (8 wait; 1 workers)");
+        assert_eq!(line(&pulled, None, ""), "0/20 rollouts (0.0%), 16 in flight (8 wait; 1 workers, 1 suspect)");
         let waits = line(&ProgressSnapshot::default(), None, "m: http://h/v1 is unavailable");
         assert_eq!(waits, "0/0 rollouts, 0 in flight; m: http://h/v1 is unavailable");
     }

@@ -7,6 +7,8 @@ use std::time::Duration;
 
 use futures_util::future::join_all;
 use gym_client::Transports;
+use gym_client::registry::RemoteRegistry;
+use gym_core::registry::{Member, MemberRegistry as _};
 use gym_core::server::EndpointReport;
 use gym_core::transport::{ConnectOptions, Transport};
 use gym_core::{CallContext, Endpoint, Error, Request, Response, Result, World};
@@ -18,6 +20,7 @@ use crate::cli::console;
 use crate::cli::exit::{Failure, Outcome};
 #[cfg(feature = "ray")]
 use crate::cli::inspect::ray::{self, ClusterStatus};
+use crate::cli::inspect::workers;
 use crate::cli::setup::head_server;
 use crate::cli::setup::models::in_progress;
 use crate::role::reply::health::{PeerReport, StallReport};
@@ -35,6 +38,9 @@ const REASON_CHARS_MAX: usize = 80;
 struct Status {
     head: ServerHealth,
     servers: Vec<ServerHealth>,
+    /// The members of the cluster, with those that left or were lost. Empty for NeMo Gym's head server.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    members: Vec<Member>,
     /// The Ray cluster of the configuration.
     #[cfg(feature = "ray")]
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -106,10 +112,14 @@ pub(in crate::cli) async fn status(
         pid: None,
         start_time: None,
     };
-    let (head, servers) = tokio::join!(health(&transports, head_entry, now), join_all(servers));
+    let registry = RemoteRegistry::new(head.clone(), transports.clone(), world);
+    let cx = CallContext::within(HEAD_TIMEOUT);
+    let (head, servers, members) =
+        tokio::join!(health(&transports, head_entry, now), join_all(servers), registry.members(&cx));
     let status = Status {
         head,
         servers,
+        members: members.unwrap_or_default(),
         #[cfg(feature = "ray")]
         ray: ray::of_configuration(&config).await?,
     };
@@ -227,6 +237,9 @@ fn text(status: &Status, known: &[Transport]) -> String {
     for server in &status.servers {
         let failing = server.endpoints.iter().filter_map(|report| in_progress(&server.name, report));
         failing.for_each(|line| text.push_str(&format!("\n{line}")));
+    }
+    if !status.members.is_empty() {
+        let _ = write!(text, "\n\n{}", workers::text(&status.members));
     }
     let healthy = status.servers.iter().filter(|server| server.healthy).count();
     let _ = write!(text, "\n{healthy} of {} servers healthy, head {}", status.servers.len(), status.head.url);

@@ -164,7 +164,7 @@ fn text(state: &ClusterView, waits: &Waits, head: &str, width: usize) -> String 
     }
     let troubled = state.members.iter().filter(|member| !matches!(member.state, MemberState::Serving));
     for member in troubled.take(LISTED_MAX * 2) {
-        let _ = write!(out, "\n{} is {}: {}", member.spec.name, member.state, member.reason);
+        let _ = write!(out, "\n{} is {}: {}", member.spec.name, member.state, member.why());
     }
     out
 }

@@ -9,6 +9,7 @@ use gym_core::registry::{Member, MemberRegistry, MemberState};
 use gym_core::{CallContext, Endpoint, World};
 
 use crate::cli::args::options::{DrainArgs, Sources, StatusArgs};
+use crate::cli::collect::figures::duration;
 use crate::cli::console;
 use crate::cli::exit::{Failure, Outcome};
 #[cfg(feature = "ray")]
@@ -86,7 +87,8 @@ fn servers(member: &Member) -> String {
     }
 }
 
-fn text(members: &[Member]) -> String {
+/// Returns the members as a table.
+pub(super) fn text(members: &[Member]) -> String {
     let rows = members.iter().map(|member| {
         let heard = match member.state {
             MemberState::Gone => "-".to_owned(),
@@ -95,11 +97,12 @@ fn text(members: &[Member]) -> String {
         [
             member.spec.name.clone(),
             member.state.to_string(),
+            member.since_ms.map_or("-".to_owned(), |since| duration(Duration::from_millis(since))),
             member.spec.host.clone(),
             servers(member),
             heard,
-            member.reason.clone(),
+            member.why(),
         ]
     });
-    console::table(["name", "state", "host", "servers", "heartbeat", "reason"], rows)
+    console::table(["name", "state", "for", "host", "servers", "heartbeat", "reason"], rows)
 }

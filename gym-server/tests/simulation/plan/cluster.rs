@@ -33,12 +33,21 @@ pub(crate) struct ClusterPlan {
     pub(crate) pull: bool,
     /// The network has no faults of its own, only those of the script.
     pub(crate) calm: bool,
+    /// Time in which a worker looks up the name of its head server, each time that it joins.
+    pub(crate) lookup: Duration,
 }
+
+/// A resolver that is slow.
+const SLOW_LOOKUP: Duration = Duration::from_secs(3);
 
 pub(super) fn plan(seed: u64) -> Plan {
     let mut rng = fastrand::Rng::with_seed(seed ^ 0xc105_7e25_0f3e_3b05);
     let millis = |rng: &mut fastrand::Rng, from, to| Duration::from_millis(rng.u64(from..=to));
-    let calm = rng.u8(..4) == 0;
+    // A separate generator, so that a seed keeps the other steps that it had before there were these.
+    let mut restarts = fastrand::Rng::with_seed(seed ^ 0x4ead_4e57_a475_0038);
+    let only_head = restarts.u8(..8) == 0;
+    let lookup = [Duration::ZERO, SLOW_LOOKUP][restarts.usize(..2)];
+    let calm = rng.u8(..4) == 0 || only_head;
     let faults = if calm { Faults::calm() } else { Faults::drawn(&mut rng) };
     let heals_at = millis(&mut rng, 8_000, 20_000);
     let heartbeat = millis(&mut rng, 300, 1_500);
@@ -49,6 +58,7 @@ pub(super) fn plan(seed: u64) -> Plan {
         silence_max: millis(&mut rng, 2_000, 10_000),
         pull: rng.u8(..4) > 0,
         calm,
+        lookup,
     };
     let concurrency = u32::try_from(rng.usize(1..=16)).expect("a small number");
     let options = DriverOptions {
@@ -62,7 +72,10 @@ pub(super) fn plan(seed: u64) -> Plan {
         backoff: RetryPolicy { backoff_min: Duration::from_millis(200), ..RetryPolicy::default() },
         ..DriverOptions::default()
     };
-    let script = script(&mut rng, heals_at, cluster.workers);
+    let mut script = script(&mut rng, heals_at, cluster.workers);
+    if only_head {
+        script = restarts_of_head(&mut restarts, heals_at);
+    }
     Plan {
         seed,
         padding: [0, 300][rng.usize(..2)],
@@ -71,13 +84,27 @@ pub(super) fn plan(seed: u64) -> Plan {
         steps: rng.u32(0..=3),
         think_max: millis(&mut rng, 10, 2_000),
         ttl: millis(&mut rng, 2_000, 8_000),
-        script: if rng.u8(..4) == 0 { with_ends(script, &mut rng, heals_at) } else { script },
+        script: if rng.u8(..4) == 0 && !only_head { with_ends(script, &mut rng, heals_at) } else { script },
         faults,
         concurrency,
         options,
         heals_at,
         cluster: Some(cluster),
         turns: false,
+    }
+}
+
+/// Returns a script that kills and starts the head server, and nothing else.
+fn restarts_of_head(rng: &mut fastrand::Rng, heals_at: Duration) -> Script {
+    let (mut script, mut at) = (Vec::new(), Duration::ZERO);
+    loop {
+        at += Duration::from_millis(rng.u64(500..6_000));
+        let until = at + Duration::from_millis(rng.u64(10..4_000));
+        if until >= heals_at {
+            return script;
+        }
+        script.extend([(at, Step::Crash(HEAD)), (until, Step::Start(HEAD))]);
+        at = until;
     }
 }
 
