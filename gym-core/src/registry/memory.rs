@@ -104,7 +104,9 @@ impl MemoryRegistry {
                 () = changed => {}
                 () = sleep_until(until) => {
                     if until == deadline {
-                        return None;
+                        // What is due at this very moment counts.
+                        self.tick();
+                        return ready(&self.state());
                     }
                 }
             }

@@ -62,3 +62,66 @@ async fn answers(cx: &CallContext, transports: &Transports, endpoint: &Endpoint)
     };
     asked.await.is_ok()
 }
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+    use std::sync::Arc;
+
+    use gym_core::registry::{MemberLimits, MemberServer, MemberSpec, MemberTiming};
+    use gym_core::server::ServerKind;
+    use gym_core::testing::{Faults, SimNet};
+    use gym_core::transport::{handler_fn, serve};
+    use gym_core::{CancelToken, Response};
+
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn a_suspect_member_is_asked_and_the_list_says_whether_it_answers() {
+        let net = SimNet::new(1, Faults::calm());
+        let registry = MemoryRegistry::with_limits(1, MemberLimits::default());
+        let living = net.host("living");
+        let handler = handler_fn(|_: Request| async { Ok(Response::json("{}")) });
+        let serving = serve(Box::new(living.listen("agent").unwrap()), Arc::new(handler), CancelToken::new(), ASK_EVERY);
+        living.spawn(async move {
+            let _ = serving.await;
+        });
+        let (_stopped, _held) = (net.host("stopped"), net.host("stopped").listen("agent").unwrap());
+        for name in ["living", "stopped"] {
+            let mut spec = MemberSpec::new(name, Incarnation(1));
+            let heartbeat = Duration::from_secs(30);
+            spec.timing = MemberTiming { heartbeat, timeout: heartbeat * 10, ..MemberTiming::default() };
+            spec.servers = vec![MemberServer {
+                name: "agent".to_owned(),
+                rank: None,
+                kind: ServerKind::Agent,
+                implementation: String::new(),
+                endpoints: vec![Endpoint::parse(&format!("sim://{name}/agent")).unwrap()],
+                labels: BTreeMap::new(),
+            }];
+            registry.join(&CallContext::default(), spec).await.unwrap();
+        }
+        let transports = Transports::new().with_connector(Arc::new(net.host("head")));
+        let asking = tokio::spawn(ask_suspects(registry.clone(), transports));
+        tokio::time::sleep(Duration::from_secs(59)).await;
+        let why = async || {
+            let members = registry.members(&CallContext::default()).await.unwrap();
+            members.into_iter().map(|member| member.reason).collect::<Vec<_>>()
+        };
+        assert_eq!(why().await, ["", ""]);
+        tokio::time::sleep(Duration::from_secs(4)).await;
+        let expected = [
+            "no heartbeat for 60.0 s; it answers at sim://living/agent, so its way to the head server is cut",
+            "no heartbeat for 60.0 s; it does not answer at sim://stopped/agent",
+        ];
+        assert_eq!(why().await, expected);
+        // It is asked again: its process has ended meanwhile.
+        net.crash("living");
+        tokio::time::sleep(ASK_EVERY + ASK_TIMEOUT).await;
+        assert!(why().await[0].ends_with("it does not answer at sim://living/agent"), "{:?}", why().await);
+        // The same reason reaches collectors.
+        let roster = registry.roster(&CallContext::default(), None, Duration::ZERO).await.unwrap();
+        assert!(roster.suspects[0].why().contains("it does not answer at sim://living/agent; gone in 2"), "{roster:?}");
+        asking.abort();
+    }
+}
