@@ -85,13 +85,15 @@ impl Job {
         self.request["submission_id"].as_str().expect("a text").to_owned()
     }
 
-    pub(crate) fn variable(&self, name: &str) -> &str {
-        self.request["runtime_env"]["env_vars"][name].as_str().expect("a text")
+    /// Returns a variable as the driver gets it: Ray has replaced the names of other variables, whose values may have quotes.
+    pub(crate) fn variable(&self, name: &str) -> String {
+        let text = self.request["runtime_env"]["env_vars"][name].as_str().expect("a text");
+        ["${HOME}", "$HOME"].iter().fold(text.to_owned(), |text, name| text.replace(name, r#"/home/"ray""#))
     }
 
     /// Returns the specification that the driver of the job reads.
     pub(crate) fn spec(&self) -> Value {
-        serde_json::from_str(self.variable("GYM_RAY_SPEC")).expect("the specification is JSON")
+        serde_json::from_str(&self.variable("GYM_RAY_SPEC")).expect("the specification is JSON")
     }
 
     /// Ends the job as Ray does when the command fails: the message has the end of the log.

@@ -49,6 +49,33 @@ async fn a_package_is_sent_once_and_is_the_same_for_the_same_files() {
     }
 }
 
+/// Passwords, regular expressions and shell texts.
+#[tokio::test(start_paused = true)]
+async fn variables_arrive_as_they_are_although_ray_replaces_names() {
+    let values = [
+        "p$HOME",
+        "${HOME}/x",
+        "^a+$",
+        "$",
+        "$$HOME",
+        "a\"b'c",
+        "line\nnext\ttab",
+        "\\$HOME\\u0024",
+        "${UNSET:-x}",
+        "ü$é",
+        "",
+    ];
+    let variables: std::collections::BTreeMap<String, String> =
+        values.iter().enumerate().map(|(at, value)| (format!("VALUE_{at}"), (*value).to_owned())).collect();
+    let fake = Fake::start().await;
+    fake.play(no_room);
+    let mut options = options();
+    options.variables.clone_from(&variables);
+    let refused = ray(&fake, options).reserve(&CallContext::within(LONG), &two_nodes()).await;
+    refused.map(drop).expect_err("there is no room");
+    assert_eq!(fake.job().spec()["variables"], serde_json::json!(variables));
+}
+
 /// A cluster whose nodes are not ready yet answers so for some seconds.
 #[tokio::test(start_paused = true)]
 async fn a_job_is_submitted_again_while_the_cluster_starts() {

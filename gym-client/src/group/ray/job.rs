@@ -142,7 +142,10 @@ impl JobTemplate {
             grace_s: AGENT_GRACE.as_secs_f64(),
             max_restarts: options.max_restarts,
         };
-        serde_json::to_string(&spec).map_err(|error| Error::internal("the specification of the job").caused_by(error))
+        let spec = serde_json::to_string(&spec);
+        let spec = spec.map_err(|error| Error::internal("the specification of the job").caused_by(error))?;
+        // Ray replaces `$NAME` and `${NAME}` in the variables of a job. In JSON, the character is always in a text.
+        Ok(spec.replace('$', "\\u0024"))
     }
 
     /// Puts the driver on a node other than the head, if that is requested. It takes no CPU, because a bundle may need all of a node's.
