@@ -4,7 +4,7 @@
 use std::borrow::Cow;
 
 use bytes::Bytes;
-use gym_core::message::{CALL_METADATA, ContentType};
+use gym_core::message::{CALL_METADATA, CALL_WAIT_METADATA, ContentType};
 use gym_core::registry::MemberTiming;
 use gym_core::{Code, Error, Message, Metadata, Response, Result, Status};
 use serde::{Deserialize, Serialize};
@@ -130,9 +130,9 @@ pub(super) fn next(
     Ok(Message { content_type, head: head.into(), segments: own })
 }
 
-/// Returns the metadata without the call id. The worker's call to its server is one of its own, and an item is begun once.
+/// Returns the metadata without the call id and its wait. The worker's call to its server is one of its own, and an item is begun once.
 pub(super) fn pairs(metadata: &Metadata) -> Vec<(String, String)> {
-    let kept = metadata.iter().filter(|(name, _)| *name != CALL_METADATA);
+    let kept = metadata.iter().filter(|(name, _)| ![CALL_METADATA, CALL_WAIT_METADATA].contains(name));
     kept.map(|(name, value)| (name.to_owned(), value.to_owned())).collect()
 }
 

@@ -11,7 +11,7 @@ use futures_util::FutureExt as _;
 use futures_util::future::BoxFuture;
 use futures_util::stream::{FuturesUnordered, StreamExt as _};
 use gym_core::base::host_name;
-use gym_core::message::TraceContext;
+use gym_core::message::{CALL_WAIT, CALL_WAIT_METADATA, TraceContext};
 use gym_core::registry::MemberTiming;
 use gym_core::transport::{ConnectOptions, RetryPolicy};
 use gym_core::{
@@ -41,6 +41,10 @@ const RESPONSE_BYTES_MAX: usize = 255 << 20;
 
 /// Responses wait for others for at most this time, so that small rollouts share a poll.
 const FLUSH_DELAY_MAX: Duration = Duration::from_millis(5);
+
+/// Longest pause between two attempts to reach a pool whose items run: after [`CALL_WAIT`] without a connection, it is gone. The pool has given up
+/// the worker before that.
+const LOOK_FOR_POOL_EVERY: Duration = Duration::from_millis(250);
 
 /// Settings of a worker.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -123,6 +127,7 @@ impl WorkPuller {
             took: None,
             polls: FuturesUnordered::new(),
             rng: world.rng(),
+            unreached: None,
             all_running: running,
             pool,
             client,
@@ -202,6 +207,8 @@ struct PullerState {
     /// At most two: one that waits at the pool, and one that carries responses and ends the first.
     polls: FuturesUnordered<BoxFuture<'static, Polled>>,
     rng: fastrand::Rng,
+    /// The time since which no connection to the pool can be opened.
+    unreached: Option<Instant>,
     /// Items that run for all pools of this worker.
     all_running: Arc<AtomicUsize>,
 }
@@ -377,7 +384,17 @@ impl PullerState {
             }
             Err(error) => {
                 let attempts = attempts.saturating_add(1);
-                let wait = RetryPolicy::default().backoff(attempts, &mut self.rng);
+                let mut wait = RetryPolicy::default().backoff(attempts, &mut self.rng);
+                if error.code() == Code::Unavailable && !self.running.is_empty() {
+                    let since = *self.unreached.get_or_insert_with(Instant::now);
+                    if since.elapsed() >= CALL_WAIT {
+                        let rollouts = self.running.len();
+                        tracing::warn!(worker = self.options.name, rollouts, %error, "the pool is gone; what runs for it is dropped");
+                        self.restart();
+                        return true;
+                    }
+                    wait = wait.min(LOOK_FOR_POOL_EVERY);
+                }
                 if attempts == 1 {
                     tracing::warn!(worker = self.options.name, %error, "the pool did not answer; trying again");
                 }
@@ -386,6 +403,7 @@ impl PullerState {
                 return true;
             }
         };
+        self.unreached = None;
         if answer.restart {
             tracing::warn!(worker = self.options.name, "the pool does not know this worker any more; starting again");
             self.restart();
@@ -422,6 +440,7 @@ impl PullerState {
         self.done.clear();
         self.first_done = None;
         self.polls = FuturesUnordered::new();
+        self.unreached = None;
         self.incarnation.0 += 1;
         (self.queue, self.next_poll) = (0, 1);
     }
@@ -431,6 +450,8 @@ impl PullerState {
         cx.trace = item.traceparent.as_deref().and_then(TraceContext::from_traceparent).unwrap_or_default();
         cx.reply_bytes_max = item.reply_bytes_max;
         cx.metadata = message::metadata(item.metadata);
+        // The call is not sent again, so nothing of it goes on once it is dropped.
+        cx.metadata.push(CALL_WAIT_METADATA, "0");
         if self.running.insert(item.id, cx.cancel.clone()).is_some() {
             return;
         }

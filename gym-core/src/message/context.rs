@@ -26,6 +26,13 @@ const CALL_ID_BYTES: usize = 32;
 /// A server that joins equal requests recognizes by it a request that was sent again, while the first connection still looks open.
 pub const CALL_METADATA: &str = "x-gym-call";
 
+/// Metadata key for the time in which a caller whose connection broke sends the call again, in milliseconds. A server that keeps the episode of such a
+/// call for its caller drops it after this time. Without it, the server decides.
+pub const CALL_WAIT_METADATA: &str = "x-gym-call-wait-ms";
+
+/// The [`CALL_WAIT_METADATA`] of clients of this SDK, which send a broken call again at once.
+pub const CALL_WAIT: Duration = Duration::from_millis(1_500);
+
 /// Default time until the deadline of a call: longer than a slow model turn, shorter than a night.
 pub const DEFAULT_DEADLINE: Duration = Duration::from_secs(600);
 
@@ -113,14 +120,15 @@ impl CallContext {
         self
     }
 
-    /// Adds the id of the call, [`CALL_METADATA`]: a number that no other call has.
+    /// Adds the id of the call, [`CALL_METADATA`]: a number that no other call has; and [`CALL_WAIT`], in which it is sent again.
     #[must_use]
     pub fn with_call_id(mut self, id: u128) -> Self {
         let mut text = String::with_capacity(CALL_ID_BYTES);
         hex::push::<CALL_ID_BYTES>(&mut text, id);
-        // Every rollout in flight has it, and nothing else.
-        self.metadata.reserve_exact(1);
+        // Every rollout in flight has them, and nothing else.
+        self.metadata.reserve_exact(2);
         self.metadata.push(CALL_METADATA, text);
+        self.metadata.push(CALL_WAIT_METADATA, CALL_WAIT.as_millis().to_string());
         self
     }
 

@@ -12,7 +12,10 @@ mod response;
 
 pub(crate) use bounds::CallBounds;
 pub use content::{ContentType, Message};
-pub use context::{CALL_METADATA, CallContext, DEFAULT_DEADLINE, DEFAULT_REPLY_BYTES_MAX, Incarnation, TraceContext};
+pub use context::{
+    CALL_METADATA, CALL_WAIT, CALL_WAIT_METADATA, CallContext, DEFAULT_DEADLINE, DEFAULT_REPLY_BYTES_MAX, Incarnation,
+    TraceContext,
+};
 #[doc(hidden)]
 pub use failure::{FAILURE_METADATA, readable, shorten};
 pub use json::{Edit, JsonError, JsonFields, RawObject, Rope, push_json_string};

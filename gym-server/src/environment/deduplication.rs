@@ -9,6 +9,9 @@
 //! each wants rollouts of its own. It joins only if both requests have the same call id ([`CALL_METADATA`](gym_core::message::CALL_METADATA)).
 //! A client of this SDK keeps the id when it resends, so it joins even if the server has not noticed yet that the first connection broke.
 //!
+//! A caller can state the time in which it comes back ([`CALL_WAIT_METADATA`](gym_core::message::CALL_WAIT_METADATA)): a client of this SDK resends at
+//! once, so its episodes end 1.5 s after it is gone. The grace period is for callers that state nothing.
+//!
 //! The callers that wait for an episode poll it. Without callers, a task polls the episode until the grace period ends. The task
 //! then drops the episode, which cancels its calls.
 
@@ -59,6 +62,16 @@ impl RunKey {
 
 /// Maximum bytes of a call id; a longer one is ignored. Those of this SDK have 32, and a UUID has 36.
 const CALL_BYTES_MAX: usize = 64;
+
+/// Who sends a request, and until when it waits.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct RunCaller<'a> {
+    /// The id of the call.
+    pub(crate) call: Option<&'a str>,
+    /// The time in which it comes back after its connection broke; `None` if it does not say.
+    pub(crate) wait: Option<Duration>,
+    pub(crate) deadline: Instant,
+}
 
 /// Runs requests that are sent again as one episode. Cheap to clone; clones share the episodes in progress.
 #[derive(Clone, Debug)]
@@ -119,19 +132,20 @@ impl RunDeduplicator {
         Self { shared: Arc::new(SharedRuns { grace, draining, table: Mutex::default() }) }
     }
 
-    /// Returns the response to `body`, from an episode in progress that the call `call` joins, or from the episode that `start` begins: at this
+    /// Returns the response to `body`, from an episode in progress that the call joins, or from the episode that `start` begins: at this
     /// call, not at the first poll. The future of `start` continues after this call if the caller disconnects.
     pub(crate) fn run<Fut>(
         &self,
         key: RunKey,
         body: &RawObject,
-        call: Option<&str>,
-        deadline: Instant,
+        caller: RunCaller<'_>,
         start: impl FnOnce() -> Fut,
     ) -> impl Future<Output = Response> + Send
     where
         Fut: Future<Output = Response> + Send + 'static,
     {
+        let RunCaller { call, wait, deadline } = caller;
+        let grace = wait.map_or(self.shared.grace, |wait| wait.min(self.shared.grace));
         let (episode, run) = {
             let mut table = lock(&self.shared.table);
             let known = table.episodes.entry(key.clone()).or_default();
@@ -166,7 +180,7 @@ impl RunDeduplicator {
             joined.0.callers.fetch_add(1, Relaxed);
             joined
         };
-        let mut caller = Waiter { runs: self, key, episode, run: Some(run) };
+        let mut caller = Waiter { runs: self, key, episode, run: Some(run), grace };
         // The future holds nothing else, because every rollout in flight waits in it.
         async move {
             // Not a clone of the future: the last one that is held gives its response away, and others copy it.
@@ -205,6 +219,8 @@ struct Waiter<'a> {
     key: RunKey,
     episode: Arc<InFlightRun>,
     run: Option<Shared<RunFuture>>,
+    /// The time in which the caller may come back.
+    grace: Duration,
 }
 
 impl Waiter<'_> {
@@ -223,7 +239,7 @@ impl Drop for Waiter<'_> {
         let last = self.episode.callers.fetch_sub(1, Relaxed) == 1;
         while table.abandoned.try_join_next().is_some() {}
         let Some(run) = run.filter(|_| last && !self.episode.delivered().is_cancelled()) else { return };
-        let until = (Instant::now() + self.runs.shared.grace).min(self.episode.deadline);
+        let until = (Instant::now() + self.grace).min(self.episode.deadline);
         let draining = &self.runs.shared.draining;
         if until > Instant::now()
             && !draining.is_cancelled()
@@ -328,10 +344,22 @@ mod tests {
 
     /// Calls with a call id.
     async fn call_of(id: Option<&str>, runs: &RunDeduplicator, counts: &Counts, row: &str, seconds: u64) -> String {
+        call_by((id, None), runs, counts, row, seconds).await
+    }
+
+    /// Calls with a call id, as a caller that comes back within a time.
+    async fn call_by(
+        (id, wait): (Option<&str>, Option<Duration>),
+        runs: &RunDeduplicator,
+        counts: &Counts,
+        row: &str,
+        seconds: u64,
+    ) -> String {
         let body = RawObject::parse(row.to_owned()).unwrap();
         let key = RunKey::of(&body).unwrap();
         let deadline = Instant::now() + Duration::from_secs(600);
-        let answer = runs.run(key, &body, id, deadline, || counts.episode(seconds)).await;
+        let caller = RunCaller { call: id, wait, deadline };
+        let answer = runs.run(key, &body, caller, || counts.episode(seconds)).await;
         String::from_utf8(answer.message.head.to_bytes().to_vec()).unwrap()
     }
 
@@ -429,6 +457,28 @@ mod tests {
         tokio::time::sleep(Duration::from_secs(2)).await;
         assert_eq!((counts.get(), runs.len()), ((1, 0, 1), 0));
         assert_eq!(call(&runs, &counts, ROW, 1).await, "1");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_caller_states_the_time_in_which_it_comes_back() {
+        let wait = |ms| (Some("a"), Some(Duration::from_millis(ms)));
+        let leave = async |by, runs: &RunDeduplicator, counts: &Counts| {
+            tokio::time::timeout(Duration::from_secs(2), call_by(by, runs, counts, ROW, 20)).await.unwrap_err();
+        };
+        let (runs, counts) = (RunDeduplicator::new(DEFAULT_GRACE), Counts::default());
+        leave(wait(1_500), &runs, &counts).await;
+        tokio::time::sleep(Duration::from_millis(1_400)).await;
+        leave(wait(1_500), &runs, &counts).await;
+        assert_eq!((counts.get(), runs.len()), ((1, 0, 0), 1), "it came back in time");
+        tokio::time::sleep(Duration::from_millis(1_600)).await;
+        assert_eq!((counts.get(), runs.len()), ((1, 0, 1), 0));
+        leave(wait(0), &runs, &counts).await;
+        assert_eq!((counts.get(), runs.len()), ((2, 0, 2), 0), "it does not come back");
+        // The grace of the configuration is the most.
+        let (runs, counts) = (RunDeduplicator::new(Duration::from_secs(1)), Counts::default());
+        leave(wait(60_000), &runs, &counts).await;
+        tokio::time::sleep(Duration::from_millis(1_100)).await;
+        assert_eq!(counts.get(), (1, 0, 1));
     }
 
     #[tokio::test(start_paused = true)]

@@ -7,12 +7,12 @@ use futures_util::TryFutureExt as _;
 use futures_util::future::Either;
 use gym_client::work::{WorkKind, WorkPool};
 use gym_client::{CallOptions, ServerClient};
-use gym_core::message::CALL_METADATA;
+use gym_core::message::{CALL_METADATA, CALL_WAIT_METADATA};
 use gym_core::transport::INCARNATION_METADATA;
 use gym_core::{CallContext, CancelToken, EnvironmentServer, Metadata, RawObject, Request, Response, Result, Route};
 use serde::Deserialize;
 
-use crate::environment::deduplication::{DEFAULT_GRACE, RunDeduplicator, RunKey};
+use crate::environment::deduplication::{DEFAULT_GRACE, RunCaller, RunDeduplicator, RunKey};
 use crate::role::reply;
 use crate::role::settings::{Seconds, ServerRef};
 
@@ -34,6 +34,7 @@ pub(super) const HOP_BY_HOP: &[&str] = &[
     "transfer-encoding",
     "upgrade",
     CALL_METADATA,
+    CALL_WAIT_METADATA,
     INCARNATION_METADATA,
 ];
 
@@ -43,7 +44,8 @@ pub(super) const HOP_BY_HOP: &[&str] = &[
 pub struct RelayConfig {
     /// The agent that receives all requests.
     pub agent_server: ServerRef,
-    /// Seconds that a `/run` continues after its caller has disconnected, so that a resent request can join it. 30 by default.
+    /// Seconds that a `/run` continues after its caller has disconnected, so that a resent request can join it. 30 by default. A caller that states a
+    /// shorter time is kept for that: clients of this SDK 1.5 s, and none within a process.
     #[serde(default)]
     pub replay_grace_seconds: Option<Seconds>,
 }
@@ -147,7 +149,9 @@ impl EnvironmentServer for Relay {
                 }
             }
         };
-        Ok(self.runs.run(key, row, cx.metadata.get(CALL_METADATA), cx.deadline, start).await)
+        let wait = cx.metadata.get(CALL_WAIT_METADATA).and_then(|text| text.parse().ok()).map(Duration::from_millis);
+        let caller = RunCaller { call: cx.metadata.get(CALL_METADATA), wait, deadline: cx.deadline };
+        Ok(self.runs.run(key, row, caller, start).await)
     }
 
     /// With a call id, a request joins even if the first connection broke. Without a grace, the episode has then ended.

@@ -17,8 +17,8 @@ use crate::base::cancel::CancelToken;
 use crate::base::error::{Code, Error, Execution, Result};
 use crate::message::PeerInfo;
 use crate::message::frame::{MessageLimits, decode, encode};
+use crate::message::{CALL_WAIT_METADATA, Message, Request};
 use crate::message::{CallContext, TraceContext};
-use crate::message::{Message, Request};
 use crate::transport::Handler;
 use crate::transport::{
     Backend, BoundListener, ConnectOptions, Connector, Endpoint, Incoming, ListenOptions, Listener, Transport,
@@ -251,6 +251,11 @@ impl InProcessLink {
             request = rewritten_request(request)?;
         }
         request.peer = Some(self.connection.caller.clone());
+        // No connection can break: a caller that leaves does not come back.
+        if request.context.metadata.get(CALL_WAIT_METADATA).is_some() {
+            request.context.metadata.retain(|name| name != CALL_WAIT_METADATA);
+            request.context.metadata.push(CALL_WAIT_METADATA, "0");
+        }
         // The call's own token: calls that the handler makes are cancelled when the reply is dropped, as over a wire.
         let cancel = request.context.cancel.into_child();
         request.context.cancel = cancel.clone();
