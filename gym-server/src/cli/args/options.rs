@@ -431,7 +431,7 @@ pub(in crate::cli) struct CollectArgs {
     /// Share of the pulled work that an agent gets while rollouts of several agents wait (repeatable) [default: 1 for each]
     #[arg(long = "weight", value_name = "NAME=N", value_parser = weight)]
     pub(in crate::cli) weights: Vec<(String, u32)>,
-    /// Maximum number of attempts per rollout whose worker was lost, over all runs; not counted in --attempts
+    /// Maximum number of attempts per rollout whose worker was lost or which reached no server, over all runs; not counted in --attempts
     #[arg(long, value_name = "N", default_value = "10", value_parser = clap::value_parser!(u32).range(1..))]
     pub(in crate::cli) lost_attempts: u32,
     /// Stop after N failed rollouts; 0 never stops [default: stop if the first 32 rollouts all fail with the same cause]

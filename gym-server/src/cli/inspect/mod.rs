@@ -10,3 +10,26 @@ pub(super) mod status;
 pub(super) mod stuck;
 pub(super) mod top;
 pub(super) mod workers;
+
+use std::pin::pin;
+use std::time::Duration;
+
+use gym_core::Endpoint;
+
+/// Limit for a request to the head server, which responds from memory.
+const HEAD_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Time after which a person is told what is waited for.
+const SAY_AFTER: Duration = Duration::from_secs(2);
+
+/// Waits for the answer of a head server, and says so if it takes long.
+async fn patiently<T>(head: &Endpoint, answer: impl Future<Output = T>) -> T {
+    let mut answer = pin!(answer);
+    match tokio::time::timeout(SAY_AFTER, answer.as_mut()).await {
+        Ok(answer) => answer,
+        Err(_) => {
+            eprintln!("waiting for the head server at {head}, up to {} s", HEAD_TIMEOUT.as_secs());
+            answer.await
+        }
+    }
+}

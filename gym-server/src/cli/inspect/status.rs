@@ -20,15 +20,13 @@ use crate::cli::console;
 use crate::cli::exit::{Failure, Outcome};
 #[cfg(feature = "ray")]
 use crate::cli::inspect::ray::{self, ClusterStatus};
-use crate::cli::inspect::workers;
+use crate::cli::inspect::{HEAD_TIMEOUT, patiently, workers};
 use crate::cli::setup::head_server;
 use crate::cli::setup::models::in_progress;
 use crate::role::reply::health::{PeerReport, StallReport};
 use crate::role::reply::runs::OldestRun;
 use crate::stack::Servers;
 
-/// Limit for a request to the head server, which responds from memory.
-pub(super) const HEAD_TIMEOUT: Duration = Duration::from_secs(10);
 /// Limit for a health request; a slower server counts as unhealthy.
 const HEALTH_TIMEOUT: Duration = Duration::from_secs(2);
 /// Limit for the displayed part of a health response, which other programs may exceed.
@@ -96,7 +94,7 @@ pub(in crate::cli) async fn status(
     drop(config);
     let world = World::real();
     let transports = servers.transports();
-    let listed = list(&transports, &head).await.map_err(|error| {
+    let listed = patiently(&head, list(&transports, &head)).await.map_err(|error| {
         Failure::Failed(format!(
             "{error}\n  fix: start servers with `{} run`, or set another head server with --head-url or HEAD_SERVER_URL",
             console::program()

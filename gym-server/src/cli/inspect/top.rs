@@ -15,7 +15,7 @@ use serde::Deserialize;
 use crate::cli::args::options::TopArgs;
 use crate::cli::console;
 use crate::cli::exit::{Failure, Outcome};
-use crate::cli::inspect::status::HEAD_TIMEOUT;
+use crate::cli::inspect::{HEAD_TIMEOUT, patiently};
 use crate::cli::setup::head_server;
 use crate::cli::setup::signals::StopSignals;
 use crate::head::collections::CollectionView;
@@ -42,7 +42,7 @@ pub(in crate::cli) async fn top(
 ) -> Outcome {
     let (_, head) = head_server::of_command(args.head_url.as_deref(), head_url_given, overrides, servers).await?;
     let registry = RemoteRegistry::new(head.clone(), servers.transports(), World::real());
-    let first = read(&registry, None).await.map_err(|error| {
+    let first = patiently(&head, read(&registry, None)).await.map_err(|error| {
         let fix = match error.code() {
             Code::NotFound => {
                 "this head server has no page, because it is NeMo Gym's or older; `rgym status` lists its servers"
@@ -97,8 +97,14 @@ pub(in crate::cli) async fn top(
 }
 
 async fn read(registry: &RemoteRegistry, seen: Option<&str>) -> Result<ClusterView, Error> {
-    let route = format!("/ui/state?{}", seen.unwrap_or("ended=18446744073709551615"));
-    let response = registry.send(&Request::get(CallContext::within(HEAD_TIMEOUT), route), true).await?;
+    let none = format!("ended={}", u64::MAX);
+    let route = format!("/ui/state?{}", seen.unwrap_or(&none));
+    let response = registry.send(&Request::get(CallContext::within(HEAD_TIMEOUT), route), true).await;
+    // The query is nothing for a person.
+    let response = response.map_err(|error| {
+        let subject = error.subject().replace(&format!("?{}", seen.unwrap_or(&none)), "");
+        error.about(subject)
+    })?;
     serde_json::from_slice(&response.message.head.to_bytes()).map_err(|error| {
         Error::finished(Code::DataLoss, "the state of the head server cannot be read").caused_by(error)
     })

@@ -14,7 +14,7 @@ use crate::cli::console;
 use crate::cli::exit::{Failure, Outcome};
 #[cfg(feature = "ray")]
 use crate::cli::inspect::ray;
-use crate::cli::inspect::status::HEAD_TIMEOUT;
+use crate::cli::inspect::{HEAD_TIMEOUT, patiently};
 use crate::cli::setup::configuration::{LoadedConfig, Need, load};
 use crate::cli::setup::head_server;
 use crate::stack::Servers;
@@ -32,7 +32,8 @@ pub(in crate::cli) async fn list(
     let (config, registry) = configured(args.head_url.as_deref(), overrides, head_url_given, servers).await?;
     #[cfg(not(feature = "ray"))]
     drop(config);
-    let members = registry.members(&CallContext::within(HEAD_TIMEOUT)).await?;
+    let cx = CallContext::within(HEAD_TIMEOUT);
+    let members = patiently(registry.head(), registry.members(&cx)).await?;
     if args.json {
         let text = serde_json::to_string_pretty(&members).map_err(|error| Failure::Failed(error.to_string()))?;
         console::print(&text);
