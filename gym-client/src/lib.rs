@@ -65,5 +65,7 @@ pub mod work;
 #[doc(hidden)]
 pub use client::url as client_url;
 pub use client::values;
-pub use client::{CallOptions, CookieJar, JOINS_RUNS_LABEL, ServerClient, Session};
+pub use client::{
+    AwaitedServer, AwaitedServers, CallOptions, CookieJar, DEFAULT_SERVER_WAIT, JOINS_RUNS_LABEL, ServerClient, Session,
+};
 pub use transport::Transports;

@@ -2,8 +2,7 @@
 
 mod background;
 mod cookies;
-mod follow;
-mod pending;
+mod outage;
 mod replicas;
 mod server_client;
 mod session;
@@ -11,6 +10,7 @@ pub mod url;
 pub mod values;
 
 pub use cookies::CookieJar;
+pub use outage::{AwaitedServer, AwaitedServers, DEFAULT_SERVER_WAIT};
 pub use replicas::JOINS_RUNS_LABEL;
 pub use server_client::{CallOptions, ServerClient};
 pub use session::Session;

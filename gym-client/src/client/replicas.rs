@@ -1,5 +1,7 @@
 //! The replicas of a server name, as the registry last returned them.
 
+pub(super) mod pending;
+
 use std::pin::Pin;
 use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::Relaxed;
@@ -15,7 +17,7 @@ use gym_core::transport::ConnectOptions;
 use gym_core::{CancelToken, Code, Error, Execution, Incarnation, Request, Result};
 use tokio::time::Instant;
 
-use crate::client::pending::PendingCalls;
+use crate::client::replicas::pending::PendingCalls;
 use crate::transport::peer::ReconnectingPeer;
 
 /// The label of an instance that joins a `/run` which arrives again; see
@@ -60,6 +62,12 @@ impl ReplicaSet {
     /// Returns the choices by affinity so far; `None` without a choice.
     pub(super) fn affinity(&self) -> Option<AffinityCounts> {
         self.picker.affinity().filter(|_| self.replicas.len() > 1)
+    }
+
+    /// Returns `false` if there are replicas and none of them is ever chosen, because their weight is 0.
+    pub(super) fn can_choose(&self) -> bool {
+        let balance = self.picker.balance();
+        self.replicas.is_empty() || self.replicas.iter().any(|replica| balance.chooses(replica.rank as usize))
     }
 
     /// Chooses a replica; one in `failed` only if all replicas have failed. Replicas are identified by rank, because weights are

@@ -3,6 +3,9 @@
 //! An episode whose server keeps state uses a [`Session`](super::Session). A session stays with the first replica that answered,
 //! and carries its cookies.
 
+mod away;
+mod follow;
+
 use std::collections::BTreeMap;
 use std::future::{Future, ready};
 use std::pin::Pin;
@@ -25,7 +28,8 @@ use tokio::task::JoinSet;
 use tokio::time::Instant;
 
 use crate::client::background::BackgroundTasks;
-use crate::client::pending::PendingCallGuard;
+use crate::client::outage::{DEFAULT_SERVER_WAIT, Outages};
+use crate::client::replicas::pending::PendingCallGuard;
 use crate::client::replicas::{Replica, ReplicaLoss, ReplicaSet, SessionAffinity, replica};
 use crate::client::url::EndpointUrl;
 use crate::transport::Transports;
@@ -42,6 +46,12 @@ const ABSENT_FOR: Duration = Duration::from_millis(100);
 
 /// Time after which a server that a restarted head server does not list yet gets no new calls, because most have returned.
 const SETTLES_AFTER: Duration = Duration::from_secs(2);
+
+/// Time within which a server that is not away answers.
+const ANSWERS_AT_ONCE: Duration = Duration::from_millis(100);
+
+/// Number of times that a call is repeated although its server answers at once.
+const REJECTIONS_MAX: u32 = 2;
 
 /// Calls servers by name. Cheap to clone; clones share channels and counters.
 #[derive(Clone, Debug)]
@@ -61,6 +71,7 @@ pub(super) struct ClientState {
     names: RwLock<BTreeMap<String, Arc<ReplicaSet>>>,
     asking: Mutex<BTreeMap<String, Arc<tokio::sync::Mutex<ResolveLock>>>>,
     background: BackgroundTasks,
+    pub(super) outages: Arc<Outages>,
     /// `true` once the client learns of lost servers; see [`ServerClient::follow`].
     pub(super) follows: AtomicBool,
     /// The life of the head server that recovers, and since when.
@@ -117,6 +128,7 @@ impl ServerClient {
                 names: RwLock::default(),
                 asking: Mutex::default(),
                 background: BackgroundTasks::default(),
+                outages: Arc::new(Outages::new(DEFAULT_SERVER_WAIT)),
                 follows: AtomicBool::new(false),
                 recovering: Mutex::default(),
                 followers: Mutex::default(),
@@ -141,6 +153,7 @@ impl ServerClient {
                 names: RwLock::default(),
                 asking: Mutex::default(),
                 background: BackgroundTasks::default(),
+                outages: Arc::new(Outages::new(DEFAULT_SERVER_WAIT)),
                 follows: AtomicBool::new(false),
                 recovering: Mutex::default(),
                 followers: Mutex::default(),
@@ -252,7 +265,7 @@ impl ServerClient {
     ) -> Result<(Arc<Replica>, Response)> {
         let cx = &request.context;
         let failed = Mutex::new(Vec::from_iter(failed));
-        self.resend(error, cx, options.idempotent, |_| async {
+        let attempt = async || {
             self.forget(server);
             let exclude = lock(&failed).clone();
             let replica = self.resolve(cx, server).await?.choose(server, &exclude, request, session)?;
@@ -261,9 +274,27 @@ impl ServerClient {
                 lock(&failed).push(replica.rank);
             }
             result.map(|response| (replica, response))
-        })
-        .await
-        .map_err(|error| about(error, server, request))
+        };
+        let (began, mut error) = (Instant::now(), error);
+        // A server that answers and rejects calls has no outage.
+        let mut rejected = 0;
+        loop {
+            error = match self.resend(error, cx, options.idempotent, |_| attempt()).await {
+                Ok(done) => return Ok(done),
+                Err(error) if rejected == REJECTIONS_MAX || !self.waits_for(server, request, &error) => {
+                    return Err(about(error, server, request));
+                }
+                Err(error) => error,
+            };
+            let asked = Instant::now();
+            self.until_back(cx, server, error, began).await.map_err(|error| about(error, server, request))?;
+            rejected = if asked.elapsed() < ANSWERS_AT_ONCE { rejected + 1 } else { 0 };
+            lock(&failed).clear();
+            error = match attempt().await {
+                Ok(done) => return Ok(done),
+                Err(error) => error,
+            };
+        }
     }
 
     /// Repeats a call whose first attempt failed with `error`, for as long as [`RetryPolicy::next_wait`] allows. Every call of this
@@ -359,7 +390,11 @@ impl ServerClient {
         }
     }
 
-    fn resolve(&self, cx: &CallContext, server: &str) -> impl Future<Output = Result<Arc<ReplicaSet>>> + Send {
+    pub(super) fn resolve(
+        &self,
+        cx: &CallContext,
+        server: &str,
+    ) -> impl Future<Output = Result<Arc<ReplicaSet>>> + Send {
         match self.known(server) {
             Some(known) if known.stale_from > Instant::now() => Either::Left(ready(Ok(known))),
             // Boxed, because a query is rare, and every waiting call would be as large otherwise.

@@ -131,7 +131,7 @@ impl SessionServer {
 
     /// Returns the error of a session whose server does not respond any more.
     fn lost(&self, error: Error) -> Error {
-        Error::new(Code::FailedPrecondition, error.execution(), "the server of this session is gone")
+        Error::new(Code::FailedPrecondition, error.execution(), "the server of this session is gone, and the state of the episode with it: a further attempt begins it again")
             .about(self.server.clone())
             .caused_by(error)
             .of_nested_call()

@@ -213,6 +213,13 @@ impl Transports {
         self
     }
 
+    /// Returns the same transports with a record of paths of their own: for questions about servers, which are no part of the work that
+    /// [`Transports::paths`] reports.
+    #[must_use]
+    pub fn aside(&self) -> Self {
+        Self { paths: Paths::default(), ..self.clone() }
+    }
+
     /// Returns the transports of a program that listens at `host`, with backends restricted to `policy`. Calls and listeners then
     /// share one UCX.
     #[must_use]

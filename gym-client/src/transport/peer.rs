@@ -4,8 +4,11 @@ use std::sync::{PoisonError, RwLock};
 
 use futures_util::FutureExt;
 
+use gym_core::rollout::FailureClass;
 use gym_core::transport::ConnectOptions;
 use gym_core::{CallContext, Channel, Code, Endpoint, Error, Execution, Request, Response, Result};
+
+use tokio::time::Instant;
 
 use crate::transport::Transports;
 
@@ -14,8 +17,17 @@ pub(crate) struct ReconnectingPeer {
     endpoints: Vec<Endpoint>,
     options: ConnectOptions,
     open: RwLock<Option<Channel>>,
-    /// Held by the one caller that connects; the others wait for the result.
-    connecting: tokio::sync::Mutex<()>,
+    /// Held by the one caller that connects; the others wait for the result, which may be a failure.
+    connecting: tokio::sync::Mutex<Option<FailedConnect>>,
+}
+
+/// The end of the last attempt to connect, if it failed.
+#[derive(Debug)]
+struct FailedConnect {
+    at: Instant,
+    code: Code,
+    class: Option<FailureClass>,
+    why: String,
 }
 
 impl ReconnectingPeer {
@@ -79,13 +91,31 @@ impl ReconnectingPeer {
     }
 
     async fn connect(&self, transports: &Transports, cx: &CallContext) -> Result<Channel> {
+        let from = Instant::now();
         cx.bound(Execution::NotStarted, async {
             // This fair lock is held during the connection attempt on purpose: all callers that wait here need the same channel.
-            let _one = self.connecting.lock().await;
+            let mut one = self.connecting.lock().await;
             if let Some(channel) = self.channel() {
                 return Ok(channel);
             }
-            let channel = transports.connect(cx, &self.endpoints, &self.options).await?;
+            // And they share a failure: one after the other, a thousand callers would wait for as many failures.
+            if let Some(FailedConnect { at, code, class, why }) = &*one
+                && *at > from
+            {
+                let error = Error::not_started(*code, why.clone());
+                return Err(match class {
+                    Some(class) => error.with_class(*class),
+                    None => error,
+                });
+            }
+            let connected = transports.connect(cx, &self.endpoints, &self.options).await;
+            *one = connected.as_ref().err().filter(|_| cx.check().is_ok()).map(|error| FailedConnect {
+                at: Instant::now(),
+                code: error.code(),
+                class: error.class(),
+                why: error.to_string(),
+            });
+            let channel = connected?;
             *self.open.write().unwrap_or_else(PoisonError::into_inner) = Some(channel.clone());
             Ok(channel)
         })

@@ -39,6 +39,9 @@ impl<'a> ConnectAttempt<'a> {
     pub(super) async fn run(&mut self, cx: &CallContext, options: &ConnectOptions, ordered: bool) -> Result<Channel> {
         let candidates = self.candidates();
         let last_candidate = candidates.len().saturating_sub(1);
+        // What the policy refuses is refused again, however long a caller waits.
+        let only_here =
+            !self.refused.is_empty() && candidates.iter().all(|candidate| candidate.transport == Some(Transport::MEM));
         let mut last = None;
         for (at, candidate) in candidates.into_iter().enumerate() {
             // A transport that hangs leaves time for the next ones.
@@ -59,7 +62,13 @@ impl<'a> ConnectAttempt<'a> {
                 last = Some(error);
             }
         }
-        Err(last.unwrap_or_else(|| self.nothing_tried()))
+        Err(match last {
+            None => self.nothing_tried(),
+            Some(error) if only_here && error.code() == Code::Unavailable => {
+                Error::not_started(Code::Unimplemented, error.message().to_owned()).about(error.subject().to_owned())
+            }
+            Some(error) => error,
+        })
     }
 
     /// Returns the candidates to try. Records a rejection for all others.

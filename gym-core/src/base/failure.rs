@@ -105,6 +105,13 @@ impl FailureClass {
         Self::ALL.into_iter().find(|class| class.as_str() == name)
     }
 
+    /// Returns `true` if the task is not to blame: its worker was lost, or no server was reached. Such an attempt does not count in the attempts of the
+    /// task.
+    #[must_use]
+    pub fn is_of_the_cluster(self) -> bool {
+        matches!(self, Self::TransportUnreachable | Self::WorkerLost)
+    }
+
     /// Returns `true` if another attempt may help now: the request did not reach its server, the response was lost, or a server
     /// had no capacity. An episode that ran and failed is likely to fail again, so its row waits for a resumed run. So does one whose
     /// model endpoint is unavailable: a model server repeats its calls itself, and further attempts would multiply its budget.

@@ -82,7 +82,8 @@ mod tests {
         let registry = MemoryRegistry::with_limits(1, MemberLimits::default());
         let living = net.host("living");
         let handler = handler_fn(|_: Request| async { Ok(Response::json("{}")) });
-        let serving = serve(Box::new(living.listen("agent").unwrap()), Arc::new(handler), CancelToken::new(), ASK_EVERY);
+        let serving =
+            serve(Box::new(living.listen("agent").unwrap()), Arc::new(handler), CancelToken::new(), ASK_EVERY);
         living.spawn(async move {
             let _ = serving.await;
         });

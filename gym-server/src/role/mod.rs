@@ -23,7 +23,7 @@ use std::task::{Context, Poll};
 
 use futures_util::FutureExt;
 use futures_util::future::BoxFuture;
-use gym_client::{CookieJar, Transports};
+use gym_client::{AwaitedServers, CookieJar, Transports};
 use gym_core::base::stall::{self, HandlerLabel};
 use gym_core::base::waits::{self, PendingWait, WAITS_ROUTE, Wait, WaitKind, WaitQuery};
 use gym_core::message::TraceContext;
@@ -65,6 +65,8 @@ pub struct ServerContext {
     pub metrics: Metrics,
     /// The transports that the implementation calls other servers with; `/health` reports their peers. `None` if it calls none.
     pub transports: Option<Transports>,
+    /// What the calls of the implementation wait for, which `/health` reports. `None` if it calls no server by name.
+    pub awaited: Option<AwaitedServers>,
     /// The incarnation of the instance: requests for another one are rejected, and responses carry it.
     pub incarnation: Option<Incarnation>,
     /// Cancelled when the server accepts no further connection and call: nobody comes back for what runs without a caller.
@@ -82,6 +84,7 @@ impl ServerContext {
             world: world.clone(),
             metrics: Metrics::new(),
             transports: None,
+            awaited: None,
             incarnation: None,
             draining: CancelToken::new(),
         }
@@ -392,6 +395,10 @@ impl RoleState {
             "status": "ok", "name": self.server.name, "server_type": self.spec.kind.as_str(),
             "implementation": self.server.implementation, "in_flight": in_flight, "peers": health::reports(&peers),
         });
+        let awaits = self.server.awaited.as_ref().map(AwaitedServers::list).unwrap_or_default();
+        if !awaits.is_empty() {
+            body["awaits"] = serde_json::json!(awaits);
+        }
         // Of all servers of the process, because a blocked thread delays each of them.
         let stalls = health::stalls(&stall::current());
         if !stalls.is_empty() {

@@ -210,6 +210,7 @@ impl Stack {
         if let Some(remote) = remote {
             client.follow(Arc::new(remote));
         }
+        client.expect(config.instances.iter().map(|instance| instance.name.clone()));
         metrics.watch_affinity("replicas", client.affinity_counts());
         let mut stack = Self {
             client,
@@ -267,6 +268,7 @@ impl Stack {
             let mut context = ServerContext::new(&instance.name, &instance.implementation, world);
             context.metrics = self.metrics.clone();
             context.transports = Some(self.client.transports().clone());
+            context.awaited = Some(self.client.awaited());
             context.incarnation = Some(incarnation);
             context.draining = self.stages[stage_of(instance.kind)].drain.clone();
             match servers.make(Build::new(instance, &context, &self.client)) {
@@ -314,7 +316,7 @@ impl Stack {
     ) -> Result<()> {
         let yaml = Arc::clone(config);
         let text: GlobalConfig = Arc::new(move |instances: &[Instance]| yaml.to_global_yaml_with(&live(instances)));
-        let transports = self.client.transports().clone();
+        let transports = self.client.transports().aside();
         self.asking.spawn(ask_suspects(memory.clone(), transports.clone()).boxed());
         let head = HeadServer::new(memory, text, world, self.metrics.clone());
         let served = config.instances.iter().map(|instance| instance.name.clone());

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::fmt;
 use std::hash::{BuildHasherDefault, Hasher};
 
-use gym_core::rollout::{Attempt, FailureClass, KeyState, Outcome, TaskKey};
+use gym_core::rollout::{Attempt, KeyState, Outcome, TaskKey};
 use gym_core::{Code, Error};
 
 /// The kind of a line.
@@ -17,7 +17,7 @@ pub(super) enum OutcomeClass {
     Failed = 2,
     /// A row of the failures file after which the rollout is not attempted again.
     Terminal = 3,
-    /// A row of the failures file of an attempt whose worker was lost.
+    /// A row of the failures file of an attempt whose worker was lost, or which reached no server.
     Lost = 5,
     /// A blank line, or a line of the failures file that names no rollout.
     Ignored = 4,
@@ -28,7 +28,7 @@ impl OutcomeClass {
         match outcome {
             Outcome::Completed(_) => Self::Completed,
             Outcome::Failed { terminal: true, .. } => Self::Terminal,
-            Outcome::Failed { class: FailureClass::WorkerLost, .. } => Self::Lost,
+            Outcome::Failed { class, .. } if class.is_of_the_cluster() => Self::Lost,
             Outcome::Failed { .. } => Self::Failed,
         }
     }

@@ -20,7 +20,7 @@ use tokio::time::Instant;
 use tracing::Instrument as _;
 use tracing::field::Empty;
 
-use crate::client::ServerClient;
+use crate::client::{DEFAULT_SERVER_WAIT, ServerClient};
 use crate::collect::run::events::{BothObservers, Observed, RolloutEventKind, RolloutObserver};
 use crate::collect::run::outcome::{AttemptResult, classify, contradiction, superseded, without_truncated};
 use crate::collect::run::progress::{CollectProgress, Unrecorded};
@@ -35,8 +35,8 @@ pub struct DriverOptions {
     pub concurrency: usize,
     /// Maximum number of attempts at one rollout, counted over all runs. Default: 3.
     pub attempts_max: u32,
-    /// Maximum number of attempts at one rollout whose worker was lost, counted over all runs. They do not count in
-    /// `attempts_max`, because the task is not to blame. Default: 10.
+    /// Maximum number of attempts at one rollout whose worker was lost, or which never reached a server, counted over all runs. They do not
+    /// count in `attempts_max`, because the task is not to blame. Default: 10.
     pub lost_max: u32,
     /// Deadline of one attempt. Default: 2 hours.
     pub attempt_timeout: Duration,
@@ -350,7 +350,7 @@ impl Driver {
         let in_flight = self.progress.begin(row.key, &row.agent, started);
         // Attempts that were superseded. They end by themselves, soon: their calls' deadline has passed.
         let mut stragglers: Option<JoinSet<()>> = None;
-        let (mut begun, mut lost) = (0, 0);
+        let (mut begun, mut lost, mut unreached) = (0, 0, 0);
         let ended = loop {
             let attempt = match self.ledger.begin(row.key) {
                 Ok(attempt) => attempt,
@@ -397,11 +397,13 @@ impl Driver {
                     (NextStep::Again, observed.map(event))
                 }
             };
-            // A lost worker says nothing about the task, so it has a budget of its own.
-            lost += u32::from(next == NextStep::AgainElsewhere);
-            let again = matches!(next, NextStep::Again | NextStep::AgainElsewhere)
+            // A lost worker, and a server that was not reached, say nothing about the task, so they have a budget of their own.
+            lost += u32::from(matches!(next, NextStep::AgainElsewhere | NextStep::AgainUnreached));
+            unreached += u32::from(next == NextStep::AgainUnreached);
+            let again = matches!(next, NextStep::Again | NextStep::AgainElsewhere | NextStep::AgainUnreached)
                 && begun - lost < self.options.attempts_max
                 && lost < self.options.lost_max
+                && unreached < self.options.attempts_max
                 && self.is_open(row.key);
             if let (Some(observed), Some(event)) = (observed, event) {
                 observed.tell(&row, attempt, event.with_retried(again));
@@ -514,7 +516,10 @@ impl Driver {
             AttemptResult::Completed { figures, .. } => (NextStep::Done, Some(*figures)),
             AttemptResult::Failed { terminal, failure, .. } => {
                 progress.fail(attempt, failure);
-                (if *terminal { NextStep::GiveUp } else { next_after(failure.class) }, None)
+                // Its calls have waited for the server as long as they may; a resumed run waits again.
+                let waited_out =
+                    failure.class == FailureClass::TransportUnreachable && began.elapsed() >= DEFAULT_SERVER_WAIT;
+                (if *terminal || waited_out { NextStep::GiveUp } else { next_after(failure.class) }, None)
             }
             AttemptResult::Lost => (NextStep::GiveUp, None),
         };
@@ -586,6 +591,8 @@ enum NextStep {
     Again,
     /// The worker was lost: another attempt that does not count in the attempts of the task.
     AgainElsewhere,
+    /// No server was reached: the same, as often in this run as a task has attempts.
+    AgainUnreached,
     GiveUp,
 }
 
@@ -596,6 +603,7 @@ type AttemptEnd = (NextStep, Option<Box<RolloutEventKind>>);
 fn next_after(class: FailureClass) -> NextStep {
     match class {
         FailureClass::WorkerLost => NextStep::AgainElsewhere,
+        FailureClass::TransportUnreachable => NextStep::AgainUnreached,
         class if class.is_transient() => NextStep::Again,
         _ => NextStep::GiveUp,
     }

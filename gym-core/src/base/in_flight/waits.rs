@@ -9,6 +9,7 @@
 //! ```
 
 use std::cell::Cell;
+use std::collections::BTreeSet;
 use std::fmt;
 use std::future::poll_fn;
 use std::pin::Pin;
@@ -81,6 +82,18 @@ impl WaitKind {
     #[must_use]
     pub fn is_root(self) -> bool {
         matches!(self, Self::Attempt | Self::AttemptBackoff | Self::Pause)
+    }
+
+    /// Returns `true` for a wait of a call of a worker group.
+    #[must_use]
+    pub fn is_of_group(self) -> bool {
+        matches!(self, Self::Turn | Self::Ranks | Self::RankQueue | Self::RankCall)
+    }
+
+    /// Returns `true` if nothing runs meanwhile: what waits is sent again, and has not started.
+    #[must_use]
+    pub fn is_rest(self) -> bool {
+        matches!(self, Self::AttemptBackoff | Self::CallBackoff | Self::EndpointBackoff)
     }
 }
 
@@ -363,6 +376,9 @@ pub struct ProcessWaits {
     /// Younger waits that are left out.
     #[serde(default)]
     pub omitted: usize,
+    /// Number of traces of which a wait is a [rest](WaitKind::is_rest), whatever the query asks for.
+    #[serde(default)]
+    pub resting: usize,
     /// Waits that were not recorded since the start, because too many lasted at once.
     #[serde(default)]
     pub skipped: u64,
@@ -383,8 +399,10 @@ impl ProcessWaits {
 pub fn report(query: &WaitQuery) -> ProcessWaits {
     let now = Instant::now();
     let mut found: Vec<(WaitReport, Option<Arc<dyn WaitTarget>>)> = Vec::new();
+    let mut resting: BTreeSet<u128> = BTreeSet::new();
     for part in &TABLE {
         let waits = lock(part);
+        resting.extend(waits.iter().filter(|(_, wait)| wait.kind.is_rest()).map(|(_, wait)| wait.trace_id));
         let wanted = waits.iter().map(|(_, wait)| wait);
         let wanted = wanted.filter(|wait| query.wants(wait.trace_id, now.saturating_duration_since(wait.since)));
         found.extend(wanted.map(|wait| (WaitReport::of(wait, now), wait.target.clone())));
@@ -409,6 +427,7 @@ pub fn report(query: &WaitQuery) -> ProcessWaits {
         program: program.rsplit('/').next().unwrap_or_default().to_owned(),
         waits: waits.collect(),
         omitted,
+        resting: resting.len(),
         skipped: SKIPPED.load(Ordering::Relaxed),
     }
 }

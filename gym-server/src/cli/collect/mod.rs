@@ -18,6 +18,7 @@ use gym_client::ServerClient;
 use gym_client::collect::monitor::CollectionMonitor;
 use gym_client::collect::{CollectOptions, ExistingOutput, RolloutCollector, ServerNames, connect_head};
 use gym_client::registry::{RemoteRegistry, WaitsListener};
+use gym_core::server::ServerKind;
 use gym_core::transport::TransportPolicy;
 use gym_core::{CancelToken, World};
 
@@ -156,13 +157,12 @@ impl Collection<'_> {
         }
         // Workers have their own models.
         let models = if pulled.is_some() { Vec::new() } else { names.models() };
-        let models = ModelWatch::new(client.clone(), models);
+        let others = if pulled.is_some() { Vec::new() } else { others(&names) };
+        let models = ModelWatch::new(client.clone(), models).with_others(others);
         let (waits_for, watching) = models.clone().watch();
         let watching = tokio::spawn(watching.boxed());
         let aborted = models.aborted().await;
         let give_up = options.driver.give_up.clone();
-        let giving_up =
-            tokio::spawn(models.clone().give_up_after(stop.graceful.clone(), give_up, console.clone()).boxed());
         let mut collector = RolloutCollector::new(client, names, world);
         if let Some(monitor) = monitor {
             collector = collector.reporting_to(monitor);
@@ -173,6 +173,9 @@ impl Collection<'_> {
                 collector = collector.pulling_only(servers);
             }
         }
+        let giving_up =
+            models.clone().give_up_after(stop.graceful.clone(), give_up, collector.progress(), console.clone());
+        let giving_up = tokio::spawn(giving_up.boxed());
         // For `rgym stuck`: a collector has no server. Without it, a collection runs as well.
         let waits = WaitsListener::start(&transports).await;
         let waits = waits.inspect_err(|error| tracing::debug!(%error, "the collector does not report its waits")).ok();
@@ -287,6 +290,11 @@ impl Collection<'_> {
 }
 
 /// Returns the options of a stack that serves only rollouts of this command, so many at a time.
+/// Returns the servers that are no model servers.
+fn others(names: &ServerNames) -> Vec<String> {
+    names.servers().filter(|(_, kind)| *kind != ServerKind::Model).map(|(name, _)| name.to_owned()).collect()
+}
+
 fn own_stack(loaded: &LoadedConfig, starting: &Starting, concurrency: u32, console: &Console) -> StackOptions {
     StackOptions {
         // The rollouts have ended by then, so no caller waits for the remaining requests. With the grace of the rollouts, one Ctrl-C ends within

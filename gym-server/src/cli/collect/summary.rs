@@ -112,7 +112,7 @@ pub(super) fn advice(collected: &CollectSummary) -> Option<String> {
         (
             workers_lost,
             format!(
-                "lost their worker {lost_max} times: --resume --lost-attempts {} tries them again",
+                "lost their worker or reached no server {lost_max} times: --resume --lost-attempts {} tries them again",
                 lost_max.saturating_mul(2)
             ),
         ),
@@ -274,7 +274,7 @@ mod tests {
             "10 rollouts failed",
             "4 of the failed have attempts left: repeat the command with --resume",
             "3 of the failed have used all their attempts (3): --resume --attempts 6",
-            "2 of the failed lost their worker 10 times: --resume --lost-attempts 20",
+            "2 of the failed lost their worker or reached no server 10 times: --resume --lost-attempts 20",
             "1 of the failed are not tried again",
         ] {
             assert!(said.contains(words), "{said}");

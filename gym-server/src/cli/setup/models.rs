@@ -4,18 +4,22 @@
 //! in Python report none.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::future::join_all;
-use gym_client::ServerClient;
+use gym_client::collect::CollectProgress;
+use gym_client::{AwaitedServer, ServerClient};
 use gym_core::server::{EndpointReport, EndpointState};
-use gym_core::{CallContext, CancelToken, Handler, Request, Response};
+use gym_core::{CallContext, CancelToken, Code, Execution, Handler, Request, Response};
 use serde::Deserialize;
 use tokio::sync::watch;
 use tokio::time::Instant;
 
 use crate::cli::console::Console;
 use crate::cli::exit::Failure;
+use crate::head::waits::process::{Address, of_this_machine};
+use crate::head::waits::{WaitsWanted, follow};
 use crate::role::reply::health::{PROBE_QUERY, TRIAL_QUERY};
 
 /// Limit for a model server that calls its endpoints, which has a limit of its own for them.
@@ -23,8 +27,18 @@ const PROBE_TIMEOUT: Duration = Duration::from_secs(10);
 /// Interval of the probes while a command waits for endpoints, and of the health requests while rollouts run. A user sees a failure
 /// within two intervals.
 const EVERY: Duration = Duration::from_secs(1);
+/// Time after which a server that does not answer is named.
+const SILENT_AFTER: Duration = Duration::from_secs(3);
 /// Interval of the lines while a command waits for endpoints.
 const LINE_EVERY: Duration = Duration::from_secs(15);
+
+/// Time after a stop in which rollouts that all wait for something absent are looked for, and the interval.
+const RESTS_WITHIN: Duration = Duration::from_secs(3);
+const RESTS_EVERY: Duration = Duration::from_millis(250);
+
+/// Rollouts of which each must wait, and servers that are asked for waits.
+const RESTS_SHOWN: usize = 64;
+const ASKED_MAX: usize = 256;
 
 /// Minimum time from a stop until the rollouts are given up whose endpoints do not respond.
 const GIVE_UP_AFTER: Duration = Duration::from_secs(5);
@@ -41,6 +55,8 @@ pub(in crate::cli) struct ModelEndpoint {
 pub(in crate::cli) struct ModelWatch {
     client: ServerClient,
     servers: Vec<String>,
+    /// The other servers: those that call others by name say which of them they wait for, and one that does not answer is named.
+    others: Vec<String>,
 }
 
 /// The part of `/health` that is read; other servers have no `endpoints`.
@@ -48,12 +64,19 @@ pub(in crate::cli) struct ModelWatch {
 struct Health {
     #[serde(default)]
     endpoints: Vec<EndpointReport>,
+    #[serde(default)]
+    awaits: Vec<AwaitedServer>,
 }
 
 impl ModelWatch {
     /// Creates a watch of these model servers.
     pub(in crate::cli) fn new(client: ServerClient, servers: Vec<String>) -> Self {
-        Self { client, servers }
+        Self { client, servers, others: Vec::new() }
+    }
+
+    /// Watches also these servers, and which servers they wait for.
+    pub(in crate::cli) fn with_others(self, others: Vec<String>) -> Self {
+        Self { others, ..self }
     }
 
     /// Calls all endpoints, and prints which respond. With `wait`, repeats this until all respond.
@@ -105,14 +128,16 @@ impl ModelWatch {
     pub(in crate::cli) fn watch(self) -> (watch::Receiver<String>, impl Future<Output = ()> + Send + 'static) {
         let (sender, receiver) = watch::channel(String::new());
         let watching = async move {
-            if self.servers.is_empty() {
-                return;
-            }
+            let mut silent: BTreeMap<String, Instant> = BTreeMap::new();
             while !sender.is_closed() {
                 tokio::time::sleep(EVERY).await;
-                let endpoints = self.request(None, EVERY).await;
-                let text = endpoints.iter().filter_map(|endpoint| in_progress(&endpoint.server, &endpoint.report));
-                let text = text.collect::<Vec<_>>().join("; ");
+                let (endpoints, awaited) = tokio::join!(self.request(None, EVERY), self.awaited(&mut silent));
+                let endpoints = endpoints.iter().filter_map(|endpoint| in_progress(&endpoint.server, &endpoint.report));
+                let silent = silent.iter().map(|(server, since)| (server, since.elapsed()));
+                let silent = silent.filter(|(_, silent)| *silent >= SILENT_AFTER).map(|(server, silent)| {
+                    format!("{server} accepts connections and has not answered for {} s", silent.as_secs())
+                });
+                let text = awaited.iter().map(absent).chain(silent).chain(endpoints).collect::<Vec<_>>().join("; ");
                 sender.send_if_modified(|known| {
                     let changed = *known != text;
                     *known = text;
@@ -123,10 +148,24 @@ impl ModelWatch {
         (receiver, watching)
     }
 
-    /// Waits for `stop`, and then asks the endpoints. If none that has calls in flight serves them, cancels `give_up`: the rollouts cannot finish.
-    pub(in crate::cli) async fn give_up_after(self, stop: CancelToken, give_up: CancelToken, console: Console) {
+    /// Waits for `stop`, and cancels `give_up` once the rollouts cannot finish: at once if no call of theirs runs, because all wait for a server or
+    /// an endpoint that is away, and after some seconds if no endpoint that has calls in flight serves them.
+    pub(in crate::cli) async fn give_up_after(
+        self,
+        stop: CancelToken,
+        give_up: CancelToken,
+        progress: Arc<CollectProgress>,
+        console: Console,
+    ) {
         stop.cancelled().await;
         let stopped = Instant::now();
+        while stopped.elapsed() < RESTS_WITHIN {
+            if let Some(why) = self.rest(progress.snapshot().in_flight).await {
+                console.line(&format!("the rollouts in flight are given up: {why}"));
+                return give_up.cancel();
+            }
+            tokio::time::sleep(RESTS_EVERY).await;
+        }
         if self.unserved().await.is_none() {
             return;
         }
@@ -135,6 +174,21 @@ impl ModelWatch {
         let Some(why) = self.unserved().await else { return };
         console.line(&format!("the rollouts in flight are given up: {}", why.join("; ")));
         give_up.cancel();
+    }
+
+    /// Returns why none of the rollouts in flight runs; `None` if one may.
+    async fn rest(&self, rollouts: u64) -> Option<String> {
+        let cx = CallContext::within(EVERY);
+        let listed = self.client.registry().list(&cx).await.unwrap_or_default();
+        let addresses =
+            listed.into_iter().map(Address::of).take(ASKED_MAX).chain(of_this_machine()).collect::<Vec<_>>();
+        let wanted = WaitsWanted { rollout: None, older: Duration::ZERO, limit: RESTS_SHOWN };
+        let waits = follow(&self.client.transports().aside(), &addresses, &BTreeMap::new(), wanted).await;
+        if !waits.all_rest(rollouts) {
+            return None;
+        }
+        let why = waits.chains.iter().find(|chain| chain.rollout.is_some()).map(|chain| chain.leaf.clone());
+        Some(format!("none of them runs; the oldest {}", why.unwrap_or_default()))
     }
 
     /// Calls the endpoints. Returns what those with calls in flight say, if none of them serves its calls.
@@ -161,6 +215,37 @@ impl ModelWatch {
             format!("{server}: {url} aborted {count} responses or may have, as vLLM does when it pauses or sleeps; the calls were repeated")
         });
         lines.collect()
+    }
+
+    /// Returns the servers for which calls of this process and of the other servers wait. Calls of several processes are not added, because the
+    /// servers of one process report the same ones. Notes in `silent` since when servers do not answer.
+    async fn awaited(&self, silent: &mut BTreeMap<String, Instant>) -> Vec<AwaitedServer> {
+        let asked = self
+            .others
+            .iter()
+            .map(async |server| (server, self.client.get(&CallContext::within(EVERY), server, "/health").await));
+        let mut told = Vec::new();
+        for (server, answer) in join_all(asked).await {
+            match answer {
+                Ok(answer) => {
+                    let health = serde_json::from_slice::<Health>(&answer.message.head.to_bytes());
+                    told.extend(health.map(|health| health.awaits).unwrap_or_default());
+                    silent.remove(server);
+                }
+                Err(error) if (error.code(), error.execution()) == (Code::DeadlineExceeded, Execution::Unknown) => {
+                    silent.entry(server.clone()).or_insert_with(|| Instant::now() - EVERY);
+                }
+                Err(_) => drop(silent.remove(server)),
+            }
+        }
+        let mut longest: BTreeMap<String, AwaitedServer> = BTreeMap::new();
+        for awaited in self.client.awaited().list().into_iter().chain(told) {
+            let known = longest.entry(awaited.server.clone()).or_insert_with(|| awaited.clone());
+            if awaited.waiting > known.waiting {
+                *known = awaited;
+            }
+        }
+        longest.into_values().filter(|awaited| awaited.seconds > 0).collect()
     }
 
     /// Requests the health of all model servers. One that does not answer has no endpoints.
@@ -260,6 +345,13 @@ pub(in crate::cli) fn in_progress(server: &str, report: &EndpointReport) -> Opti
         calls => text.push_str(&format!(", {calls} calls wait up to {gives_up_after_seconds} s")),
     }
     Some(text)
+}
+
+/// Describes a server for which calls wait.
+fn absent(awaited: &AwaitedServer) -> String {
+    let AwaitedServer { server, seconds, waiting, gives_up_after_seconds, reason } = awaited;
+    let calls = if *waiting == 1 { "1 call waits".to_owned() } else { format!("{waiting} calls wait") };
+    format!("{server} has been away for {seconds} s: {reason}, {calls} up to {gives_up_after_seconds} s")
 }
 
 /// Describes an endpoint with calls that take long.

@@ -95,6 +95,13 @@ impl<'a> Cluster<'a> {
         traces
     }
 
+    /// Returns the number of traces that rest, of each process once.
+    pub(super) fn resting(&self) -> usize {
+        let processes: BTreeMap<_, _> =
+            self.processes.iter().map(|process| ((&process.host, process.pid), process.resting)).collect();
+        processes.into_values().sum()
+    }
+
     /// Builds the chains of these traces, and of the waits without one, oldest first.
     pub(super) fn chains(&self, traces: &[String], rollout: Option<&str>, limit: usize) -> Vec<Chain> {
         let waits = self.waits();

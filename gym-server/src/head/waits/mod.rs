@@ -14,12 +14,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use gym_client::Transports;
+use gym_core::base::waits::WaitReport;
 use gym_core::registry::{Instance, Member, MemberSpec};
 use serde::Serialize;
 use tokio::sync::Mutex;
 use tokio::time::Instant;
 
-use crate::head::url_of;
 use crate::head::waits::chain::{Chain, Cluster};
 use crate::head::waits::process::{Address, NoAnswer, ask, of_this_machine};
 
@@ -48,6 +48,8 @@ pub(crate) struct WaitsWanted<'a> {
 pub(crate) struct FollowedWaits {
     /// Processes that answered.
     pub(crate) processes: usize,
+    /// Rollouts and calls of which nothing runs: a call of theirs waits before it is sent again.
+    pub(crate) resting: usize,
     pub(crate) chains: Vec<Chain>,
     /// Processes that did not answer.
     pub(crate) silent: Vec<NoAnswer>,
@@ -74,7 +76,9 @@ pub(crate) async fn follow(
             match (&mut again.answer, first.answer) {
                 // Calls of groups have no trace, and a turn can be held by a call of another one.
                 (Ok(again), Ok(first)) => {
-                    again.add(first.waits.into_iter().filter(|wait| !traces.contains(&wait.trace)));
+                    // No others: they would displace the youngest waits, and those are the leaves.
+                    let of_groups = |wait: &WaitReport| wait.trace.is_empty() || wait.kind.is_of_group();
+                    again.add(first.waits.into_iter().filter(|wait| !traces.contains(&wait.trace) && of_groups(wait)));
                 }
                 (again, first) => *again = first,
             }
@@ -85,8 +89,19 @@ pub(crate) async fn follow(
     let cluster = Cluster::new(&all, workers);
     FollowedWaits {
         processes: all.iter().filter(|asked| asked.answer.is_ok()).count(),
+        resting: cluster.resting(),
         chains: cluster.chains(&traces, rollout, limit),
         silent: cluster.silent().filter(|silent| !silent.foreign).cloned().collect(),
+    }
+}
+
+impl FollowedWaits {
+    /// Returns `true` if none of these rollouts runs: each of the oldest waits before a call is sent again, and as many traces do so.
+    #[cfg(feature = "cli")]
+    pub(crate) fn all_rest(&self, rollouts: u64) -> bool {
+        let mut of_rollouts = self.chains.iter().filter(|chain| chain.rollout.is_some()).peekable();
+        let rests = |chain: &Chain| chain.hops.last().is_some_and(|hop| hop.wait.kind.is_rest());
+        of_rollouts.peek().is_some() && of_rollouts.all(rests) && self.resting as u64 >= rollouts
     }
 }
 
@@ -129,12 +144,7 @@ impl ShownWaits {
             return Arc::clone(&answer.waits);
         }
         let Some(transports) = &self.transports else { return Arc::default() };
-        let address = |server: Instance| Address {
-            url: url_of(&server),
-            pid: server.labels.get("pid").and_then(|pid| pid.parse().ok()),
-            server: server.name,
-        };
-        let addresses: Vec<Address> = servers.into_iter().map(address).chain(of_this_machine()).collect();
+        let addresses: Vec<Address> = servers.into_iter().map(Address::of).chain(of_this_machine()).collect();
         let wanted = WaitsWanted { rollout: None, older: SHOWN_OLDER, limit: SHOWN_MAX };
         let waits = Arc::new(follow(transports, &addresses, &processes(members), wanted).await);
         let shared = SHARED_FOR.max(SHARED_FOR_EACH * u32::try_from(addresses.len()).unwrap_or(u32::MAX));

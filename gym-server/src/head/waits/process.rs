@@ -7,9 +7,12 @@ use gym_client::Transports;
 use gym_client::registry::local_programs;
 use gym_core::base::host_name;
 use gym_core::base::waits::{ProcessWaits, WAITS_ROUTE, WaitReport};
+use gym_core::registry::Instance;
 use gym_core::transport::ConnectOptions;
 use gym_core::{CallContext, Endpoint, Error, Request, Result, Route};
 use serde::Serialize;
+
+use crate::head::url_of;
 
 /// Limit for one process. One that does not answer from memory within it stands still.
 const ASK_TIMEOUT: Duration = Duration::from_secs(2);
@@ -21,6 +24,14 @@ pub(crate) struct Address {
     pub(crate) server: String,
     pub(crate) url: String,
     pub(crate) pid: Option<u32>,
+}
+
+impl Address {
+    /// Returns the address of a server that a head server lists.
+    pub(crate) fn of(server: Instance) -> Self {
+        let pid = server.labels.get("pid").and_then(|pid| pid.parse().ok());
+        Self { url: url_of(&server), pid, server: server.name }
+    }
 }
 
 /// What an address answered.

@@ -364,7 +364,7 @@ fn identify(file: LedgerFile, row: &RawObject) -> Result<RowIdentity, String> {
         {
             OutcomeClass::Terminal
         }
-        LedgerFile::Failures if row.get("_ng_failure_class").is_some_and(|class| is_worker_lost(&class)) => {
+        LedgerFile::Failures if row.get("_ng_failure_class").is_some_and(|class| is_of_the_cluster(&class)) => {
             OutcomeClass::Lost
         }
         LedgerFile::Failures => OutcomeClass::Failed,
@@ -372,9 +372,9 @@ fn identify(file: LedgerFile, row: &RawObject) -> Result<RowIdentity, String> {
     Ok(RowIdentity { key, number: number("_ng_attempt_index")?, class })
 }
 
-/// Returns `true` for the JSON text of the class `worker_lost`.
-fn is_worker_lost(class: &[u8]) -> bool {
-    serde_json::from_slice::<FailureClass>(class).is_ok_and(|class| class == FailureClass::WorkerLost)
+/// Returns `true` for the JSON text of a class for which the task is not to blame.
+fn is_of_the_cluster(class: &[u8]) -> bool {
+    serde_json::from_slice::<FailureClass>(class).is_ok_and(FailureClass::is_of_the_cluster)
 }
 
 /// Rejects a row that recovery without an index would read as another outcome.

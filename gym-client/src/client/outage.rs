@@ -1,0 +1,150 @@
+//! The servers that are away, for which calls of a client wait.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::atomic::AtomicUsize;
+use std::sync::atomic::Ordering::Relaxed;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
+use std::time::Duration;
+
+use gym_core::{CancelToken, Error};
+use serde::{Deserialize, Serialize};
+use tokio::time::Instant;
+
+/// Time for which a call waits for a server that is away, unless the client sets another one: that of a model endpoint.
+pub const DEFAULT_SERVER_WAIT: Duration = Duration::from_secs(300);
+
+/// A server for which calls wait, because it cannot be reached.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct AwaitedServer {
+    /// The name of the server.
+    pub server: String,
+    /// Time since the first call failed, in seconds.
+    pub seconds: u64,
+    /// Calls that wait. None of them has started.
+    pub waiting: usize,
+    /// Time for which each call waits, in seconds.
+    pub gives_up_after_seconds: u64,
+    /// The reason, as of the last question.
+    pub reason: String,
+}
+
+/// The servers that a client waits for.
+#[derive(Debug)]
+pub(super) struct Outages {
+    /// Servers that are waited for before this client has reached them.
+    expected: RwLock<BTreeSet<String>>,
+    away: Mutex<BTreeMap<String, Arc<Outage>>>,
+    pub(super) wait: Duration,
+}
+
+/// A server that is away.
+#[derive(Debug)]
+pub(super) struct Outage {
+    pub(super) since: Instant,
+    /// Cancelled when the server is back.
+    pub(super) back: CancelToken,
+    /// Held by the call that asks; the number of questions so far.
+    pub(super) asking: tokio::sync::Mutex<u32>,
+    waiting: AtomicUsize,
+    reason: Mutex<Arc<str>>,
+}
+
+impl Outage {
+    /// Returns the reason, as of the last question.
+    pub(super) fn reason(&self) -> Arc<str> {
+        Arc::clone(&lock(&self.reason))
+    }
+
+    /// Notes why the server did not answer.
+    pub(super) fn note(&self, error: &Error) {
+        *lock(&self.reason) = reason(error);
+    }
+}
+
+/// Counts a call that waits.
+pub(super) struct Waiting<'a>(pub(super) &'a Outage);
+
+impl Drop for Waiting<'_> {
+    fn drop(&mut self) {
+        self.0.waiting.fetch_sub(1, Relaxed);
+    }
+}
+
+impl Outages {
+    /// Adds servers that are waited for before they were reached.
+    pub(super) fn expect(&self, servers: impl IntoIterator<Item = String>) {
+        self.expected.write().unwrap_or_else(PoisonError::into_inner).extend(servers);
+    }
+
+    pub(super) fn expects(&self, server: &str) -> bool {
+        self.expected.read().unwrap_or_else(PoisonError::into_inner).contains(server)
+    }
+
+    pub(super) fn new(wait: Duration) -> Self {
+        Self { expected: RwLock::default(), away: Mutex::default(), wait }
+    }
+
+    /// Returns the outage of a server, and counts a call that waits.
+    pub(super) fn of(&self, server: &str, error: &Error) -> Arc<Outage> {
+        let mut away = lock(&self.away);
+        let outage = away.entry(server.to_owned()).or_insert_with(|| {
+            tracing::warn!(server, %error, "a server is away; calls wait for it");
+            Arc::new(Outage {
+                since: Instant::now(),
+                back: CancelToken::new(),
+                asking: tokio::sync::Mutex::default(),
+                waiting: AtomicUsize::new(0),
+                reason: Mutex::new(reason(error)),
+            })
+        });
+        outage.waiting.fetch_add(1, Relaxed);
+        Arc::clone(outage)
+    }
+
+    /// Ends an outage: all its calls are sent.
+    pub(super) fn end(&self, server: &str, outage: &Arc<Outage>) {
+        let mut away = lock(&self.away);
+        if away.get(server).is_some_and(|known| Arc::ptr_eq(known, outage)) {
+            away.remove(server);
+            let waiting = outage.waiting.load(Relaxed);
+            tracing::info!(server, after = ?outage.since.elapsed(), waiting, "a server is back");
+        }
+        outage.back.cancel();
+    }
+
+    /// Removes an outage for which nothing waits any more.
+    pub(super) fn leave(&self, server: &str, outage: &Arc<Outage>) {
+        let mut away = lock(&self.away);
+        if outage.waiting.load(Relaxed) == 0 && away.get(server).is_some_and(|known| Arc::ptr_eq(known, outage)) {
+            away.remove(server);
+        }
+    }
+}
+
+/// What the calls of a client wait for, without the client. Cheap to clone.
+#[derive(Clone, Debug)]
+pub struct AwaitedServers(pub(super) Arc<Outages>);
+
+impl AwaitedServers {
+    /// Returns the servers for which calls wait now.
+    #[must_use]
+    pub fn list(&self) -> Vec<AwaitedServer> {
+        let report = |(server, outage): (&String, &Arc<Outage>)| AwaitedServer {
+            server: server.clone(),
+            seconds: outage.since.elapsed().as_secs(),
+            waiting: outage.waiting.load(Relaxed),
+            gives_up_after_seconds: self.0.wait.as_secs(),
+            reason: lock(&outage.reason).to_string(),
+        };
+        lock(&self.0.away).iter().map(report).collect()
+    }
+}
+
+/// Returns the innermost reason of an error: `Connection refused`.
+fn reason(error: &Error) -> Arc<str> {
+    error.chain().last().map_or_else(|| error.message().into(), |link| link.message.as_str().into())
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
