@@ -170,6 +170,10 @@ DEFECTS = [
     ("a-silent-member-is-lost-before-its-timeout", "gym-core/src/rollout/work/queue.rs", ".max(poll.patience);", ";", "-p gym-client --test work"),
     ("a-suspect-worker-has-no-reason", "gym-client/src/work/pool.rs", "self.silent_at(name).filter(|at| *at <= now)?;", "return None;", "-p gym-client --test work"),
     ("a-member-tells-an-old-time", "gym-client/src/registry/member.rs", "self.spec.tell_time(&self.world);", "let _ = &self.world;", "-p gym-client --test members"),
+    ("no-call-waits-for-a-server-that-is-away", "gym-client/src/client/server_client/away.rs", "request.verb != Verb::Get", "request.verb == Verb::Get", "-p gym-client --test outage"),
+    ("each-call-asks-a-server-that-is-away", "gym-client/src/client/server_client/away.rs", "let mut asked = outage.asking.lock().await;", "let mut asked = *outage.asking.lock().await; let asked = &mut asked;", "-p gym-client --test outage"),
+    ("a-worker-runs-on-for-a-pool-that-is-gone", "gym-client/src/work/puller.rs", "if since.elapsed() >= CALL_WAIT {", "if since.elapsed() >= CALL_WAIT * 1_000 {", "-p gym-client --test work"),
+    ("an-episode-outlives-its-caller-for-the-whole-grace", "gym-server/src/environment/deduplication.rs", "wait.map_or(self.shared.grace, |wait| wait.min(self.shared.grace))", "wait.map_or(self.shared.grace, |_| self.shared.grace)", "-p gym-server --lib environment"),
     ("finished-items-are-forgotten-at-each-poll", "gym-client/src/work/pool.rs", "if joins {\n                    // An earlier", "if true {\n                    // An earlier", "-p gym-client --test work"),
     # Groups: each rank lives once, and a call says what it did.
     ("bundles-move-before-the-node-is-fenced", f"{NODES}/state.rs",

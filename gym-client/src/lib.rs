@@ -66,6 +66,6 @@ pub mod work;
 pub use client::url as client_url;
 pub use client::values;
 pub use client::{
-    AwaitedServer, AwaitedServers, CallOptions, CookieJar, DEFAULT_SERVER_WAIT, JOINS_RUNS_LABEL, ServerClient, Session,
+    AwaitedServer, AwaitedServers, CallOptions, CookieJar, JOINS_RUNS_LABEL, SERVER_WAIT, ServerClient, Session,
 };
 pub use transport::Transports;

@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
 use futures_util::future::join_all;
-use gym_client::{CallOptions, DEFAULT_SERVER_WAIT, ServerClient, Transports};
+use gym_client::{CallOptions, SERVER_WAIT, ServerClient, Transports};
 use gym_core::registry::{MemoryRegistry, Registration, Registry};
 use gym_core::rollout::FailureClass;
 use gym_core::server::ServerKind;
@@ -32,10 +32,10 @@ impl Ground {
         let net = SimNet::new(1, Faults::calm());
         let world = World::new(Arc::new(SimFiles::new(1)), 1, Duration::from_secs(1));
         let registry = MemoryRegistry::default();
-        let endpoint = Endpoint::parse("sim://math/math").unwrap();
+        let endpoint = Endpoint::parse("sim://math/math").expect("an endpoint");
         let mut registration = Registration::new("math", ServerKind::Resources, &[endpoint]);
         registration.ttl = LONG;
-        registry.register(&CallContext::default(), registration).await.unwrap();
+        registry.register(&CallContext::default(), registration).await.expect("room");
         let transports = Transports::new().with_connector(Arc::new(net.host("agent")));
         let client = ServerClient::new(Arc::new(registry), transports, &world);
         Self { net, client, calls: Arc::default(), questions: Arc::default() }
@@ -49,7 +49,12 @@ impl Ground {
             counter.fetch_add(1, Relaxed);
             async { Ok(Response::json("{}")) }
         });
-        let serving = serve(Box::new(host.listen("math").unwrap()), Arc::new(handler), CancelToken::new(), LONG);
+        let serving = serve(
+            Box::new(host.listen("math").expect("a new host listens nowhere")),
+            Arc::new(handler),
+            CancelToken::new(),
+            LONG,
+        );
         host.spawn(async move {
             let _ = serving.await;
         });
@@ -95,7 +100,7 @@ async fn a_call_waits_for_a_limited_time_and_has_not_started() {
     assert_eq!(error.failure_class(), FailureClass::TransportUnreachable);
     assert!(error.chain().iter().any(|link| link.message.contains("was away for all of the 300 s")), "{error}");
     let took = began.elapsed();
-    assert!(took >= DEFAULT_SERVER_WAIT && took <= DEFAULT_SERVER_WAIT + Duration::from_secs(5), "{took:?}");
+    assert!(took >= SERVER_WAIT && took <= SERVER_WAIT + Duration::from_secs(5), "{took:?}");
     // Its own deadline may be earlier.
     let began = Instant::now();
     assert_eq!(ground.call(OUTAGE).await.unwrap_err().code(), Code::DeadlineExceeded);
@@ -145,7 +150,12 @@ async fn a_server_that_rejects_calls_is_not_away() {
         }
         Err(gym_core::Error::not_started(Code::Unavailable, "it drains"))
     });
-    let serving = serve(Box::new(host.listen("math").unwrap()), Arc::new(handler), CancelToken::new(), LONG);
+    let serving = serve(
+        Box::new(host.listen("math").expect("a new host listens nowhere")),
+        Arc::new(handler),
+        CancelToken::new(),
+        LONG,
+    );
     host.spawn(async move {
         let _ = serving.await;
     });

@@ -10,8 +10,8 @@ use gym_core::{CancelToken, Error};
 use serde::{Deserialize, Serialize};
 use tokio::time::Instant;
 
-/// Time for which a call waits for a server that is away, unless the client sets another one: that of a model endpoint.
-pub const DEFAULT_SERVER_WAIT: Duration = Duration::from_secs(300);
+/// Time for which a call waits for a server that is away: the `retry_budget_seconds` of a model endpoint.
+pub const SERVER_WAIT: Duration = Duration::from_secs(300);
 
 /// A server for which calls wait, because it cannot be reached.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -29,12 +29,11 @@ pub struct AwaitedServer {
 }
 
 /// The servers that a client waits for.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct Outages {
     /// Servers that are waited for before this client has reached them.
     expected: RwLock<BTreeSet<String>>,
     away: Mutex<BTreeMap<String, Arc<Outage>>>,
-    pub(super) wait: Duration,
 }
 
 /// A server that is away.
@@ -61,12 +60,33 @@ impl Outage {
     }
 }
 
-/// Counts a call that waits.
-pub(super) struct Waiting<'a>(pub(super) &'a Outage);
+/// A call that waits. The last one that ends removes the outage.
+pub(super) struct Waiting<'a> {
+    outages: &'a Outages,
+    server: &'a str,
+    pub(super) outage: Arc<Outage>,
+}
+
+impl Waiting<'_> {
+    /// Ends the outage: all its calls are sent.
+    pub(super) fn end(&self) {
+        let mut away = lock(&self.outages.away);
+        if away.get(self.server).is_some_and(|known| Arc::ptr_eq(known, &self.outage)) {
+            away.remove(self.server);
+            let waiting = self.outage.waiting.load(Relaxed);
+            tracing::info!(server = self.server, after = ?self.outage.since.elapsed(), waiting, "a server is back");
+        }
+        self.outage.back.cancel();
+    }
+}
 
 impl Drop for Waiting<'_> {
     fn drop(&mut self) {
-        self.0.waiting.fetch_sub(1, Relaxed);
+        let mut away = lock(&self.outages.away);
+        let last = self.outage.waiting.fetch_sub(1, Relaxed) == 1;
+        if last && away.get(self.server).is_some_and(|known| Arc::ptr_eq(known, &self.outage)) {
+            away.remove(self.server);
+        }
     }
 }
 
@@ -80,12 +100,8 @@ impl Outages {
         self.expected.read().unwrap_or_else(PoisonError::into_inner).contains(server)
     }
 
-    pub(super) fn new(wait: Duration) -> Self {
-        Self { expected: RwLock::default(), away: Mutex::default(), wait }
-    }
-
-    /// Returns the outage of a server, and counts a call that waits.
-    pub(super) fn of(&self, server: &str, error: &Error) -> Arc<Outage> {
+    /// Begins to wait for a server to which a call failed.
+    pub(super) fn begin<'a>(&'a self, server: &'a str, error: &Error) -> Waiting<'a> {
         let mut away = lock(&self.away);
         let outage = away.entry(server.to_owned()).or_insert_with(|| {
             tracing::warn!(server, %error, "a server is away; calls wait for it");
@@ -98,26 +114,7 @@ impl Outages {
             })
         });
         outage.waiting.fetch_add(1, Relaxed);
-        Arc::clone(outage)
-    }
-
-    /// Ends an outage: all its calls are sent.
-    pub(super) fn end(&self, server: &str, outage: &Arc<Outage>) {
-        let mut away = lock(&self.away);
-        if away.get(server).is_some_and(|known| Arc::ptr_eq(known, outage)) {
-            away.remove(server);
-            let waiting = outage.waiting.load(Relaxed);
-            tracing::info!(server, after = ?outage.since.elapsed(), waiting, "a server is back");
-        }
-        outage.back.cancel();
-    }
-
-    /// Removes an outage for which nothing waits any more.
-    pub(super) fn leave(&self, server: &str, outage: &Arc<Outage>) {
-        let mut away = lock(&self.away);
-        if outage.waiting.load(Relaxed) == 0 && away.get(server).is_some_and(|known| Arc::ptr_eq(known, outage)) {
-            away.remove(server);
-        }
+        Waiting { outages: self, server, outage: Arc::clone(outage) }
     }
 }
 
@@ -133,7 +130,7 @@ impl AwaitedServers {
             server: server.clone(),
             seconds: outage.since.elapsed().as_secs(),
             waiting: outage.waiting.load(Relaxed),
-            gives_up_after_seconds: self.0.wait.as_secs(),
+            gives_up_after_seconds: SERVER_WAIT.as_secs(),
             reason: lock(&outage.reason).to_string(),
         };
         lock(&self.0.away).iter().map(report).collect()

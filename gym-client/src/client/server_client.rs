@@ -28,7 +28,7 @@ use tokio::task::JoinSet;
 use tokio::time::Instant;
 
 use crate::client::background::BackgroundTasks;
-use crate::client::outage::{DEFAULT_SERVER_WAIT, Outages};
+use crate::client::outage::Outages;
 use crate::client::replicas::pending::PendingCallGuard;
 use crate::client::replicas::{Replica, ReplicaLoss, ReplicaSet, SessionAffinity, replica};
 use crate::client::url::EndpointUrl;
@@ -128,7 +128,7 @@ impl ServerClient {
                 names: RwLock::default(),
                 asking: Mutex::default(),
                 background: BackgroundTasks::default(),
-                outages: Arc::new(Outages::new(DEFAULT_SERVER_WAIT)),
+                outages: Arc::default(),
                 follows: AtomicBool::new(false),
                 recovering: Mutex::default(),
                 followers: Mutex::default(),
@@ -153,7 +153,7 @@ impl ServerClient {
                 names: RwLock::default(),
                 asking: Mutex::default(),
                 background: BackgroundTasks::default(),
-                outages: Arc::new(Outages::new(DEFAULT_SERVER_WAIT)),
+                outages: Arc::default(),
                 follows: AtomicBool::new(false),
                 recovering: Mutex::default(),
                 followers: Mutex::default(),

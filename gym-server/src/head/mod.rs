@@ -22,6 +22,7 @@ mod monitoring;
 pub(crate) mod page;
 #[cfg(test)]
 mod sources;
+#[cfg(feature = "http")]
 pub(crate) mod suspects;
 pub(crate) mod waits;
 

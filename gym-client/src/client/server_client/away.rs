@@ -16,7 +16,7 @@ use gym_core::transport::RetryPolicy;
 use gym_core::{CallContext, Code, Error, Execution, Request, Result, Route, Verb};
 use tokio::time::Instant;
 
-use crate::client::outage::{AwaitedServers, Outage, Waiting};
+use crate::client::outage::{AwaitedServers, Outage, SERVER_WAIT};
 use crate::client::server_client::{CallOptions, ServerClient, lock};
 
 /// Limit of one question to a server that is away.
@@ -47,7 +47,6 @@ impl ServerClient {
         let expected = || self.inner.outages.expects(server);
         request.verb != Verb::Get
             && (error.code(), error.execution()) == (Code::Unavailable, Execution::NotStarted)
-            && !self.inner.outages.wait.is_zero()
             && self.known(server).map_or_else(expected, |known| known.can_choose())
     }
 
@@ -56,39 +55,31 @@ impl ServerClient {
     /// # Errors
     /// `error`, with the time that was waited, if the time is over; that of the passed deadline or the cancelled call.
     pub(super) async fn until_back(&self, cx: &CallContext, server: &str, error: Error, began: Instant) -> Result<()> {
-        let outages = &self.inner.outages;
-        let outage = outages.of(server, &error);
-        let until = began + outages.wait;
-        let waited = {
-            let _waiting = Waiting(&outage);
-            let shown = Arc::clone(&outage);
-            let what = move || {
-                format!("the server has been away for {:.1} s: {}", shown.since.elapsed().as_secs_f64(), shown.reason())
-            };
-            let wait =
-                Wait::new(WaitKind::CallBackoff, cx.trace.trace_id).until(until.min(cx.deadline)).on(Arc::new(what));
-            let _recorded = WaitGuard::begin(wait);
-            let asking = async {
-                tokio::select! {
-                    biased;
-                    () = outage.back.cancelled() => {}
-                    () = self.ask(server, &outage) => outages.end(server, &outage),
-                }
-                Ok(())
-            };
-            let bound = cx.bound(Execution::NotStarted, async { Ok(tokio::time::timeout_at(until, asking).await) });
-            match bound.await {
-                Ok(Ok(back)) => back,
-                Ok(Err(_)) => {
-                    let waited = began.elapsed().as_secs_f64();
-                    let text = format!("the server was away for all of the {waited:.0} s that a call waits for it");
-                    Err(Error::not_started(Code::Unavailable, text).caused_by(error))
-                }
-                Err(end) => Err(end.caused_by(error)),
+        let waiting = self.inner.outages.begin(server, &error);
+        let (outage, until) = (&waiting.outage, began + SERVER_WAIT);
+        let shown = Arc::clone(outage);
+        let what = move || {
+            format!("the server has been away for {:.1} s: {}", shown.since.elapsed().as_secs_f64(), shown.reason())
+        };
+        let wait = Wait::new(WaitKind::CallBackoff, cx.trace.trace_id).until(until.min(cx.deadline));
+        let _recorded = WaitGuard::begin(wait.on(Arc::new(what)));
+        let asking = async {
+            tokio::select! {
+                biased;
+                () = outage.back.cancelled() => {}
+                () = self.ask(server, outage) => waiting.end(),
             }
         };
-        outages.leave(server, &outage);
-        waited
+        let bound = cx.bound(Execution::NotStarted, async { Ok(tokio::time::timeout_at(until, asking).await) });
+        match bound.await {
+            Ok(Ok(())) => Ok(()),
+            Ok(Err(_)) => {
+                let waited = began.elapsed().as_secs_f64();
+                let text = format!("the server was away for all of the {waited:.0} s that a call waits for it");
+                Err(Error::not_started(Code::Unavailable, text).caused_by(error))
+            }
+            Err(end) => Err(end.caused_by(error)),
+        }
     }
 
     /// Asks the server until it answers, in turn with the other calls that wait.
