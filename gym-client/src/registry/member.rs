@@ -201,7 +201,13 @@ impl Membership {
                     Code::AlreadyExists => {
                         tracing::warn!(member = self.spec.name, %error, "waiting for the name of this worker")
                     }
-                    _ => tracing::warn!(member = self.spec.name, %error, "waiting for the head server"),
+                    _ => {
+                        let left = cx.remaining().as_secs();
+                        tracing::warn!(
+                            member = self.spec.name, %error,
+                            "waiting for the head server, up to {left} s more: start it, or correct its address"
+                        );
+                    }
                 }
             }
             self.pause(&mut wait).await;

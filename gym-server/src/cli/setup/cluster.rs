@@ -102,6 +102,9 @@ pub(in crate::cli) async fn load_worker(
     Ok(loaded)
 }
 
+/// What helps if no head server responds.
+const HEAD_FIX: &str = "start the head server, or name the right one with --head-url or HEAD_SERVER_URL";
+
 /// Asks the head server, and waits while it does not respond.
 async fn wait_for_head<T, F: Future<Output = Result<T>>>(
     registry: &RemoteRegistry,
@@ -118,13 +121,15 @@ async fn wait_for_head<T, F: Future<Output = Result<T>>>(
         };
         let temporary = matches!(error.code(), Code::Unavailable | Code::DeadlineExceeded);
         if !temporary || Instant::now() + wait >= deadline {
-            return Err(Failure::Failed(format!(
-                "{error}\n  fix: start the head server, or name the right one with --head-url or HEAD_SERVER_URL"
-            )));
+            return Err(Failure::Failed(format!("{error}\n  fix: {HEAD_FIX}")));
         }
         if said.is_none_or(|said| said.elapsed() >= SAY_EVERY) {
+            // Who named a wrong address does not wait for the end to learn how it is corrected.
+            let fix = if said.is_none() { format!("\n  fix: {HEAD_FIX}") } else { String::new() };
             said = Some(Instant::now());
-            console.line(&format!("waiting for the head server {}: {error}", registry.head()));
+            let left = deadline.saturating_duration_since(Instant::now()).as_secs();
+            console
+                .line(&format!("waiting for the head server {}: {error}; up to {left} s more{fix}", registry.head()));
         }
         sleep(wait).await;
         wait = (wait * 2).min(RETRY_LAST);
