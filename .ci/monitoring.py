@@ -193,11 +193,12 @@ def check_moves(api):
         series = {name: f"{name}_count" if name.endswith("_seconds") and ask(api, f"{name}_count") else name for name in moving}
         return [name for name in moving if not ask(api, f"max_over_time({series[name]}[10m]) > 0")]
 
-    end = time.monotonic() + PATIENCE_S
-    while still() and time.monotonic() < end:
+    end, zero = time.monotonic() + PATIENCE_S, still()
+    while zero and time.monotonic() < end:
         time.sleep(0.5)
-    if still():
-        fail(f"metrics that guides, alerts or the dashboard name stay zero: {still()}")
+        zero = still()
+    if zero:
+        fail(f"metrics that guides, alerts or the dashboard name stay zero: {zero}")
     print(f"monitoring: {len(moving)} metrics that guides, alerts and the dashboard name have moved")
 
 

@@ -327,12 +327,9 @@ async fn a_collector_that_no_worker_reaches_pushes() {
         .into_iter()
         .filter(|server| server.kind == ServerKind::Environment)
         .map(|server| MemberServer {
-            name: server.name,
-            rank: None,
-            kind: server.kind,
             implementation: server.implementation,
-            endpoints: server.endpoints,
             labels: [(PULLS_LABEL.to_owned(), "1".to_owned())].into(),
+            ..MemberServer::new(server.name, server.kind, server.endpoints)
         })
         .collect();
     let joined = MemberKeeper::join(Arc::new(head.clone()), &cx, spec, MemberOptions::default(), &World::real());

@@ -210,14 +210,8 @@ impl Cluster {
         let mut spec = MemberSpec::new(name, Incarnation(1));
         spec.timing = TIMING;
         spec.clock_ms = 1;
-        spec.servers = vec![MemberServer {
-            name: "agent".to_owned(),
-            rank: None,
-            kind: ServerKind::Agent,
-            implementation: String::new(),
-            endpoints: vec![Endpoint::parse(&format!("mem://{name}")).unwrap()],
-            labels: std::collections::BTreeMap::new(),
-        }];
+        let endpoint = Endpoint::parse(&format!("mem://{name}")).unwrap();
+        spec.servers = vec![MemberServer::new("agent", ServerKind::Agent, [endpoint])];
         let cx = CallContext::within(Duration::from_secs(10));
         MemberKeeper::join(Arc::new(self.head.clone()), &cx, spec, MemberOptions::default(), &self.world).await.unwrap()
     }

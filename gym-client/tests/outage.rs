@@ -12,7 +12,7 @@ use gym_core::rollout::FailureClass;
 use gym_core::server::ServerKind;
 use gym_core::testing::{Faults, SimFiles, SimNet};
 use gym_core::transport::{handler_fn, serve};
-use gym_core::{CallContext, CancelToken, Code, Endpoint, Execution, Request, Response, Result, World};
+use gym_core::{CallContext, CancelToken, Code, Endpoint, Execution, Handler, Request, Response, Result, World};
 use tokio::time::{Instant, sleep};
 
 const LONG: Duration = Duration::from_secs(100_000);
@@ -42,19 +42,19 @@ impl Ground {
     }
 
     fn start(&self) {
-        let host = self.net.host("math");
         let (calls, questions) = (Arc::clone(&self.calls), Arc::clone(&self.questions));
-        let handler = handler_fn(move |request: Request| {
+        self.serve(handler_fn(move |request: Request| {
             let counter = if request.route.path() == "/health" { &questions } else { &calls };
             counter.fetch_add(1, Relaxed);
             async { Ok(Response::json("{}")) }
-        });
-        let serving = serve(
-            Box::new(host.listen("math").expect("a new host listens nowhere")),
-            Arc::new(handler),
-            CancelToken::new(),
-            LONG,
-        );
+        }));
+    }
+
+    /// Starts the host anew, with this handler.
+    fn serve(&self, handler: impl Handler) {
+        let host = self.net.host("math");
+        let listener = Box::new(host.listen("math").expect("a new host listens nowhere"));
+        let serving = serve(listener, Arc::new(handler), CancelToken::new(), LONG);
         host.spawn(async move {
             let _ = serving.await;
         });
@@ -143,22 +143,12 @@ async fn neither_a_question_nor_a_call_of_an_unknown_name_waits() {
 #[tokio::test(start_paused = true)]
 async fn a_server_that_rejects_calls_is_not_away() {
     let ground = Ground::new().await;
-    let host = ground.net.host("math");
-    let handler = handler_fn(|request: Request| async move {
+    ground.serve(handler_fn(|request: Request| async move {
         if request.route.path() == "/health" {
             return Ok(Response::json("{}"));
         }
         Err(gym_core::Error::not_started(Code::Unavailable, "it drains"))
-    });
-    let serving = serve(
-        Box::new(host.listen("math").expect("a new host listens nowhere")),
-        Arc::new(handler),
-        CancelToken::new(),
-        LONG,
-    );
-    host.spawn(async move {
-        let _ = serving.await;
-    });
+    }));
     let began = Instant::now();
     let error = ground.call(LONG).await.unwrap_err();
     assert!(error.chain().iter().any(|link| link.message.contains("it drains")), "{error}");

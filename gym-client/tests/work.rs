@@ -546,14 +546,8 @@ impl Cluster {
         let client = serve_env(&self.net, name, handler, &self.world).await;
         let mut spec = MemberSpec::new(name, Incarnation(1));
         spec.timing = timing;
-        spec.servers = vec![MemberServer {
-            name: "env".to_owned(),
-            rank: None,
-            kind: ServerKind::Environment,
-            implementation: String::new(),
-            endpoints: vec![Endpoint::parse(&format!("sim://{name}/env")).unwrap()],
-            labels: BTreeMap::new(),
-        }];
+        let endpoint = Endpoint::parse(&format!("sim://{name}/env")).unwrap();
+        spec.servers = vec![MemberServer::new("env", ServerKind::Environment, [endpoint])];
         let joined = self.head.join(&CallContext::default(), spec).await.unwrap();
         self.heartbeats.insert(name, Heartbeats::begin(self.head.clone(), joined.lease));
         let options = WorkPullerOptions {
@@ -644,7 +638,7 @@ async fn a_member_whose_polls_no_longer_arrive_is_suspect_and_lost_after_its_tim
     assert!(took > Duration::from_secs(44) && took <= timing.timeout, "{took:?}");
 }
 
-/// A head server that was restarted knows nobody at first.
+/// A restarted head server knows nobody at first.
 #[tokio::test(start_paused = true)]
 async fn a_worker_that_a_young_head_does_not_list_goes_on() {
     let mut cluster = Cluster::new(19);

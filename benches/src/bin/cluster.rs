@@ -269,13 +269,10 @@ async fn change(
     watchers.iter_mut().for_each(|watcher| while watcher.try_recv().is_ok() {});
     let mut spec = MemberSpec::new(name, Incarnation(1));
     spec.timing = timing();
+    let (kind, endpoint) = (gym_core::server::ServerKind::Resources, Endpoint::parse("http://127.0.0.1:9")?);
     spec.servers = vec![gym_core::registry::MemberServer {
-        name: "math".to_owned(),
-        rank: None,
-        kind: gym_core::server::ServerKind::Resources,
         implementation: "math".to_owned(),
-        endpoints: vec![Endpoint::parse("http://127.0.0.1:9")?],
-        labels: Default::default(),
+        ..gym_core::registry::MemberServer::new("math", kind, [endpoint])
     }];
     let began = Instant::now();
     let options = MemberOptions::default();

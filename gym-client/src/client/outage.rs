@@ -70,22 +70,25 @@ pub(super) struct Waiting<'a> {
 impl Waiting<'_> {
     /// Ends the outage: all its calls are sent.
     pub(super) fn end(&self) {
-        let mut away = lock(&self.outages.away);
-        if away.get(self.server).is_some_and(|known| Arc::ptr_eq(known, &self.outage)) {
-            away.remove(self.server);
+        if self.remove(&mut lock(&self.outages.away)) {
             let waiting = self.outage.waiting.load(Relaxed);
             tracing::info!(server = self.server, after = ?self.outage.since.elapsed(), waiting, "a server is back");
         }
         self.outage.back.cancel();
+    }
+
+    /// Removes the outage; returns `false` if the server is not away any more, or again.
+    fn remove(&self, away: &mut BTreeMap<String, Arc<Outage>>) -> bool {
+        let listed = away.get(self.server).is_some_and(|known| Arc::ptr_eq(known, &self.outage));
+        listed && away.remove(self.server).is_some()
     }
 }
 
 impl Drop for Waiting<'_> {
     fn drop(&mut self) {
         let mut away = lock(&self.outages.away);
-        let last = self.outage.waiting.fetch_sub(1, Relaxed) == 1;
-        if last && away.get(self.server).is_some_and(|known| Arc::ptr_eq(known, &self.outage)) {
-            away.remove(self.server);
+        if self.outage.waiting.fetch_sub(1, Relaxed) == 1 {
+            self.remove(&mut away);
         }
     }
 }
@@ -118,7 +121,7 @@ impl Outages {
     }
 }
 
-/// What the calls of a client wait for, without the client. Cheap to clone.
+/// The servers for which the calls of a client wait. It does not keep the client. Cheap to clone.
 #[derive(Clone, Debug)]
 pub struct AwaitedServers(pub(super) Arc<Outages>);
 
@@ -131,7 +134,7 @@ impl AwaitedServers {
             seconds: outage.since.elapsed().as_secs(),
             waiting: outage.waiting.load(Relaxed),
             gives_up_after_seconds: SERVER_WAIT.as_secs(),
-            reason: lock(&outage.reason).to_string(),
+            reason: outage.reason().to_string(),
         };
         lock(&self.0.away).iter().map(report).collect()
     }

@@ -14,7 +14,7 @@ use gym_core::message::CALL_METADATA;
 use gym_core::registry::{AffinityCounts, AffinityKey, Balance, Instance, Load, Picker};
 use gym_core::server::ServerKind;
 use gym_core::transport::ConnectOptions;
-use gym_core::{CancelToken, Code, Error, Execution, Incarnation, Request, Result};
+use gym_core::{CancelToken, Code, Endpoint, Error, Execution, Incarnation, Request, Result};
 use tokio::time::Instant;
 
 use crate::client::replicas::pending::PendingCalls;
@@ -151,14 +151,10 @@ impl Replica {
         !self.paused.load(Relaxed) && !self.is_lost()
     }
 
-    /// Returns `true` if both are the same server, possibly under different ranks: a restarted head assigns ranks anew.
-    pub(super) fn is_same_server(&self, other: &Self) -> bool {
-        self.incarnation == other.incarnation && self.peer.endpoints() == other.peer.endpoints()
-    }
-
-    /// Returns `true` if the instance is this server, possibly under another rank.
-    pub(super) fn is(&self, instance: &Instance) -> bool {
-        self.incarnation == instance.incarnation && self.peer.endpoints() == instance.endpoints
+    /// Returns `true` if this is the server with this incarnation and these endpoints, possibly under another rank: a restarted head assigns ranks
+    /// anew.
+    pub(super) fn is(&self, incarnation: Incarnation, endpoints: &[Endpoint]) -> bool {
+        self.incarnation == incarnation && self.peer.endpoints() == endpoints
     }
 
     /// Gives the server no new work, until the registry lists it again.
@@ -216,10 +212,7 @@ impl Future for ReplicaLoss<'_> {
 pub(super) fn replica(instance: Instance, known: Option<&ReplicaSet>, follows: bool) -> Arc<Replica> {
     let same = known.and_then(|known| {
         known.replicas.iter().find(|replica| {
-            !replica.is_lost()
-                && replica.rank == instance.rank
-                && replica.incarnation == instance.incarnation
-                && replica.peer.endpoints() == instance.endpoints
+            !replica.is_lost() && replica.rank == instance.rank && replica.is(instance.incarnation, &instance.endpoints)
         })
     });
     match same {

@@ -469,7 +469,8 @@ impl ServerClient {
         if let Some((_, since)) = *lock(&self.inner.recovering) {
             // The head server was restarted, and not all servers have returned yet: those that are known still serve.
             let known = known.iter().flat_map(|known| &known.replicas).filter(|known| !known.is_lost());
-            let absent = known.filter(|known| replicas.iter().all(|replica| !replica.is_same_server(known)));
+            let absent = known
+                .filter(|known| replicas.iter().all(|replica| !replica.is(known.incarnation, known.peer.endpoints())));
             let absent: Vec<_> = absent.cloned().collect();
             if since.elapsed() >= SETTLES_AFTER {
                 // It may have ended meanwhile. Calls in flight to it go on, and others go to those that have returned.
@@ -519,7 +520,8 @@ impl ServerClient {
         };
         for (name, known) in names {
             for replica in &known.replicas {
-                if !listed.iter().any(|there| there.name == name && replica.is(there)) {
+                let is = |there: &Instance| there.name == name && replica.is(there.incarnation, &there.endpoints);
+                if !listed.iter().any(is) {
                     self.lose(&name, replica.rank, replica.incarnation, "the head server no longer lists the server");
                 }
             }

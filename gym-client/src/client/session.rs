@@ -131,7 +131,8 @@ impl SessionServer {
 
     /// Returns the error of a session whose server does not respond any more.
     fn lost(&self, error: Error) -> Error {
-        Error::new(Code::FailedPrecondition, error.execution(), "the server of this session is gone, and the state of the episode with it: a further attempt begins it again")
+        let text = "the server of this session is gone, and the state of the episode with it: a further attempt begins it again";
+        Error::new(Code::FailedPrecondition, error.execution(), text)
             .about(self.server.clone())
             .caused_by(error)
             .of_nested_call()

@@ -24,7 +24,7 @@ use gym_core::transport::{
     Backend, ConnectOptions, Connector, InProcess, ListenOptions, Listener, MergedListener, Transport, TransportPolicy,
     TransportReport, backend,
 };
-use gym_core::{CallContext, Channel, Code, Endpoint, Error, Handler, Result};
+use gym_core::{CallContext, Channel, Code, Endpoint, Error, Handler, Request, Response, Result, Route};
 
 pub use exposition::{ProcessMetrics, metrics_response, open_metrics, process_cpu, resident_bytes};
 #[cfg(feature = "http")]
@@ -211,6 +211,15 @@ impl Transports {
     pub fn with_policy(mut self, policy: TransportPolicy) -> Self {
         self.policy = Arc::new(policy.resolved(&self.known()));
         self
+    }
+
+    /// Opens a connection for one `GET`, and returns the response.
+    ///
+    /// # Errors
+    /// Those of [`Transports::connect`], and of the call.
+    pub async fn ask(&self, cx: &CallContext, endpoint: &Endpoint, route: impl Into<Route>) -> Result<Response> {
+        let channel = self.connect(cx, std::slice::from_ref(endpoint), &ConnectOptions::default()).await?;
+        channel.call(Request::get(cx.child(), route)).await
     }
 
     /// Returns the same transports with a record of paths of their own: for questions about servers, which are no part of the work that

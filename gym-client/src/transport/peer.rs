@@ -7,7 +7,6 @@ use futures_util::FutureExt;
 use gym_core::rollout::FailureClass;
 use gym_core::transport::ConnectOptions;
 use gym_core::{CallContext, Channel, Code, Endpoint, Error, Execution, Request, Response, Result};
-
 use tokio::time::Instant;
 
 use crate::transport::Transports;

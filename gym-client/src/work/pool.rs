@@ -386,8 +386,6 @@ impl WorkPool {
             Ok(PollStart::Waiting(lost)) => {
                 if joins {
                     tracing::info!(worker = %who.name, capacity = body.capacity, "a worker takes work");
-                }
-                if joins {
                     // An earlier process of this name is gone.
                     state.end_lost(&who, lost, "it was restarted");
                 } else if let Some(earlier) = state.polls.remove(&who.name) {

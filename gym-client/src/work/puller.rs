@@ -59,8 +59,8 @@ pub struct WorkPullerOptions {
     pub wait: Duration,
     /// Servers that the worker serves; `None`, the default, for all.
     pub servers: Option<Vec<String>>,
-    /// The member of a cluster whose name is that of the worker; `None`, the default, if there is none. A pool of the same cluster then gives the
-    /// worker work only while the head server lists the member as serving, and waits for a silent worker as long as the head server does.
+    /// The cluster's member with the name of the worker; `None`, the default, if there is none. A pool of the same cluster then gives the worker work
+    /// only while the head server lists the member as serving, and waits for a silent worker as long as the head server does.
     pub member: Option<PullingMember>,
 }
 

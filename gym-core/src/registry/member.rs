@@ -142,6 +142,21 @@ pub struct MemberServer {
     pub labels: BTreeMap<String, String>,
 }
 
+impl MemberServer {
+    /// Creates a server without labels, for the lowest free rank.
+    #[must_use]
+    pub fn new(name: impl Into<String>, kind: ServerKind, endpoints: impl Into<Vec<Endpoint>>) -> Self {
+        Self {
+            name: name.into(),
+            rank: None,
+            kind,
+            implementation: String::new(),
+            endpoints: endpoints.into(),
+            labels: BTreeMap::new(),
+        }
+    }
+}
+
 /// A process that joins a cluster.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct MemberSpec {

@@ -55,7 +55,7 @@ struct Entry {
     /// A request to drain outlives a suspicion.
     drain: bool,
     reason: String,
-    /// What a suspect member did when it was asked directly; empty before.
+    /// The result of a direct question to a suspect member; empty before.
     asked: String,
     heard: Instant,
     seq: u64,

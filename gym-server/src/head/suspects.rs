@@ -6,8 +6,7 @@ use std::time::Duration;
 use futures_util::future::join_all;
 use gym_client::Transports;
 use gym_core::registry::{MemberRegistry as _, MemoryRegistry, Registry as _, RosterVersion, SuspectMember};
-use gym_core::transport::ConnectOptions;
-use gym_core::{CallContext, Endpoint, Incarnation, Request, Route};
+use gym_core::{CallContext, Incarnation, Route};
 use tokio::time::Instant;
 
 /// Limit of one question.
@@ -46,7 +45,8 @@ async fn ask(registry: &MemoryRegistry, transports: &Transports, suspect: &Suspe
     else {
         return;
     };
-    let asked = if answers(&cx, transports, &endpoint).await {
+    // Any response is an answer.
+    let asked = if transports.ask(&cx, &endpoint, Route::from_static("/health")).await.is_ok() {
         format!("it answers at {endpoint}, so its way to the head server is cut")
     } else {
         format!("it does not answer at {endpoint}")
@@ -54,25 +54,15 @@ async fn ask(registry: &MemoryRegistry, transports: &Transports, suspect: &Suspe
     registry.note_asked(&suspect.name, suspect.incarnation, &asked);
 }
 
-/// Returns `true` if there is any response.
-async fn answers(cx: &CallContext, transports: &Transports, endpoint: &Endpoint) -> bool {
-    let asked = async {
-        let channel = transports.connect(cx, std::slice::from_ref(endpoint), &ConnectOptions::default()).await?;
-        channel.call(Request::get(cx.child(), Route::from_static("/health"))).await
-    };
-    asked.await.is_ok()
-}
-
 #[cfg(test)]
 mod tests {
-    use std::collections::BTreeMap;
     use std::sync::Arc;
 
     use gym_core::registry::{MemberLimits, MemberServer, MemberSpec, MemberTiming};
     use gym_core::server::ServerKind;
     use gym_core::testing::{Faults, SimNet};
     use gym_core::transport::{handler_fn, serve};
-    use gym_core::{CancelToken, Response};
+    use gym_core::{CancelToken, Endpoint, Request, Response};
 
     use super::*;
 
@@ -92,14 +82,8 @@ mod tests {
             let mut spec = MemberSpec::new(name, Incarnation(1));
             let heartbeat = Duration::from_secs(30);
             spec.timing = MemberTiming { heartbeat, timeout: heartbeat * 10, ..MemberTiming::default() };
-            spec.servers = vec![MemberServer {
-                name: "agent".to_owned(),
-                rank: None,
-                kind: ServerKind::Agent,
-                implementation: String::new(),
-                endpoints: vec![Endpoint::parse(&format!("sim://{name}/agent")).unwrap()],
-                labels: BTreeMap::new(),
-            }];
+            let endpoint = Endpoint::parse(&format!("sim://{name}/agent")).unwrap();
+            spec.servers = vec![MemberServer::new("agent", ServerKind::Agent, [endpoint])];
             registry.join(&CallContext::default(), spec).await.unwrap();
         }
         let transports = Transports::new().with_connector(Arc::new(net.host("head")));

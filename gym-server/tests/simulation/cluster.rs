@@ -103,13 +103,10 @@ impl Worker {
         let mut spec = MemberSpec::new(name, incarnation);
         name.clone_into(&mut spec.host);
         spec.timing = cluster.timing;
+        let endpoint = Endpoint::parse(&format!("sim://{name}/agent")).expect("an endpoint");
         spec.servers = vec![MemberServer {
-            name: "agent".to_owned(),
-            rank: None,
-            kind: ServerKind::Agent,
             implementation: "small".to_owned(),
-            endpoints: vec![Endpoint::parse(&format!("sim://{name}/agent")).expect("an endpoint")],
-            labels: Default::default(),
+            ..MemberServer::new("agent", ServerKind::Agent, [endpoint])
         }];
         let remote = Arc::new(remote);
         let keeper = loop {

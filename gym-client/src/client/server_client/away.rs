@@ -25,7 +25,7 @@ const ASK_TIMEOUT: Duration = Duration::from_secs(2);
 /// Replicas that are asked before the server counts as away.
 const ASKED_MAX: usize = 8;
 
-/// The pauses between two questions. The questions of one process to one server are at most 20 in the first second, and one or two a second later.
+/// The pauses between two questions: one process asks a server about six times in the first second, and later once in one to two seconds.
 const PAUSES: RetryPolicy =
     RetryPolicy { attempts_max: u32::MAX, backoff_min: Duration::from_millis(50), backoff_max: Duration::from_secs(2) };
 
@@ -53,7 +53,8 @@ impl ServerClient {
     /// Waits until the server answers, for a call that failed with `error` and began to wait at `began`.
     ///
     /// # Errors
-    /// `error`, with the time that was waited, if the time is over; that of the passed deadline or the cancelled call.
+    /// An error with the time that was waited, if the server does not answer within it; the error of the passed deadline or of the cancelled call. The
+    /// cause is `error`.
     pub(super) async fn until_back(&self, cx: &CallContext, server: &str, error: Error, began: Instant) -> Result<()> {
         let waiting = self.inner.outages.begin(server, &error);
         let (outage, until) = (&waiting.outage, began + SERVER_WAIT);

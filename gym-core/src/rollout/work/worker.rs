@@ -45,7 +45,7 @@ pub struct WorkPoll {
     pub wait: Duration,
     /// Names of the classes that the worker serves; `None` for all.
     pub classes: Option<BTreeSet<Arc<str>>>,
-    /// Time of silence after which the worker is lost, if that is longer than what the options of the queue say: that of a member of a cluster.
+    /// The worker is lost after this time of silence, if the options of the queue do not allow a longer one. A member of a cluster has its timeout.
     pub patience: Duration,
     /// `true` if the worker gets no new work for now; see [`WorkQueue::pause`](super::WorkQueue::pause).
     pub paused: bool,

@@ -55,14 +55,8 @@ fn spec(name: &str, incarnation: u64, servers: &[&str]) -> MemberSpec {
     let mut spec = MemberSpec::new(name, Incarnation(incarnation));
     spec.host = format!("{name}-host");
     spec.timing = MemberTiming { heartbeat: HEARTBEAT, timeout: TIMEOUT, reconnect: RECONNECT };
-    let server = |server: &&str| MemberServer {
-        name: (*server).to_owned(),
-        rank: None,
-        kind: ServerKind::Agent,
-        implementation: String::new(),
-        endpoints: vec![Endpoint::parse(&format!("http://{name}:{incarnation}")).expect("an endpoint")],
-        labels: std::collections::BTreeMap::new(),
-    };
+    let endpoint = Endpoint::parse(&format!("http://{name}:{incarnation}")).expect("an endpoint");
+    let server = |server: &&str| MemberServer::new(*server, ServerKind::Agent, [endpoint.clone()]);
     spec.servers = servers.iter().map(server).collect();
     spec
 }

@@ -156,8 +156,7 @@ impl Collection<'_> {
             );
         }
         // Workers have their own models.
-        let models = if pulled.is_some() { Vec::new() } else { names.models() };
-        let others = if pulled.is_some() { Vec::new() } else { others(&names) };
+        let (models, others) = if pulled.is_some() { Default::default() } else { (names.models(), others(&names)) };
         let models = ModelWatch::new(client.clone(), models).with_others(others);
         let (waits_for, watching) = models.clone().watch();
         let watching = tokio::spawn(watching.boxed());
@@ -289,12 +288,12 @@ impl Collection<'_> {
     }
 }
 
-/// Returns the options of a stack that serves only rollouts of this command, so many at a time.
 /// Returns the servers that are no model servers.
 fn others(names: &ServerNames) -> Vec<String> {
     names.servers().filter(|(_, kind)| *kind != ServerKind::Model).map(|(name, _)| name.to_owned()).collect()
 }
 
+/// Returns the options of a stack that serves only rollouts of this command, so many at a time.
 fn own_stack(loaded: &LoadedConfig, starting: &Starting, concurrency: u32, console: &Console) -> StackOptions {
     StackOptions {
         // The rollouts have ended by then, so no caller waits for the remaining requests. With the grace of the rollouts, one Ctrl-C ends within

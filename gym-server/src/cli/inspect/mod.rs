@@ -19,7 +19,7 @@ use gym_core::Endpoint;
 /// Limit for a request to the head server, which responds from memory.
 const HEAD_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Time after which a person is told what is waited for.
+/// A command says after this time that it waits.
 const SAY_AFTER: Duration = Duration::from_secs(2);
 
 /// Waits for the answer of a head server, and says so if it takes long.

@@ -10,8 +10,8 @@ use gym_client::Transports;
 use gym_client::registry::RemoteRegistry;
 use gym_core::registry::{Member, MemberRegistry as _};
 use gym_core::server::EndpointReport;
-use gym_core::transport::{ConnectOptions, Transport};
-use gym_core::{CallContext, Endpoint, Error, Request, Response, Result, World};
+use gym_core::transport::Transport;
+use gym_core::{CallContext, Endpoint, Error, Response, Result, World};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
@@ -144,8 +144,7 @@ pub(super) async fn list(transports: &Transports, head: &Endpoint) -> Result<Vec
 
 async fn get(transports: &Transports, at: &Endpoint, route: &'static str, within: Duration) -> Result<Response> {
     let cx = CallContext::within(within);
-    let channel = transports.connect(&cx, std::slice::from_ref(at), &ConnectOptions::default()).await?;
-    channel.call(Request::get(cx.child(), route)).await.map_err(|error| match error.subject() {
+    transports.ask(&cx, at, route).await.map_err(|error| match error.subject() {
         "" => error.about(format!("GET {at}{route}")),
         _ => error,
     })

@@ -8,8 +8,7 @@ use gym_client::registry::local_programs;
 use gym_core::base::host_name;
 use gym_core::base::waits::{ProcessWaits, WAITS_ROUTE, WaitReport};
 use gym_core::registry::Instance;
-use gym_core::transport::ConnectOptions;
-use gym_core::{CallContext, Endpoint, Error, Request, Result, Route};
+use gym_core::{CallContext, Endpoint, Error, Result};
 use serde::Serialize;
 
 use crate::head::url_of;
@@ -85,8 +84,7 @@ pub(super) async fn ask(transports: &Transports, addresses: &[Address], query: &
 async fn get(transports: &Transports, url: &str, query: &str) -> Result<(u16, bytes::Bytes)> {
     let cx = CallContext::within(ASK_TIMEOUT);
     let endpoint = Endpoint::parse(url)?;
-    let channel = transports.connect(&cx, std::slice::from_ref(&endpoint), &ConnectOptions::default()).await?;
-    let response = channel.call(Request::get(cx.child(), Route::from(format!("{WAITS_ROUTE}?{query}")))).await?;
+    let response = transports.ask(&cx, &endpoint, format!("{WAITS_ROUTE}?{query}")).await?;
     Ok((response.status.0, response.message.head.to_bytes()))
 }
 
