@@ -77,12 +77,21 @@ impl ListedMembers {
         self.members.retain(|name, member| listed.get(name.as_str()) == Some(&member.incarnation));
     }
 
-    /// Returns the processes of these members that are gone because a newer process has their name. The list may never have had them.
+    /// Returns the processes of these members that are gone because a newer process has their name, or had it within this update. The list may never
+    /// have had them.
     ///
     /// A list that is older than a process has its predecessor, so only a higher incarnation is newer. If the clock of a machine was set back
     /// between two processes, the first one is gone when it has been silent for long enough.
-    pub(super) fn replaced<'a>(&self, members: impl Iterator<Item = (&'a str, Incarnation)>) -> Vec<LostMember> {
-        let newer = |name: &str, incarnation| self.members.get(name).is_some_and(|now| now.incarnation > incarnation);
+    pub(super) fn replaced<'a>(
+        &self,
+        update: &RosterUpdate,
+        members: impl Iterator<Item = (&'a str, Incarnation)>,
+    ) -> Vec<LostMember> {
+        let gone: Vec<&GoneServer> = update.changes.iter().filter_map(ServerChange::gone).collect();
+        let newer = |name: &str, incarnation| {
+            self.members.get(name).is_some_and(|now| now.incarnation > incarnation)
+                || gone.iter().any(|gone| gone.member.as_deref() == Some(name) && gone.incarnation > incarnation)
+        };
         members
             .filter(|(name, incarnation)| newer(name, *incarnation))
             .map(|(name, older)| replaced(name, older))
@@ -181,7 +190,13 @@ mod tests {
         let mut listed = ListedMembers::default();
         apply(&mut listed, &update(true, false, &[server("a", 2, true), server("b", 1, false)]));
         let held = [("a", 1), ("a", 2), ("a", 3), ("b", 1), ("c", 1)].map(|(name, life)| (name, Incarnation(life)));
-        assert_eq!(names(listed.replaced(held.into_iter())), [("a".to_owned(), 1)]);
+        let none = update(false, false, &[]);
+        assert_eq!(names(listed.replaced(&none, held.into_iter())), [("a".to_owned(), 1)]);
+        // One that came and went within an update is newer too: its predecessor does not live.
+        let came_and_went = update(false, false, &[server("c", 2, true), gone("c", 2, Some("no heartbeat"))]);
+        apply(&mut listed, &came_and_went);
+        let lost = names(listed.replaced(&came_and_went, held.into_iter()));
+        assert_eq!(lost, [("a".to_owned(), 1), ("c".to_owned(), 1)]);
     }
 
     #[test]

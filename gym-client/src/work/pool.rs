@@ -276,7 +276,7 @@ impl WorkPool {
                     let listed = state.members.get_or_insert_default();
                     let mut lost = listed.apply(Instant::now(), update);
                     let held = state.memberships.iter().map(|(name, member)| (&**name, member.incarnation));
-                    lost.extend(listed.replaced(held));
+                    lost.extend(listed.replaced(update, held));
                     for lost in lost {
                         state.member_lost(&lost.name, lost.incarnation, &lost.reason);
                     }

@@ -438,6 +438,17 @@ pub enum ServerChange {
     Gone(GoneServer),
 }
 
+impl ServerChange {
+    /// Returns the server if it is gone.
+    #[must_use]
+    pub fn gone(&self) -> Option<&GoneServer> {
+        match self {
+            Self::Gone(gone) => Some(gone),
+            Self::Present(_) => None,
+        }
+    }
+}
+
 /// A point in the history of the servers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RosterVersion {
