@@ -310,6 +310,94 @@ async fn mistakes_with_heads_and_workers_are_named() {
     head.logs(build).await;
 }
 
+/// The collector does not know the environment; the worker does, and asks no model about a row that does not fit.
+#[tokio::test]
+async fn rows_that_do_not_fit_are_named_with_their_line_by_a_cluster() {
+    let machines = Machines::new();
+    let (_head, url) = machines.head(&["+head_server.port=0", "--config", &quickstart()]).await;
+    let _worker = machines.worker("w1", &url, &[]).await;
+    let row = |answer: &str| format!("{{\"responses_create_params\":{{\"input\":\"What is 1 + 1?\"}}{answer}}}\n");
+    let rows = [row(r#","expected_answer":"2""#), row(""), row(r#","expected_answer":["2"]"#)].concat();
+    machines.file("collector", "tasks.jsonl", &rows);
+    for dispatch in ["push", "pull"] {
+        let output = format!("{dispatch}.jsonl");
+        let to = ["--agent", "math_simple_agent", "--head-url", &url, "--dispatch", dispatch, "--num-repeats", "2"];
+        let files = ["collect", "--input", "tasks.jsonl", "--output", &output];
+        let (code, said) = machines.says("collector", &[&files[..], &to].concat()).await;
+        assert_eq!(code, 3, "{said}");
+        for (words, line) in [("missing field `expected_answer`", 2), ("`expected_answer`: invalid type", 3)] {
+            assert!(said.contains(words) && said.contains(&format!(" (tasks.jsonl, line {line})")), "{said}");
+        }
+        assert!(said.contains("4 rows did not fit") && said.contains("_ng_failure_input"), "{said}");
+        let failures = machines.folder.path().join(format!("collector/{dispatch}_failures.jsonl"));
+        let failures: Vec<Value> =
+            std::fs::read_to_string(failures).unwrap().lines().map(|row| serde_json::from_str(row).unwrap()).collect();
+        assert_eq!(failures.len(), 4);
+        for row in failures {
+            let line = row["_ng_task_index"].as_u64().unwrap() + 1;
+            assert_eq!(row["_ng_failure_input"], format!("tasks.jsonl, line {line}"), "{row}");
+            assert_eq!((&row["_ng_failure_class"], &row["_ng_failure_server"]), (&"row_invalid".into(), &"math".into()));
+        }
+    }
+}
+
+/// `/health` of a head server that was told nothing waits for one worker, and the process for none.
+#[tokio::test]
+async fn a_head_without_servers_is_healthy_once_a_worker_serves() {
+    let machines = Machines::new();
+    let (head, url) = machines.head(&["+head_server.port=0", "--join-timeout", "0.2"]).await;
+    assert!(health(&url).await.contains("503") && health(&url).await.contains(r#""expected":1"#));
+    // Longer than the time for which it would wait for workers that it was told to expect.
+    tokio::time::sleep(std::time::Duration::from_secs(1)).await;
+    let mut worker = machines.run("w1", &["--worker", "--head-url", &url, "--name", "w1"]);
+    worker.says("ready: ").await;
+    let healthy = async {
+        while !health(&url).await.contains(r#"{"status":"ok"}"#) {
+            tokio::time::sleep(std::time::Duration::from_millis(20)).await;
+        }
+    };
+    timeout(PATIENCE, healthy).await.unwrap_or_else(|_| panic!("{}", head.log()));
+
+    // A number that was given keeps its meaning.
+    let (mut impatient, _) =
+        machines.head(&["+head_server.port=0", "--expected-workers", "1", "--join-timeout", "0.2"]).await;
+    impatient.logs("fix: start the missing workers with").await;
+    assert!(!impatient.ended().await.success());
+    let (_none, url) = machines.head(&["+head_server.port=0", "--expected-workers", "0"]).await;
+    assert!(health(&url).await.contains(r#"{"status":"ok"}"#));
+    let mut all = machines.run("all", &["+head_server.port=0", "--config", &quickstart()]);
+    let url = all.says("ready: ").await.rsplit(' ').next().unwrap().to_owned();
+    assert!(health(&url).await.contains(r#"{"status":"ok"}"#));
+}
+
+/// Asks a head server for its health: the status and the body of its response.
+async fn health(url: &str) -> String {
+    let transports = Transports::from_features(InProcess::new());
+    let (cx, head) = (CallContext::within(PATIENCE), Endpoint::parse(url).unwrap());
+    let response = transports.ask(&cx, &head, "/health").await.unwrap();
+    format!("{} {}", response.status.0, String::from_utf8_lossy(&response.message.head.to_bytes()))
+}
+
+/// As in a container, whose ports are published: nobody connects to `0.0.0.0`.
+#[tokio::test]
+async fn servers_that_bind_all_addresses_tell_one_that_others_reach() {
+    let machines = Machines::new();
+    let everywhere = ["++head_server.host=0.0.0.0", "++default_host=0.0.0.0"];
+    let mut all =
+        machines.run("all", &[&["+head_server.port=0", "--config", &quickstart()][..], &everywhere].concat());
+    let url = all.says("ready: ").await.rsplit(' ').next().unwrap().to_owned();
+    let (code, listed) = machines.says("asking", &["status", "--json", "--head-url", &url]).await;
+    assert!(code == 0 && listed.contains("math_simple_agent") && !listed.contains("0.0.0.0"), "{listed}");
+    let transports = Transports::from_features(InProcess::new());
+    let head = RemoteRegistry::new(Endpoint::parse(&url).unwrap(), transports, World::real());
+    let text = head.global_configuration(&CallContext::within(PATIENCE)).await.unwrap();
+    let hosts: Vec<&str> = text.lines().filter(|line| line.trim_start().starts_with("host:")).collect();
+    assert!(hosts.len() > 10 && !hosts.iter().any(|host| host.contains("0.0.0.0")), "{text}");
+    let collecting = Collecting::new(machines.folder.path(), &url, "everywhere.jsonl");
+    let (_, failed) = collecting.run(&["--dispatch", "push"], || {}).await;
+    assert!(failed.is_empty(), "{failed:?}");
+}
+
 /// A member that could pull and cannot reach the collector, such as one behind a firewall.
 #[tokio::test]
 async fn a_collector_that_no_worker_reaches_pushes() {

@@ -730,3 +730,27 @@ async fn a_worker_that_is_no_member_gets_work_from_a_pool_that_follows_a_cluster
     let _worker = pull(client, options("w1", 4, &cluster.world), &cluster.world);
     assert!(cluster.run().await.is_ok());
 }
+
+/// Whoever reaches the pool of a collector would otherwise get its rows, and could answer them with any reward.
+#[tokio::test(start_paused = true)]
+async fn a_pool_that_other_machines_reach_gives_work_only_to_members() {
+    let mut cluster = Cluster::new(20);
+    cluster.pool.admit_only_members(["own".to_owned()]);
+    let handler = Arc::new(handler_fn(|_: Request| async { Ok(Response::json("\"no member\"")) }));
+    let client = serve_env(&cluster.net, "stranger", handler, &cluster.world).await;
+    let mut stranger = pull(client.clone(), options("stranger", 4, &cluster.world), &cluster.world);
+    let claims = PullingMember { incarnation: Incarnation(1), timing: TIMING };
+    let liar = WorkPullerOptions { member: Some(claims), ..options("liar", 4, &cluster.world) };
+    let _liar = pull(client.clone(), liar, &cluster.world);
+    assert!(tokio::time::timeout(Duration::from_secs(30), cluster.run()).await.is_err());
+    assert!(cluster.pool.snapshot().workers.is_empty() && stranger.has_ended());
+    let _own = pull(client, options("own", 4, &cluster.world), &cluster.world);
+    assert_eq!(cluster.run().await.expect("the collector's own worker"), "\"no member\"");
+    cluster.start("w1", MOMENT).await;
+    let workers: Vec<_> = cluster.pool.snapshot().workers.into_iter().map(|worker| worker.name.to_string()).collect();
+    assert_eq!(workers, ["own", "w1"]);
+    // A restarted head server lists nobody at first.
+    cluster.pool.follow(Arc::new(MemoryRegistry::with_limits(2, MemberLimits::default())));
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    assert_eq!(cluster.pool.snapshot().workers.len(), 2);
+}

@@ -294,6 +294,7 @@ impl RolloutCollector {
             warnings.extend(settings.warnings);
             self.progress.set_total(total);
             self.progress.expect(requested.tasks);
+            self.progress.set_input(options.input.display().to_string(), requested.places);
             // Before the first rollout of this run, which would be counted twice.
             let recorded_bytes = std::fs::metadata(&files.rollouts).map_or(0, |found| found.len());
             let ledger = Arc::new(ledger);
@@ -474,18 +475,19 @@ impl RolloutCollector {
             self.discard(partial).await;
             return Err(error);
         }
-        let Materialized { summary, tasks, .. } = materialized;
-        Ok(RequestedRows { summary, tasks, offsets, recorded: None })
+        let Materialized { summary, tasks, places } = materialized;
+        Ok(RequestedRows { summary, tasks, places, offsets, recorded: None })
     }
 
     /// Compares the requested rows with the recorded ones while they are materialized; `None` if their texts differ.
     async fn match_recorded(&self, options: &CollectOptions, recorded: &Path) -> Result<Option<RequestedRows>> {
         let (materialized, matcher) = self.each_row(options, recorded, RowMatcher::open(recorded)?).await?;
         self.check_targets(options, &materialized)?;
-        let Materialized { summary, tasks, .. } = materialized;
+        let Materialized { summary, tasks, places } = materialized;
         Ok(matcher.matched.map(|(file, offsets)| RequestedRows {
             summary,
             tasks,
+            places,
             offsets: Some(offsets),
             recorded: Some(file),
         }))
@@ -507,8 +509,8 @@ impl RolloutCollector {
             let source = InputSource::find(&input).map_err(|error| invalid(&error))?;
             let (reader, places) = source.open(&folder, limit).map_err(|error| invalid(&error))?;
             let mut tasks = RequestedTasks::default();
-            let summary = materializer.each_row(reader, |key, agent, line| {
-                tasks.add(key.task_index, agent);
+            let summary = materializer.each_row(reader, |key, agent, row, line| {
+                tasks.add(key.task_index, agent, row);
                 sink.row(key, line)
             });
             let summary = summary.and_then(|summary| sink.end().map(|()| summary));
@@ -522,10 +524,8 @@ impl RolloutCollector {
     fn check_targets(&self, options: &CollectOptions, materialized: &Materialized) -> Result<()> {
         for (target, used) in &materialized.summary.targets {
             if let Err(error) = self.names.check_target(target) {
-                let place = match materialized.places.as_ref().map(|places| places.of(used.first_line)) {
-                    Some((file, row)) => format!("{file}, row {row}"),
-                    None => format!("{}, line {}", options.input.display(), used.first_line),
-                };
+                let input = options.input.display().to_string();
+                let place = RowPlaces::name(materialized.places.as_ref(), &input, used.first_line);
                 return Err(Error::invalid(error.message().to_owned()).about(place));
             }
         }

@@ -3,11 +3,16 @@
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
 use std::time::Duration;
 
+use tokio::time::Instant;
+
 use gym_core::transport::{bare_host, host_port};
 use gym_core::{Code, Endpoint, Error, Execution, Result};
 
 /// Limit for the resolution of a host's name.
 const RESOLVE_TIME: Duration = Duration::from_secs(20);
+/// Time between two attempts to resolve the name of the head server, and between two messages about it.
+const LOOK_UP_EVERY: Duration = Duration::from_secs(1);
+const SAY_EVERY: Duration = Duration::from_secs(10);
 
 /// The addresses of a member.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -38,18 +43,36 @@ impl HeadRoute {
         let found = resolve(head.address()).await.map_err(unresolved)?;
         Ok(Self { head: head.clone(), ip: found.ip(), local: local_address_towards(found).ok() })
     }
+
+    async fn find_within(head: &Endpoint, within: Duration) -> Result<Self> {
+        let (began, mut said) = (Instant::now(), None::<Instant>);
+        loop {
+            match Self::find(head).await {
+                Err(error) if began.elapsed() < within => {
+                    if said.is_none_or(|said| said.elapsed() >= SAY_EVERY) {
+                        said = Some(Instant::now());
+                        let left = within.saturating_sub(began.elapsed()).as_secs();
+                        tracing::warn!(%error, "waiting up to {left} s for the name of the head server; correct it with --head-url or HEAD_SERVER_URL");
+                    }
+                    tokio::time::sleep(LOOK_UP_EVERY).await;
+                }
+                found => return found,
+            }
+        }
+    }
 }
 
 impl MemberAddress {
     /// Determines the addresses of a process that binds `host`. Others are told `advertise`; if it is not given, `host`, or for `0.0.0.0` the
-    /// address of the route to `head`. Names are resolved on another thread.
+    /// address of the route to `head`. Names are resolved on another thread. The host of `head` is looked up again for `within`: the
+    /// head server may be started after its members.
     ///
     /// # Errors
     /// `InvalidArgument` if machines on the route to `head` could not reach the address that they would be told. `Unavailable` if the
-    /// host of `head` cannot be resolved.
-    pub async fn find(host: &str, advertise: Option<&str>, head: Option<&Endpoint>) -> Result<Self> {
+    /// host of `head` cannot be resolved within `within`.
+    pub async fn find(host: &str, advertise: Option<&str>, head: Option<&Endpoint>, within: Duration) -> Result<Self> {
         let head = match head {
-            Some(head) => Some(HeadRoute::find(head).await?),
+            Some(head) => Some(HeadRoute::find_within(head, within).await?),
             None => None,
         };
         Self::choose(host, advertise, head)
@@ -106,7 +129,9 @@ impl MemberAddress {
     }
 }
 
-fn is_unspecified(host: &str) -> bool {
+/// Returns `true` for a host that binds all addresses, `0.0.0.0` or `::`, and is the address of no machine.
+#[must_use]
+pub fn is_unspecified(host: &str) -> bool {
     bare_host(host).parse().is_ok_and(|ip: IpAddr| ip.is_unspecified())
 }
 
@@ -126,6 +151,15 @@ pub async fn address_towards(peer: &str) -> Result<IpAddr> {
         Error::invalid(format!("this machine has no address on a route to {peer}: {error}; name its address"))
     };
     local_address_towards(resolve(peer).await.map_err(failed)?).map_err(failed)
+}
+
+/// Returns the address at which other machines reach this one, without a peer that they have in common: that of the default route, else
+/// the loopback address. Sends nothing.
+#[must_use]
+pub fn own_address() -> IpAddr {
+    // Addresses of documentations (RFC 5737 and RFC 3849), which are nobody's.
+    let anybody = [SocketAddr::from(([192, 0, 2, 1], 9)), SocketAddr::from(([0x2001, 0xdb8, 0, 0, 0, 0, 0, 1], 9))];
+    anybody.into_iter().find_map(|address| local_address_towards(address).ok()).unwrap_or(Ipv4Addr::LOCALHOST.into())
 }
 
 /// Resolves a host with a port.
@@ -204,6 +238,13 @@ mod tests {
         assert!(error.to_string().contains("--host 10.0.0.7"), "{error}");
         let address = chosen("10.0.0.7", None, ELSEWHERE).unwrap();
         assert_eq!(address.resolve().await.unwrap().to_string(), "10.0.0.7");
+    }
+
+    #[test]
+    fn the_own_address_is_one_that_can_be_connected_to() {
+        let own = own_address();
+        assert!(!own.is_unspecified());
+        std::net::TcpListener::bind((own, 0)).unwrap();
     }
 
     #[tokio::test]

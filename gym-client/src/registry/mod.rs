@@ -8,7 +8,7 @@ mod member;
 mod remote;
 mod roster;
 
-pub use address::{MemberAddress, address_towards, is_loopback};
+pub use address::{MemberAddress, address_towards, is_loopback, is_unspecified, own_address};
 pub use fixed::StaticRegistry;
 pub use lease::LeaseKeeper;
 pub use machine::{LocalProgram, WaitsListener, local_programs};

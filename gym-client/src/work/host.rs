@@ -12,7 +12,7 @@ use gym_core::{CallContext, CancelToken, Endpoint, Handler, Incarnation, Result,
 use tokio::task::JoinSet;
 
 use crate::client::ServerClient;
-use crate::registry::LeaseKeeper;
+use crate::registry::{LeaseKeeper, is_loopback};
 use crate::transport::HTTP;
 use crate::work::pool::WorkPool;
 use crate::work::watch::WORK_LABEL;
@@ -35,7 +35,7 @@ pub struct PoolHost {
 
 impl PoolHost {
     /// Listens at `host` on a free port, over the transports of `client`, and registers the pool as `name` in the client's registry. The
-    /// pool follows the members of the client's cluster.
+    /// pool follows the members of the client's cluster. If other machines reach `host`, it gives work only to them.
     ///
     /// # Errors
     /// The errors of the listener and of the registration.
@@ -56,6 +56,9 @@ impl PoolHost {
         client: &ServerClient,
         world: &World,
     ) -> Result<Self> {
+        if !is_loopback(host) {
+            pool.admit_only_members([]);
+        }
         let place = ListenOptions::default().at(host.to_owned(), 0);
         let listened = client.transports().listen(place, handler, &[HTTP]).await;
         let (listener, handler) = listened.map_err(|error| error.about(format!("listen for workers on {host}")))?;

@@ -98,6 +98,11 @@ impl ListedMembers {
             .collect()
     }
 
+    /// Returns `true` if the head server lists this process of the member, in whichever state.
+    pub(super) fn lists(&self, name: &str, incarnation: Incarnation) -> bool {
+        self.members.get(name).is_some_and(|member| member.incarnation == incarnation)
+    }
+
     /// Returns `true` if the member gets work.
     pub(super) fn serves(&self, name: &str, incarnation: Incarnation) -> bool {
         self.members.get(name).is_some_and(|member| member.incarnation == incarnation && !member.paused)

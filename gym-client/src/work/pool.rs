@@ -129,6 +129,8 @@ struct PoolState {
     suspects: BTreeSet<Arc<str>>,
     /// What the head server lists; `None` if the pool follows none, or has heard nothing yet.
     members: Option<ListedMembers>,
+    /// The workers that take work without being members; `None` if any may.
+    admitted: Option<BTreeSet<String>>,
     /// The time at which the sweeper wakes next.
     armed: Option<Instant>,
     workers_lost: u64,
@@ -174,6 +176,7 @@ impl WorkPool {
             memberships: BTreeMap::new(),
             suspects: BTreeSet::new(),
             members: None,
+            admitted: None,
             armed: None,
             finished: BTreeMap::new(),
             workers_lost: 0,
@@ -292,6 +295,12 @@ impl WorkPool {
         self.tasks.lock().unwrap_or_else(PoisonError::into_inner).spawn(following.boxed());
     }
 
+    /// Gives work from now on only to members that the head server lists, and to the workers of these names: for a pool that other machines
+    /// reach. Workers that have taken work go on.
+    pub fn admit_only_members(&self, and: impl IntoIterator<Item = String>) {
+        self.shared.lock().admitted.get_or_insert_default().extend(and);
+    }
+
     /// Ends the pool: calls that wait end as cancelled, and workers learn with their next answer that they can stop.
     pub fn close(&self) {
         let mut state = self.shared.lock();
@@ -375,12 +384,15 @@ impl WorkPool {
         });
         let heartbeat = body.timing.map_or(Duration::ZERO, |timing| timing.heartbeat);
         let member = body.member.map(|member| WorkingMember { incarnation: Incarnation(member), heartbeat });
+        let joins = state.queue.worker(&who.name) != Some(&who);
+        if joins && body.poll == 1 {
+            state.admits(&who.name, member)?;
+        }
         let paused = state.pauses_member(&who.name, member);
         // As long as the head server waits for it.
         let patience =
             body.timing.map_or(Duration::ZERO, |timing| timing.timeout.min(MemberLimits::default().timeout_max));
         let poll = WorkPoll { number: body.poll, capacity: body.capacity, wait, classes, patience, paused };
-        let joins = state.queue.worker(&who.name) != Some(&who);
         match state.queue.poll(now, &who, poll) {
             Ok(PollStart::Answered(assignment)) => Ok(PollNext::Answer(shared.write(now, state, &assignment)?)),
             Ok(PollStart::Waiting(lost)) => {
@@ -501,6 +513,25 @@ impl PoolState {
     /// Returns `true` if the worker of this name gets no new work.
     fn pauses(&self, name: &str) -> bool {
         self.pauses_member(name, self.memberships.get(name).copied())
+    }
+
+    /// Checks that a worker may take work.
+    fn admits(&self, name: &str, member: Option<WorkingMember>) -> Result<()> {
+        if self.admitted.as_ref().is_none_or(|admitted| admitted.contains(name)) {
+            return Ok(());
+        }
+        match member {
+            None => Err(Error::not_started(
+                Code::FailedPrecondition,
+                "this pool can be reached from other machines, and gives work only to members of its cluster\n  fix: start the process with \
+                 --worker --head-url URL instead of --pull-from, or let the collector listen at --dispatch-host 127.0.0.1",
+            )),
+            Some(member) if !self.members.as_ref().is_some_and(|listed| listed.lists(name, member.incarnation)) => {
+                let text = format!("the head server has not told this pool of the member {name} yet");
+                Err(Error::not_started(Code::Unavailable, text))
+            }
+            Some(_) => Ok(()),
+        }
     }
 
     fn pauses_member(&self, name: &str, member: Option<WorkingMember>) -> bool {
@@ -754,6 +785,9 @@ impl Handler for WorkPool {
         if (request.verb, request.route.path()) != (Verb::Post, WORK_ROUTE) {
             let error = Error::not_started(Code::NotFound, format!("this server has only POST {WORK_ROUTE}"));
             return Box::pin(std::future::ready(Err(error)));
+        }
+        if let Some(rejected) = request.reject_browsers() {
+            return Box::pin(std::future::ready(Ok(rejected)));
         }
         match self.poll(&request) {
             Ok(PollNext::Answer(response)) => Box::pin(std::future::ready(Ok(response))),

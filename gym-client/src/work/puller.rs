@@ -373,7 +373,7 @@ impl PullerState {
         let answer = match answer {
             Ok(answer) => answer,
             Err(error) if error.code() == Code::FailedPrecondition => {
-                tracing::error!(worker = self.options.name, %error, "another worker has this name; this one takes no more work");
+                tracing::error!(worker = self.options.name, %error, "the pool does not take this worker, which takes no more of its work");
                 return false;
             }
             // Sending it again cannot succeed. Its responses are given up, for example because they are larger than the pool accepts.

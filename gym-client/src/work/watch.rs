@@ -98,10 +98,13 @@ async fn watch(
                         let (client, options) = (client.clone(), options.clone());
                         (WorkPuller::sharing(&pool.endpoints, client, options, &world, Arc::clone(&running)), now)
                     });
-                    puller.1 = now;
+                    // One that the pool has rejected asks it again after the same time as one whose pool is gone.
+                    if !puller.0.has_ended() {
+                        puller.1 = now;
+                    }
                 }
                 // A restarted head server lists a pool only after the pool has registered again.
-                pullers.retain(|_, (puller, seen)| now.duration_since(*seen) < DEFAULT_TTL && !puller.has_ended());
+                pullers.retain(|_, (_, seen)| now.duration_since(*seen) < DEFAULT_TTL);
             }
             Err(error) => {
                 // The known pools go on, and have the same time to register again as after the last look.

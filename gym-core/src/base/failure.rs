@@ -23,6 +23,8 @@ pub enum FailureClass {
     AgentRequestFailed,
     /// The episode did not end within the agent's limit of time.
     EpisodeTimeout,
+    /// The row does not fit the task of its environment, which found this before the first call of the model.
+    RowInvalid,
     /// The environment could not begin or continue the episode.
     EnvironmentError,
     /// A tool failed, for a reason that the model did not cause.
@@ -51,7 +53,7 @@ pub enum FailureClass {
 
 impl FailureClass {
     /// All classes, in the order of declaration.
-    pub const ALL: [Self; 19] = [
+    pub const ALL: [Self; 20] = [
         Self::TransportUnreachable,
         Self::TransportPeerDrop,
         Self::TransportTimeout,
@@ -59,6 +61,7 @@ impl FailureClass {
         Self::AgentRunError,
         Self::AgentRequestFailed,
         Self::EpisodeTimeout,
+        Self::RowInvalid,
         Self::EnvironmentError,
         Self::ToolError,
         Self::ModelError,
@@ -84,6 +87,7 @@ impl FailureClass {
             Self::AgentRunError => "agent_run_error",
             Self::AgentRequestFailed => "agent_request_failed",
             Self::EpisodeTimeout => "episode_timeout",
+            Self::RowInvalid => "row_invalid",
             Self::EnvironmentError => "environment_error",
             Self::ToolError => "tool_error",
             Self::ModelError => "model_error",
@@ -127,6 +131,7 @@ impl FailureClass {
             | Self::WorkerLost => true,
             Self::AgentRunError
             | Self::EpisodeTimeout
+            | Self::RowInvalid
             | Self::EnvironmentError
             | Self::ToolError
             | Self::ModelError

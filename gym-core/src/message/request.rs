@@ -4,9 +4,10 @@ use std::borrow::Cow;
 use std::fmt;
 use std::sync::Arc;
 
-use super::content::Message;
+use super::content::{ContentType, Message};
 use super::context::CallContext;
 use super::json::Rope;
+use super::response::{Response, Status};
 
 /// The HTTP method of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
@@ -129,6 +130,23 @@ impl Request {
     #[must_use]
     pub fn get(context: CallContext, route: impl Into<Route>) -> Self {
         Self { verb: Verb::Get, route: route.into(), context, peer: None, message: Message::default() }
+    }
+
+    /// Returns the rejection of a request that changes the state of a server without authentication, if a page that a person opens could have
+    /// made their browser send it: it has the header `Origin` (RFC 6454), or a body that is not JSON, which browsers send without asking the
+    /// server first.
+    #[must_use]
+    pub fn reject_browsers(&self) -> Option<Response> {
+        let (status, detail) = if self.context.metadata.get("origin").is_some() {
+            (403, "web pages may not change anything here: send the request without the header `Origin`".to_owned())
+        } else if self.message.content_type != ContentType::Json {
+            let sent = self.message.content_type.as_str().escape_debug();
+            (415, format!("the body is `{sent}`: send JSON, with the header `content-type: application/json`"))
+        } else {
+            return None;
+        };
+        let body = serde_json::json!({"detail": detail}).to_string();
+        Some(Response::new(Status(status), Message::json(body)))
     }
 }
 

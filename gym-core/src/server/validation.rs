@@ -3,6 +3,7 @@
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
+use crate::base::FailureClass;
 use crate::base::error::{Code, Error, Execution, Result};
 use crate::message::{
     CODE_METADATA, EXECUTION_METADATA, JsonError, Message, RawObject, Response, Status, push_json_string,
@@ -21,14 +22,15 @@ impl TaskCheck {
                 Ok(_) => return Ok(()),
                 Err(error) => std::error::Error::source(&error).map_or_else(|| error.to_string(), ToString::to_string),
             };
-            Err(Error::invalid(format!("the row does not fit the task of this environment: {problem}")))
+            let text = format!("the row does not fit the task of this environment: {problem}");
+            Err(Error::invalid(text).with_class(FailureClass::RowInvalid))
         })
     }
 
     /// Checks a row.
     ///
     /// # Errors
-    /// `InvalidArgument` with the key that is missing or has another type.
+    /// `InvalidArgument` of the class [`FailureClass::RowInvalid`], with the key that is missing or has another type.
     pub fn check(&self, row: &RawObject) -> Result<()> {
         (self.0)(row)
     }

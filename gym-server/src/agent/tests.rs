@@ -163,7 +163,7 @@ async fn a_row_that_does_not_fit_the_task_is_rejected_before_the_model_is_called
         let request = Request::post(CallContext::default(), "/run", wrong.to_string());
         let response = servers.client.send(agent, &request, gym_client::CallOptions::default()).await.unwrap();
         let error = response.into_result().unwrap_err();
-        assert_eq!(error.failure_class(), FailureClass::EnvironmentError, "{error}");
+        assert_eq!(error.failure_class(), FailureClass::RowInvalid, "{error}");
         let text = error.to_string();
         assert!(
             text.contains("POST env/seed_session") && text.contains("`verifier_fails`: invalid type: integer `3`"),

@@ -119,7 +119,8 @@ async fn serve(serving: Serving, overrides: &[String], servers: &Servers, consol
     let options = StackOptions {
         head: (!serves_head).then(|| head.clone()),
         worker: worker.clone(),
-        expected_workers: usize::from(cluster.expected_workers),
+        // A head server without servers is of use once a worker serves.
+        expected_workers: cluster.expected_workers.unwrap_or(u16::from(cluster.head_only)).into(),
         recovery: cluster.worker_timeout,
         only: args.serve,
         stop_grace: args.stop_grace,
@@ -179,7 +180,7 @@ async fn serve(serving: Serving, overrides: &[String], servers: &Servers, consol
     if let Some(worker) = &worker {
         console.line(&format!("joined the cluster of {head} as {}", worker.name));
     }
-    if cluster.expected_workers > 0 && serves_head {
+    if let Some(expected) = cluster.expected_workers.filter(|expected| *expected > 0 && serves_head) {
         let waited = tokio::select! {
             biased;
             () = stop.graceful.cancelled() => Ok(()),
@@ -193,7 +194,7 @@ async fn serve(serving: Serving, overrides: &[String], servers: &Servers, consol
             )));
         }
         if !stop.graceful.is_cancelled() {
-            console.line(&format!("all {} expected workers serve", cluster.expected_workers));
+            console.line(&format!("all {expected} expected workers serve"));
         }
     }
     let drained = match stack.draining() {

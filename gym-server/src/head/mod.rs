@@ -215,6 +215,11 @@ impl Handler for HeadServer {
 impl HeadState {
     async fn answer(&self, request: Request) -> Result<Response> {
         let cx = &request.context;
+        if request.verb == Verb::Post
+            && let Some(rejected) = request.reject_browsers()
+        {
+            return Ok(rejected);
+        }
         match (request.verb, request.route.path()) {
             (Verb::Get | Verb::Head, "/" | "/livez") => Ok(reply::ok()),
             (Verb::Get | Verb::Head, "/health" | "/healthz" | "/readyz") => self.health(cx).await,
@@ -464,6 +469,7 @@ mod tests {
     use std::collections::BTreeMap;
 
     use gym_client::registry::RemoteRegistry;
+    use gym_core::message::ContentType;
     use gym_core::registry::MemberLimits;
     use gym_core::server::ServerKind;
     use gym_core::testing::conformance::{MemberFixture, members};
@@ -508,6 +514,28 @@ mod tests {
         assert_eq!(get(&head, "/").await.0, 200);
         head.set_ready();
         assert_eq!(get(&head, "/readyz").await, (200, json!({"status": "ok"})));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn web_pages_change_nothing() {
+        let head = head();
+        let routes =
+            ["/registry/register", "/registry/deregister", "/cluster/join", "/cluster/drain", "/cluster/leave"];
+        for route in routes.into_iter().chain([REPORT_ROUTE]) {
+            // A page of another site can make a browser send these two kinds of requests without asking the server first.
+            let mut of_page = Request::post(CallContext::default(), route, "{}");
+            of_page.context.metadata.push("origin", "https://example.org");
+            assert_eq!(head.handle(of_page).await.unwrap().status.0, 403, "{route}");
+            let mut of_form = Request::post(CallContext::default(), route, "{}");
+            of_form.message.content_type = ContentType::from_media_type("application/x-www-form-urlencoded");
+            let response = head.handle(of_form).await.unwrap();
+            assert_eq!(response.status.0, 415, "{route}");
+            let text = String::from_utf8(response.message.head.to_bytes().to_vec()).unwrap();
+            assert!(text.contains("content-type: application/json"), "{text}");
+        }
+        let mut read = Request::get(CallContext::default(), "/server_instances");
+        read.context.metadata.push("origin", "https://example.org");
+        assert_eq!(head.handle(read).await.unwrap().status.0, 200);
     }
 
     #[tokio::test(start_paused = true)]

@@ -36,7 +36,7 @@ impl PythonServers {
     /// Starts all servers, and waits until each has responded once and is registered.
     pub(super) async fn start(
         yaml: &str,
-        instances: Vec<InstanceConfig>,
+        instances: Vec<(InstanceConfig, String)>,
         options: &StackOptions,
         registry: &Arc<dyn Registry>,
         incarnation: Incarnation,
@@ -45,7 +45,7 @@ impl PythonServers {
         let python = options.python.clone().ok_or_else(|| {
             Error::invalid(format!(
                 "{} needs a Python interpreter with nemo-gym\n  fix: pass --python PATH, or activate its virtual environment",
-                instances[0].name
+                instances[0].0.name
             ))
         })?;
         let mut builder = Launcher::builder();
@@ -68,7 +68,7 @@ impl PythonServers {
     async fn start_all(
         &mut self,
         yaml: &str,
-        instances: Vec<InstanceConfig>,
+        instances: Vec<(InstanceConfig, String)>,
         python: &Path,
         options: &StackOptions,
         registry: &Arc<dyn Registry>,
@@ -76,10 +76,10 @@ impl PythonServers {
         world: &World,
     ) -> Result<()> {
         let mut ready = Vec::new();
-        for instance in instances {
+        for (instance, host) in instances {
             let (folder, entrypoint) = find(&instance, &options.python_roots)?;
             let port = instance.port.ok_or_else(|| Error::invalid(format!("{} has no port", instance.name)))?;
-            let endpoint = Endpoint::parse(&format!("http://{}", host_port(&instance.host, port)))?;
+            let endpoint = Endpoint::parse(&format!("http://{}", host_port(&host, port)))?;
             let mut spec = spec(&instance, yaml, python, &folder, &entrypoint).stop_grace(options.stop_grace);
             for (name, value) in &options.python_env {
                 spec = spec.env(name, value);

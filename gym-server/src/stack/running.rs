@@ -9,7 +9,9 @@ use futures_util::FutureExt as _;
 use gym_client::collect::monitor::CollectionMonitor;
 use gym_client::collect::{DriverOptions, Rollouts, ServerNames};
 use gym_client::config::{GymConfig, InstanceConfig};
-use gym_client::registry::{LeaseKeeper, MemberKeeper, RemoteRegistry, SharedConfiguration};
+use gym_client::registry::{
+    LeaseKeeper, MemberKeeper, RemoteRegistry, SharedConfiguration, address_towards, is_unspecified, own_address,
+};
 use gym_client::transport::HTTP;
 use gym_client::transport::http::HttpBackend;
 use gym_client::work::{COLLECTOR_POOL, PoolWatch, PullingMember, WORK_LABEL, WorkPullerOptions};
@@ -47,8 +49,10 @@ pub struct Stack {
     python_servers: Option<python::PythonServers>,
     /// The membership of this process in a cluster.
     member: Option<MemberKeeper>,
-    /// The host that other machines are told, if it is not the one that is bound.
+    /// The host that a member tells other machines, instead of those that its servers bind.
     advertised: Option<String>,
+    /// The host that other machines are told of servers that bind all addresses.
+    own_host: String,
     stop_grace: Duration,
     metrics: Metrics,
     names: ServerNames,
@@ -166,6 +170,13 @@ impl Stack {
             }
             _ => None,
         };
+        let own_host = match &address {
+            Some(address) => address.advertised.clone(),
+            None => own_host(remote.as_ref().map(RemoteRegistry::head)).await,
+        };
+        if serves_head && is_unspecified(&config.head.host) {
+            config.advertise_head(&own_host);
+        }
         let config = Arc::new(config);
         let policy = match &config.transport_policy {
             _ if options.in_process => TransportPolicy::of([Transport::MEM])?,
@@ -223,6 +234,7 @@ impl Stack {
             python_servers: None,
             member: None,
             advertised: address.as_ref().map(|address| address.advertised.clone()),
+            own_host,
             stop_grace: options.stop_grace,
             metrics,
             names: ServerNames::of_config(&config),
@@ -288,7 +300,10 @@ impl Stack {
                         instance.origin, instance.name, instance.implementation,
                     )));
                 }
-                None if instance.entrypoint.is_some() => python_instances.push(instance.clone()),
+                None if instance.entrypoint.is_some() => {
+                    let host = if is_unspecified(&instance.host) { &self.own_host } else { &instance.host };
+                    python_instances.push((instance.clone(), host.clone()));
+                }
                 None => return Err(unknown_implementation(instance, servers)),
             }
         }
@@ -326,7 +341,10 @@ impl Stack {
         let handler: Arc<dyn Handler> = Arc::new(head.clone());
         // Over HTTP only, regardless of the policy: clients find all other servers through the head server.
         let http = HttpBackend { http: options.http.clone(), ..HttpBackend::default() };
-        let place = ListenOptions::default().at(config.head.host.clone(), config.head.port);
+        let mut place = ListenOptions::default().at(config.head.host.clone(), config.head.port);
+        if is_unspecified(&config.head.host) {
+            place = place.advertised_as(self.own_host.clone());
+        }
         let listened = Transports::new().with(http).listen(place, handler, &[HTTP]).await;
         let (listener, handler) = match listened {
             Ok(listened) => listened,
@@ -356,13 +374,13 @@ impl Stack {
 
     /// Returns the configuration of Python servers, which find other servers only by the addresses in it: those that live elsewhere,
     /// and those of this process.
-    async fn python_configuration(&self, config: &GymConfig, python: &[InstanceConfig]) -> String {
+    async fn python_configuration(&self, config: &GymConfig, python: &[(InstanceConfig, String)]) -> String {
         let listed = self.registry.list(&CallContext::within(Duration::from_secs(10))).await;
         let mut servers = live(&listed.unwrap_or_default());
         servers.retain(|server| {
             // Other workers may have replicas of the servers of this process.
             let own = self.running.iter().find(|row| row.name == server.name).map(|row| row.url.as_str());
-            let elsewhere = python.iter().all(|instance| instance.name != server.name);
+            let elsewhere = python.iter().all(|(instance, _)| instance.name != server.name);
             own.map_or(elsewhere, |url| url == format!("http://{}", host_port(&server.host, server.port)))
         });
         config.to_global_yaml_with(&servers)
@@ -379,8 +397,9 @@ impl Stack {
     ) -> Result<()> {
         let stage = &mut self.stages[stage_of(instance.kind)];
         let mut place = if local { ListenOptions::named(&instance.name) } else { ListenOptions::default() };
-        if let Some(advertised) = self.advertised.as_ref().filter(|_| !options.in_process) {
-            place = place.advertised_as(advertised.clone());
+        let own = is_unspecified(&instance.host).then_some(&self.own_host);
+        if let Some(told) = self.advertised.as_ref().or(own).filter(|_| !options.in_process) {
+            place = place.advertised_as(told.clone());
         }
         let mut port = instance.port.unwrap_or(0);
         let needed = if options.in_process { [].as_slice() } else { [HTTP].as_slice() };
@@ -562,6 +581,16 @@ fn ucx_address(wanted: &[InstanceConfig]) -> IpAddr {
     let first = hosts.next().filter(|first| hosts.all(|host| host == *first));
     let resolved = first.and_then(|host| std::net::ToSocketAddrs::to_socket_addrs(&(host, 0)).ok()?.next());
     resolved.map_or_else(|| std::net::Ipv4Addr::UNSPECIFIED.into(), |address| address.ip())
+}
+
+/// Returns the host that other machines are told of servers which bind all addresses.
+async fn own_host(head: Option<&Endpoint>) -> String {
+    let towards = match head {
+        // Who uses a head server of this machine from outside needs another address than the head server's.
+        Some(head) => address_towards(head.address()).await.ok().filter(|address| !address.is_loopback()),
+        None => None,
+    };
+    towards.unwrap_or_else(own_address).to_string()
 }
 
 /// Returns the instances that `only` names, or all if it is empty.

@@ -151,7 +151,7 @@ impl Servers {
             .with(ServerKind::Environment, POOL_IMPLEMENTATION, |build| {
                 let pool = PoolServer::new(build.settings()?, build.context)?;
                 if let Some(members) = build.client.members() {
-                    pool.follow(Arc::clone(members));
+                    pool.follow(Arc::clone(members), &build.instance.host);
                 }
                 let joins_runs = pool.joins_runs();
                 Ok(BuiltServer { handler: Arc::new(pool), task_check: None, joins_runs })
@@ -159,7 +159,7 @@ impl Servers {
             .with(ServerKind::Resources, POOL_IMPLEMENTATION, |build| {
                 let pool = PoolServer::verifying(build.settings()?, build.context);
                 if let Some(members) = build.client.members() {
-                    pool.follow(Arc::clone(members));
+                    pool.follow(Arc::clone(members), &build.instance.host);
                 }
                 let handler = Arc::new(pool);
                 Ok(BuiltServer { handler, task_check: None, joins_runs: false })

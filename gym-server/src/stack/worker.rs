@@ -16,8 +16,7 @@ use gym_core::registry::{
 };
 use gym_core::server::ServerKind;
 use gym_core::transport::bare_host;
-use gym_core::{CallContext, Code, Endpoint, Error, Incarnation, Result, World};
-use tokio::time::Instant;
+use gym_core::{CallContext, Endpoint, Error, Incarnation, Result, World};
 
 use crate::environment::POOL_IMPLEMENTATION;
 use crate::head::BUILD;
@@ -63,12 +62,7 @@ impl WorkerOptions {
     }
 }
 
-/// Time between two attempts to resolve the name of the head server, and between two messages about it.
-const LOOK_UP_EVERY: Duration = Duration::from_secs(1);
-const SAY_EVERY: Duration = Duration::from_secs(10);
-
-/// Determines the addresses of a worker of this head server. A name that cannot be resolved is looked up again within
-/// [`WorkerOptions::join_within`]: the head server may be started after its workers.
+/// Determines the addresses of a worker of this head server.
 ///
 /// # Errors
 /// Those of [`MemberAddress::find`], and `InvalidArgument` for intervals that the head server would reject.
@@ -76,20 +70,7 @@ pub(super) async fn find_address(options: &WorkerOptions, head: &Endpoint) -> Re
     // Before the servers start, and not only when the head server rejects it.
     options.timing.check(MemberLimits::default().timeout_max)?;
     let host = options.host.as_deref().unwrap_or("127.0.0.1");
-    let (began, mut said) = (Instant::now(), None::<Instant>);
-    loop {
-        match MemberAddress::find(host, options.advertise.as_deref(), Some(head)).await {
-            Err(error) if error.code() == Code::Unavailable && began.elapsed() < options.join_within => {
-                if said.is_none_or(|said| said.elapsed() >= SAY_EVERY) {
-                    said = Some(Instant::now());
-                    let left = options.join_within.saturating_sub(began.elapsed()).as_secs();
-                    tracing::warn!(%error, "waiting up to {left} s for the name of the head server; correct it with --head-url or HEAD_SERVER_URL");
-                }
-                tokio::time::sleep(LOOK_UP_EVERY).await;
-            }
-            found => return found,
-        }
-    }
+    MemberAddress::find(host, options.advertise.as_deref(), Some(head), options.join_within).await
 }
 
 /// Returns the head server as a configuration names it, for Python servers.

@@ -143,7 +143,7 @@ const REPORTED: [Key; 7] = [
 ];
 
 /// Keys of failed rows.
-const FAILED: [Key; 26] = [
+const FAILED: [Key; 27] = [
     key("_ng_failure_class", "string", "The class of the failure; see below."),
     key("_ng_failure_type", "string", "The code of the error, such as `unavailable`."),
     key("_ng_failure_message", "string", "The message of the error, with its causes."),
@@ -159,6 +159,11 @@ const FAILED: [Key; 26] = [
     key("_ng_failure_causes", "list", "The causes, outermost first."),
     key("_ng_failure_causes[].subject", "string", "The operation that failed, such as `POST math/verify`."),
     key("_ng_failure_causes[].message", "string", "The reason."),
+    key(
+        "_ng_failure_input",
+        "string",
+        "The place of the task in the input, such as `tasks.jsonl, line 2`; absent if the rows come from no file.",
+    ),
     key("_ng_failure_record", "mapping", "NeMo Gym's `RolloutFailure`."),
     key("_ng_failure_record.schema_version", "integer", "The version of the record: 1."),
     key("_ng_failure_record.episode_id", "mapping", "Identifies the attempt."),

@@ -7,6 +7,7 @@ use gym_core::Result;
 
 use crate::collect::collector::open;
 use crate::collect::files::chunks::ChunkWriter;
+use crate::collect::input::places::RowPlaces;
 use crate::collect::input::rows::RowKey;
 use crate::collect::input::{InputError, MaterializeSummary};
 use crate::collect::resume::offsets::{RecordedFile, RecordedText, RowOffsets};
@@ -18,6 +19,8 @@ pub(super) struct RequestedRows {
     pub(super) summary: MaterializeSummary,
     /// Their tasks, by agent.
     pub(super) tasks: RequestedTasks,
+    /// The places of the rows in the input's files, if its rows are not its lines.
+    pub(super) places: Option<RowPlaces>,
     /// Their positions in the file, for a resumed collection.
     pub(super) offsets: Option<RowOffsets>,
     /// The recorded file, if it has the same text; otherwise the rows are in a new file.

@@ -105,24 +105,24 @@ impl<N: AgentNames> Materializer<N> {
         mut writer: W,
     ) -> Result<MaterializeSummary, InputError> {
         let failed = |error| InputError::io("write materialized inputs", error);
-        let summary = self.each_row(reader, |_, _, line| writer.write_all(line.as_bytes()).map_err(failed))?;
+        let summary = self.each_row(reader, |_, _, _, line| writer.write_all(line.as_bytes()).map_err(failed))?;
         writer.flush().map_err(failed)?;
         Ok(summary)
     }
 
-    /// Calls `each` with the key of each row to dispatch, the name that its figures have, and its line with the newline, until it returns an
-    /// error. The name is that of the agent, or of the environment server for a row without an agent.
+    /// Calls `each` with the key of each row to dispatch, the name that its figures have, the number of its input row, from 1, and its line
+    /// with the newline, until it returns an error. The name is that of the agent, or of the environment server for a row without an agent.
     ///
     /// # Errors
     /// As [`Materializer::write`], and the error of `each`.
     pub(in crate::collect) fn each_row<R: BufRead + Seek>(
         &self,
         mut reader: R,
-        mut each: impl FnMut(RowKey, &str, &str) -> Result<(), InputError>,
+        mut each: impl FnMut(RowKey, &str, u64, &str) -> Result<(), InputError>,
     ) -> Result<MaterializeSummary, InputError> {
-        let mut each = |task, rollout: u32, target: &RowTarget, out: &mut String| {
+        let mut each = |task, rollout: u32, target: &RowTarget, line, out: &mut String| {
             out.push('\n');
-            let passed = each(RowKey { task_index: task, rollout_index: rollout.into() }, target.shown(), out);
+            let passed = each(RowKey { task_index: task, rollout_index: rollout.into() }, target.shown(), line, out);
             out.clear();
             passed
         };
@@ -151,9 +151,10 @@ impl<N: AgentNames> Materializer<N> {
                     }
                     if self.options.interleave {
                         // Also built above, so that an invalid row is found before any row is written.
-                        deferred.push(DeferredRow { offset: lines.offset, task, rollout, target: place as u32 });
+                        let (offset, line, target) = (lines.offset, lines.count, place as u32);
+                        deferred.push(DeferredRow { offset, line, task, rollout, target });
                     } else {
-                        each(task, rollout, &emitted, &mut out)?;
+                        each(task, rollout, &emitted, lines.count, &mut out)?;
                     }
                     out.clear();
                     run.wrote(emitted.called(), lines.count);
@@ -177,7 +178,7 @@ impl<N: AgentNames> Materializer<N> {
             })?;
             let target = prepared.targets.get(row.target as usize).cloned().flatten();
             let emitted = self.emit(&lines, &prepared, target.as_deref(), row.task, row.rollout, &mut out)?;
-            each(row.task, row.rollout, &emitted, &mut out)?;
+            each(row.task, row.rollout, &emitted, row.line, &mut out)?;
         }
         Ok(summary)
     }
@@ -397,9 +398,10 @@ struct PreparedRow<'a> {
     overridden: Option<(String, String)>,
 }
 
-/// An output row that waits for its round: the offset of its input and its indices.
+/// An output row that waits for its round: where its input is, and its indices.
 struct DeferredRow {
     offset: u64,
+    line: u64,
     task: i64,
     rollout: u32,
     target: u32,

@@ -12,6 +12,14 @@ impl RowPlaces {
         Self(files)
     }
 
+    /// Names the place of a line of this input.
+    pub(in crate::collect) fn name(places: Option<&Self>, input: &str, line: u64) -> String {
+        match places.map(|places| places.of(line)) {
+            Some((file, row)) => format!("{file}, row {row}"),
+            None => format!("{input}, line {line}"),
+        }
+    }
+
     /// Returns the file of the row at a line, and its number in that file, both counted from 1.
     pub(in crate::collect) fn of(&self, line: u64) -> (String, u64) {
         let mut row = line;

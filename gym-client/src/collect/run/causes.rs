@@ -32,6 +32,8 @@ pub struct FailureCause {
     pub count: u64,
     /// The first attempt that failed in this way.
     pub example: Attempt,
+    /// The place of its row in the input, such as `tasks.jsonl, line 2`; `None` if the rows come from no file.
+    pub input: Option<String>,
     /// The causes of the example, outermost first.
     pub causes: Vec<ErrorLink>,
 }
@@ -44,7 +46,8 @@ pub(super) struct FailureCauses {
 }
 
 impl FailureCauses {
-    pub(super) fn add(&mut self, attempt: Attempt, failure: &AttemptFailure) {
+    /// `input` is the place of the attempt's row.
+    pub(super) fn add(&mut self, attempt: Attempt, failure: &AttemptFailure, input: Option<String>) {
         let signature = signature(failure);
         let same = |(known, cause): &&mut (String, FailureCause)| {
             cause.class == failure.class
@@ -62,7 +65,7 @@ impl FailureCauses {
                 shorten(message, EXAMPLE_CHARS_MAX);
             }
             let (class, server, route) = (*class, server.clone(), route.clone());
-            let cause = FailureCause { class, server, route, count: 1, example: attempt, causes };
+            let cause = FailureCause { class, server, route, count: 1, example: attempt, input, causes };
             self.causes.push((signature, cause));
         } else {
             self.other += 1;
@@ -192,9 +195,9 @@ mod tests {
         for task in 0..100 {
             // No digits, so that each is a cause of its own.
             let letters = [task / 10, task % 10].map(|digit| char::from_u32('a' as u32 + digit).unwrap());
-            causes.add(attempt(task), &failure(&String::from_iter(letters)));
+            causes.add(attempt(task), &failure(&String::from_iter(letters)), None);
         }
-        causes.add(attempt(100), &failure("aa"));
+        causes.add(attempt(100), &failure("aa"), None);
         assert_eq!((causes.list().len(), causes.other()), (CAUSES_MAX, 100 - CAUSES_MAX as u64));
         let first = &causes.list()[0];
         assert_eq!((first.count, first.example), (2, attempt(0)));

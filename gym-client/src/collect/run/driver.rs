@@ -522,7 +522,8 @@ impl Driver {
             }
             AttemptResult::Lost => (NextStep::GiveUp, None),
         };
-        let Some(outcome) = result.marked(self.settings)?.into_outcome() else { return Ok((next, event)) };
+        let input = || progress.input_of(row.key.task_index);
+        let Some(outcome) = result.marked(self.settings, input)?.into_outcome() else { return Ok((next, event)) };
         // Recording may take as long as the attempt itself, because a disk may stall and recover. Ending the run would
         // lose computed results. Superseding the attempt ends the wait. A superseded attempt has its own time limit.
         let mut cx = CallContext::until(deadline.max(Instant::now()) + self.options.record_timeout);
@@ -540,7 +541,7 @@ impl Driver {
             }
             (next, figures, event) = (NextStep::GiveUp, None, event_of(&refused));
             let outcome = refused
-                .marked(self.settings)?
+                .marked(self.settings, input)?
                 .into_outcome()
                 .ok_or_else(|| Error::internal("a failure is an outcome"))?;
             written = recorded(pin!(self.ledger.record(&cx, attempt, outcome)), disk).await;

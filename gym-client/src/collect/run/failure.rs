@@ -168,6 +168,7 @@ fn rollout_id(wanted: &RolloutRow) -> String {
 fn kind(class: FailureClass) -> &'static str {
     match class {
         FailureClass::EpisodeTimeout => "agent_timeout",
+        FailureClass::RowInvalid => "gym:row_invalid",
         FailureClass::EnvironmentError => "gym:environment_error",
         FailureClass::ToolError => "gym:tool_error",
         FailureClass::ModelError => "gym:model_error",

@@ -40,9 +40,13 @@ pub(super) enum AttemptResult {
 /// The key of a row that was made with other settings than the first rows of its collection: the number of their version.
 const SETTINGS_KEY: &str = "_gym_settings";
 
+/// The key of a failed row: the place of its task in the input.
+const INPUT_KEY: &str = "_ng_failure_input";
+
 impl AttemptResult {
-    /// Writes the version of the servers' settings into the row; `None` for the first one, whose rows have no mark.
-    pub(super) fn marked(self, version: Option<u32>) -> Result<Self> {
+    /// Writes the version of the servers' settings into the row; `None` for the first one, whose rows have no mark. Writes the place of its task
+    /// in the input into a failed row.
+    pub(super) fn marked(self, version: Option<u32>, input: impl FnOnce() -> Option<String>) -> Result<Self> {
         let mark = |row: RawObject| match version {
             Some(version) => Ok(row.edit().set(SETTINGS_KEY, version.to_string()).to_object()?),
             // A row from an earlier collection may have a mark of that one.
@@ -51,7 +55,13 @@ impl AttemptResult {
         };
         Ok(match self {
             Self::Completed { row, figures } => Self::Completed { row: mark(row)?, figures },
-            Self::Failed { failure, terminal, row } => Self::Failed { failure, terminal, row: mark(row)? },
+            Self::Failed { failure, terminal, row } => {
+                let row = match input() {
+                    Some(place) => mark(row)?.edit().set_value(INPUT_KEY, &place)?.to_object()?,
+                    None => mark(row)?,
+                };
+                Self::Failed { failure, terminal, row }
+            }
             Self::Lost => Self::Lost,
         })
     }
@@ -368,7 +378,7 @@ mod tests {
         ] {
             let row = RawObject::parse(row.to_string()).unwrap();
             let scored = AttemptResult::Completed { row, figures: RolloutFigures::default() };
-            let AttemptResult::Completed { row, .. } = scored.marked(version).unwrap() else { panic!("it is scored") };
+            let AttemptResult::Completed { row, .. } = scored.marked(version, || None).unwrap() else { panic!("it is scored") };
             assert_eq!(serde_json::from_slice::<Value>(row.text()).unwrap(), expected);
         }
     }

@@ -231,8 +231,8 @@ pub(in crate::cli) struct RunArgs {
     /// Head server to register with [default: head_server of the configuration]
     #[arg(long, value_name = "URL", env = "HEAD_SERVER_URL")]
     pub(in crate::cli) head_url: Option<String>,
-    /// Take rollouts from the pools and pulling collectors of this head server, and run them on the servers of this process. A worker
-    /// (--worker) takes those of its own head server
+    /// Take rollouts from the pools and pulling collectors of this head server that listen on a loopback address, and run them on the servers
+    /// of this process. A worker (--worker) takes those of its own head server, on whichever machine
     #[arg(long, value_name = "URL")]
     pub(in crate::cli) pull_from: Option<String>,
     /// Rollouts that this process runs at a time for --pull-from
@@ -278,9 +278,10 @@ pub(in crate::cli) struct ClusterArgs {
     /// Seconds for which a worker tries to reach its head server, and for which a head server waits for --expected-workers
     #[arg(long, value_name = "SECS", default_value = "300", value_parser = seconds)]
     pub(in crate::cli) join_timeout: Duration,
-    /// Workers that must serve before the head server reports that it is ready
-    #[arg(long, value_name = "N", env = "NUM_EXPECTED_WORKERS", default_value = "0")]
-    pub(in crate::cli) expected_workers: u16,
+    /// Workers that must serve before the head server reports that it is ready. It ends if they do not serve within --join-timeout
+    /// [default: 1 with --head-only, for which it waits without limit; otherwise 0]
+    #[arg(long, value_name = "N", env = "NUM_EXPECTED_WORKERS")]
+    pub(in crate::cli) expected_workers: Option<u16>,
 }
 
 /// A worker to drain.

@@ -51,5 +51,6 @@ fn example(cause: &FailureCause) -> String {
         0 => String::new(),
         number => format!(", attempt {}", number + 1),
     };
-    format!("task {}, repeat {}{attempt}", key.task_index, key.rollout_index)
+    let input = cause.input.as_ref().map(|place| format!(" ({place})")).unwrap_or_default();
+    format!("task {}, repeat {}{attempt}{input}", key.task_index, key.rollout_index)
 }

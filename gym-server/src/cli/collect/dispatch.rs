@@ -166,15 +166,23 @@ impl PulledWork {
         // The head server lists the listener among the processes with metrics.
         let handler: Arc<dyn Handler> = Arc::new(Monitored::beside(Arc::new(pool.clone()), metrics));
         let host = PoolHost::start_with(handler, pool.clone(), &name, &plan.host, client, world).await?;
-        let own =
-            stack.map(|stack| stack.take_work(client.registry().clone(), WorkPullerOptions::of_this_process(world)));
+        let own = stack.map(|stack| {
+            let own = WorkPullerOptions::of_this_process(world);
+            if !is_loopback(&plan.host) {
+                pool.admit_only_members([own.name.clone()]);
+            }
+            stack.take_work(client.registry().clone(), own)
+        });
         let started = Self { pool, host, own };
         let endpoint = started.host.endpoints().last().map(ToString::to_string).unwrap_or_default();
         match &plan.servers {
-            None => console.line(&format!(
-                "workers take rollouts from {endpoint}; start one with `{} run --config FILE --pull-from HEAD_URL`",
-                console::program()
-            )),
+            None => {
+                let start = if is_loopback(&plan.host) { "--config FILE --pull-from" } else { "--worker --head-url" };
+                console.line(&format!(
+                    "workers take rollouts from {endpoint}; start one with `{} run {start} HEAD_URL`",
+                    console::program()
+                ));
+            }
             Some(_) if started.first_poll().await => {
                 let take =
                     if plan.workers == 1 { "worker of the cluster takes" } else { "workers of the cluster take" };

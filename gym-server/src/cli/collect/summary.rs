@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use gym_client::Transports;
 use gym_client::collect::{CollectSummary, RunEnd, UnrecordedRollouts};
+use gym_core::rollout::FailureClass;
 use gym_core::transport::Transport;
 
 use crate::cli::collect::figures::rate;
@@ -122,6 +123,13 @@ pub(super) fn advice(collected: &CollectSummary) -> Option<String> {
         // Writing to a string cannot fail.
         let _ = write!(advice, "\n  {count} of the failed {what}");
     }
+    if let Some(misfits) = snapshot.failures.get(&FailureClass::RowInvalid) {
+        let _ = write!(
+            advice,
+            "\n  {misfits} rows did not fit the task of their environment: correct the lines that `_ng_failure_input` names in {failures}, and \
+             collect again with --overwrite or another --output"
+        );
+    }
     Some(advice)
 }
 
@@ -161,7 +169,6 @@ mod tests {
     use gym_client::collect::{
         AgentSummary, BestOfK, OutputFiles, PassRate, ProgressSnapshot, RewardBin, TaskCoverage,
     };
-    use gym_core::rollout::FailureClass;
 
     use super::*;
 

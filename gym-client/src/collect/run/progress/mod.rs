@@ -14,6 +14,7 @@ use gym_core::rollout::{Attempt, FailureClass, TaskKey};
 use serde::Serialize;
 use tokio::time::Instant;
 
+use crate::collect::input::places::RowPlaces;
 use crate::collect::run::causes::{FailureCause, FailureCauses};
 use crate::collect::run::failure::AttemptFailure;
 use crate::work::{WorkPool, WorkPoolSnapshot};
@@ -40,6 +41,8 @@ pub struct CollectProgress {
     in_flight: InFlight<InFlightRollout>,
     agents: Mutex<BTreeMap<Arc<str>, AgentFigures>>,
     failures: Mutex<FailureCounts>,
+    /// The input of the requested tasks, with the places of its rows if they are not its lines.
+    input: Mutex<Option<(String, Option<RowPlaces>)>>,
     /// The pool from which workers take the rollouts, if they do.
     pool: OnceLock<WorkPool>,
 }
@@ -246,6 +249,11 @@ impl CollectProgress {
         drop(self.pool.set(pool));
     }
 
+    /// Sets the input of the requested tasks, and the places of its rows if they are not its lines. Called before the first rollout.
+    pub(in crate::collect) fn set_input(&self, input: String, places: Option<RowPlaces>) {
+        *self.input.lock().unwrap_or_else(PoisonError::into_inner) = Some((input, places));
+    }
+
     /// Sets the requested tasks of each agent. Called before the first rollout.
     pub(in crate::collect) fn expect(&self, requested: RequestedTasks) {
         let figures = requested.into_agents().map(|(agent, tasks)| (agent, AgentFigures::expecting(tasks)));
@@ -287,9 +295,18 @@ impl CollectProgress {
     }
 
     pub(super) fn fail(&self, attempt: Attempt, failure: &AttemptFailure) {
+        let input = self.input_of(attempt.key.task_index);
         let mut failures = self.failures();
         *failures.classes.entry(failure.class).or_default() += 1;
-        failures.causes.add(attempt, failure);
+        failures.causes.add(attempt, failure, input);
+    }
+
+    /// Returns the place of a task's first row in the input; `None` if the rows come from no file.
+    pub(super) fn input_of(&self, task: u32) -> Option<String> {
+        let row = self.agents().values().find_map(|figures| figures.tasks.row(task))?;
+        let input = self.input.lock().unwrap_or_else(PoisonError::into_inner);
+        let (name, places) = input.as_ref()?;
+        Some(RowPlaces::name(places.as_ref(), name, row.into()))
     }
 
     /// Returns the number of rollouts that failed in this run.

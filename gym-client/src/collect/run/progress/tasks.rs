@@ -1,5 +1,5 @@
-//! The rollouts of each task: how many were requested and recorded, and the rewards of its repeats for pass@k. Sixteen bytes for each task,
-//! and sixteen more for a task with partial rewards.
+//! The rollouts of each task: how many were requested and recorded, and the rewards of its repeats for pass@k. Twenty bytes for each
+//! task, and sixteen more for a task with partial rewards.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -48,6 +48,8 @@ pub struct TaskCoverage {
 /// The rollouts of one task.
 #[derive(Clone, Copy, Debug, Default)]
 struct TaskCounts {
+    /// The number of its first input row, from 1; 0 if it is unknown.
+    row: u32,
     requested: u32,
     recorded: u32,
     /// Those recorded with a reward.
@@ -69,13 +71,13 @@ impl TaskCounts {
 pub(in crate::collect) struct RequestedTasks(BTreeMap<Arc<str>, TaskScores>);
 
 impl RequestedTasks {
-    /// Adds a rollout. `agent` is the name that its figures have.
-    pub(in crate::collect) fn add(&mut self, task_index: i64, agent: &str) {
+    /// Adds a rollout of this input row, counted from 1; 0 if it is unknown. `agent` is the name that its figures have.
+    pub(in crate::collect) fn add(&mut self, task_index: i64, agent: &str, row: u64) {
         // An index beyond the bound is reported when the row is read.
         let Ok(task) = u32::try_from(task_index) else { return };
         match self.0.get_mut(agent) {
-            Some(tasks) => tasks.request(task),
-            None => self.0.entry(agent.into()).or_default().request(task),
+            Some(tasks) => tasks.request(task, row),
+            None => self.0.entry(agent.into()).or_default().request(task, row),
         }
     }
 
@@ -99,9 +101,19 @@ impl TaskScores {
         &mut page[(task % PAGE_TASKS) as usize]
     }
 
-    /// Counts a requested rollout.
-    fn request(&mut self, task: u32) {
-        self.counts(task).requested += 1;
+    /// Counts a requested rollout of this input row.
+    fn request(&mut self, task: u32, row: u64) {
+        let counts = self.counts(task);
+        counts.requested += 1;
+        if counts.row == 0 {
+            counts.row = u32::try_from(row).unwrap_or_default();
+        }
+    }
+
+    /// Returns the number of the first input row of a task, from 1.
+    pub(super) fn row(&self, task: u32) -> Option<u32> {
+        let page = self.pages.get(&(task / PAGE_TASKS))?;
+        Some(page[(task % PAGE_TASKS) as usize].row).filter(|row| *row > 0)
     }
 
     /// Counts a recorded rollout, with its reward if it has one that counts.
@@ -232,7 +244,7 @@ mod tests {
         ) {
             let (mut scores, mut expected) = (TaskScores::default(), BTreeMap::<u32, (u32, u32)>::new());
             for (task, count) in requested {
-                (0..count).for_each(|_| scores.request(task));
+                (0..count).for_each(|_| scores.request(task, 1));
                 expected.entry(task).or_default().0 += count;
             }
             for (task, reward) in recorded {

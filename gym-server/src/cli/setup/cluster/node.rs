@@ -49,6 +49,7 @@ pub(in crate::cli) async fn start(
     options.name.clone_from(&worker.name);
     options.head = Some(head.clone());
     options.advertise.clone_from(&worker.advertise);
+    options.join_within = worker.join_within;
     options.lines = console.lines();
     if let Some(host) = &worker.host {
         options.host.clone_from(host);

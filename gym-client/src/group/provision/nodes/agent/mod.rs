@@ -351,7 +351,8 @@ async fn placed(options: &NodeOptions) -> Result<(MemberAddress, IpAddr)> {
                        the nodes and their controllers";
         return Err(Error::invalid(message));
     }
-    let place = MemberAddress::find(&options.host, options.advertise.as_deref(), options.head.as_ref()).await?;
+    let NodeOptions { host, advertise, head, join_within, .. } = options;
+    let place = MemberAddress::find(host, advertise.as_deref(), head.as_ref(), *join_within).await?;
     let address = place.resolve().await?;
     Ok((place, address))
 }
