@@ -806,12 +806,12 @@ def beheaded(cluster, roster, workers, faults, rollouts, rng):
 
 
 class Resolver:
-    """Answers that every name is the head's, after a delay."""
+    """Answers at an address that every name is the head's, after a delay."""
 
-    def __init__(self):
-        self.delay = 0.0
+    def __init__(self, at, head):
+        self.delay, self.head = 0.0, head
         self.socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-        self.socket.bind((HEAD, 53))
+        self.socket.bind((at, 53))
         threading.Thread(target=self.serve, daemon=True).start()
 
     def serve(self):
@@ -822,7 +822,7 @@ class Resolver:
     def answer(self, query, sender):
         end = query.index(b"\0", 12) + 5
         is_a = query[end - 4 : end - 2] == b"\0\1"
-        record = b"\xc0\x0c\0\1\0\1\0\0\0\0\0\4" + socket.inet_aton(HEAD) if is_a else b""
+        record = b"\xc0\x0c\0\1\0\1\0\0\0\0\0\4" + socket.inet_aton(self.head) if is_a else b""
         header = query[:2] + b"\x81\x80\0\1" + (b"\0\1" if is_a else b"\0\0") + b"\0\0\0\0"
         self.socket.sendto(header + query[12:end] + record, sender)
 
@@ -997,7 +997,7 @@ def main():
             over += beheaded(cluster, roster, workers[:4], faults, max(1_000, faults * 2_000), rng).print("")
         if "restarts" in wanted:
             names, count = workers[:2], max(2, options.faults // 10)
-            resolver = Resolver()
+            resolver = Resolver(HEAD, HEAD)
             with resolver_of(names):
                 for dispatch in ("pull", "push"):
                     cluster.head_url = "http://head.gym:11000"

@@ -1,8 +1,8 @@
 """The image and the compose files of examples/deploy on a real Docker engine.
 
-    .ci/docker PROGRAM
+    .ci/docker PROGRAM [RESTARTS]
 
-The guide's compose file runs as it is written, apart from GPUs. Then a head and workers are scaled, killed, cut off and restarted during a
+The guide's compose file runs as it is written, apart from GPUs. One container with all servers is used from its machine. Then a head and workers are scaled, killed, cut off and restarted during a
 collection, whose rows must be those of an undisturbed one. It ends with 1 if anything differs, and removes what it created.
 """
 
@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 
-from cluster import Failed, read_rows
+from cluster import Failed, Resolver, read_rows
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 DEPLOY = ROOT / "examples/deploy"
@@ -24,8 +24,30 @@ IMAGE = "nemo-gym:latest"
 ID = f"gym{os.getpid()}"
 BASE = f"{ID}-base"
 TASKS, ROLLOUTS = 100, 2_000
-# Of the head, each with rollouts at five workers.
-RESTARTS = 3
+# Of the head, each with rollouts at five workers. In every second one, the resolver takes 3 s.
+RESTARTS = 4
+# Only names that Docker does not know reach a resolver of ours. The network is of the range for measurements (RFC 2544).
+NETWORK, GATEWAY, HEAD = "198.18.77.0/24", "198.18.77.1", "198.18.77.10"
+SLOW = f"""
+version: '3.8'
+services:
+  head:
+    # Two turns a rollout: long enough that the faults strike the whole collection.
+    command: ng_run --head-only +policy_model.responses_api_models.scripted_model.latency_ms=[400,1000]
+    networks:
+      gym-network:
+        ipv4_address: {HEAD}
+  worker:
+    dns: [{GATEWAY}]
+    environment:
+      - HEAD_SERVER_URL=http://head.gym.test:11000
+networks:
+  gym-network:
+    ipam:
+      config:
+        - subnet: {NETWORK}
+          gateway: {GATEWAY}
+"""
 FIVE = {f"worker-{number}" for number in range(1, 6)}
 GUIDE = """
 version: '3.8'
@@ -291,23 +313,40 @@ def faults(project, network, folder):
           f"0 twice, 0 rewards on failed attempts; attempts failed: {dict(classes)}", flush=True)
 
 
-def restarts(project, network):
+def all_in_one(program, folder, projects):
+    """All servers in one container, whose machine reaches them although they bind all addresses."""
+    project = Project("one", DEPLOY / "all-in-one.yaml")
+    projects.append(project)
+    project("up", "-d")
+    port = docker("port", project.container("gym"), "11000").split()[0].rsplit(":", 1)[1]
+    url = f"http://127.0.0.1:{port}"
+    wait("it serves", lambda: "ok" in run("curl", "-fsS", f"{url}/health", check=False), 30)
+    words = collect_words("one", "--head-url", url, repeats=2)
+    words[words.index("--output") + 1] = folder / "one.jsonl"
+    run(pathlib.Path(program).resolve(), *words[1:], cwd=ROOT)
+    project.down()
+    print("docker: all-in-one.yaml: 200 rollouts from the machine", flush=True)
+
+
+def restarts(project, network, resolver, count):
     """The head is restarted while workers have rollouts, and no attempt is lost."""
     collector = f"{ID}-restarts"
     docker("run", "--detach", "--name", collector, "--label", f"gym={ID}", "--network", network, IMAGE,
            *collect_words("restarts", "--head-url", "http://head:11000", "--concurrency", "40", repeats=1_000))
-    count = lambda file: int(docker("exec", collector, "sh", "-c", f"cat /results/{file}.jsonl 2> /dev/null | wc -l").strip() or 0)
-    wait("rows", lambda: count("restarts") >= 20)
-    for _ in range(RESTARTS):
+    rows_of = lambda file: int(docker("exec", collector, "sh", "-c", f"cat /results/{file}.jsonl 2> /dev/null | wc -l").strip() or 0)
+    wait("rows", lambda: rows_of("restarts") >= 20)
+    for number in range(count):
+        resolver.delay = 3.0 if number % 2 else 0.0
         docker("restart", "--time", "0", project.container("head"))
         wait("five workers serve", lambda: serving(project) == FIVE, 60)
         # Longer than a rollout takes.
         time.sleep(3)
-    written, lost = count("restarts"), count("restarts_failures")
+    resolver.delay = 0.0
+    written, lost = rows_of("restarts"), rows_of("restarts_failures")
     docker("rm", "--force", collector)
     if lost:
-        raise Failed(f"{lost} attempts were lost in {RESTARTS} restarts of the head")
-    print(f"docker: {RESTARTS} restarts of the head, {written:,} rows, 0 attempts lost", flush=True)
+        raise Failed(f"{lost} attempts were lost in {count} restarts of the head")
+    print(f"docker: {count} restarts of the head, every second with a resolver that takes 3 s: {written:,} rows, 0 attempts lost", flush=True)
 
 
 def main():
@@ -319,10 +358,9 @@ def main():
         build(sys.argv[1], folder)
         engine(folder)
         guide(folder, projects)
+        all_in_one(sys.argv[1], folder, projects)
         slow = folder / "slow.yaml"
-        # Two turns a rollout: long enough that the faults strike the whole collection.
-        slow.write_text("version: '3.8'\nservices:\n  head:\n    command: ng_run --head-only "
-                        "+policy_model.responses_api_models.scripted_model.latency_ms=[400,1000]\n")
+        slow.write_text(SLOW)
         project = Project("cluster", DEPLOY / "docker-compose.yaml")
         projects.append(project)
         two_commands(project)
@@ -331,8 +369,10 @@ def main():
         project = Project("faults", DEPLOY / "docker-compose.yaml", slow)
         projects.append(project)
         project("up", "-d", "--scale", "worker=5")
+        # Workers look the name up until a resolver knows it.
+        resolver = Resolver(GATEWAY, HEAD)
         wait("five workers serve", lambda: serving(project) == FIVE)
-        restarts(project, f"{project.name}_gym-network")
+        restarts(project, f"{project.name}_gym-network", resolver, int(sys.argv[2]) if len(sys.argv) > 2 else RESTARTS)
         faults(project, f"{project.name}_gym-network", folder)
         status = 0
         print("docker: passed", flush=True)

@@ -336,7 +336,10 @@ async fn rows_that_do_not_fit_are_named_with_their_line_by_a_cluster() {
         for row in failures {
             let line = row["_ng_task_index"].as_u64().unwrap() + 1;
             assert_eq!(row["_ng_failure_input"], format!("tasks.jsonl, line {line}"), "{row}");
-            assert_eq!((&row["_ng_failure_class"], &row["_ng_failure_server"]), (&"row_invalid".into(), &"math".into()));
+            assert_eq!(
+                (&row["_ng_failure_class"], &row["_ng_failure_server"]),
+                (&"row_invalid".into(), &"math".into())
+            );
         }
     }
 }
@@ -383,8 +386,7 @@ async fn health(url: &str) -> String {
 async fn servers_that_bind_all_addresses_tell_one_that_others_reach() {
     let machines = Machines::new();
     let everywhere = ["++head_server.host=0.0.0.0", "++default_host=0.0.0.0"];
-    let mut all =
-        machines.run("all", &[&["+head_server.port=0", "--config", &quickstart()][..], &everywhere].concat());
+    let mut all = machines.run("all", &[&["+head_server.port=0", "--config", &quickstart()][..], &everywhere].concat());
     let url = all.says("ready: ").await.rsplit(' ').next().unwrap().to_owned();
     let (code, listed) = machines.says("asking", &["status", "--json", "--head-url", &url]).await;
     assert!(code == 0 && listed.contains("math_simple_agent") && !listed.contains("0.0.0.0"), "{listed}");

@@ -178,7 +178,7 @@ impl Replica {
 impl WaitTarget for Replica {
     /// Returns the address of the server, by which it is recognized among the replicas of its name.
     fn describe(&self) -> String {
-        self.peer.endpoints().first().map(ToString::to_string).unwrap_or_default()
+        self.peer.address().map(ToString::to_string).unwrap_or_default()
     }
 }
 

@@ -1,4 +1,5 @@
-//! The programs of this machine that report their waits without a server of their own: collectors, and controllers of worker groups.
+//! The programs of this machine that report their waits: collectors, controllers of worker groups, and servers, which a person must find
+//! although their head server does not answer.
 //!
 //! Each listens on a free loopback port and writes its URL into a file named after its process, in a folder that only this user can write.
 
@@ -12,7 +13,8 @@ use futures_util::future::BoxFuture;
 use gym_core::base::waits::{self, WAITS_ROUTE, WaitQuery};
 use gym_core::transport::{ListenOptions, serve};
 use gym_core::{CancelToken, Code, Endpoint, Error, Handler, Request, Response, Result, Verb};
-use tokio::task::JoinSet;
+use serde::{Deserialize, Serialize};
+use tokio::sync::oneshot;
 
 use crate::transport::{HTTP, Transports, body};
 
@@ -20,44 +22,78 @@ use crate::transport::{HTTP, Transports, body};
 const PROGRAMS_MAX: usize = 1_024;
 
 /// A program of this machine that reports its waits.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LocalProgram {
     /// Its process.
     pub pid: u32,
     /// Where it reports.
     pub endpoint: Endpoint,
+    /// The head server whose page shows what it does; `None` if there is none.
+    #[serde(default)]
+    pub head: Option<Endpoint>,
+    /// The addresses of the servers that run in its process.
+    #[serde(default)]
+    pub servers: Vec<Endpoint>,
 }
 
 /// Reports the waits of this process to `rgym stuck` on the same machine, until it is dropped.
+///
+/// It has a thread of its own, and so answers while handlers block all threads of the runtime.
 #[derive(Debug)]
 pub struct WaitsListener {
     file: PathBuf,
-    _serving: JoinSet<Result<()>>,
+    stop: CancelToken,
 }
 
 impl WaitsListener {
-    /// Listens on a free loopback port. Must be called within a tokio runtime.
+    /// Listens on a free loopback port. `head` is the head server whose page shows what this process does, and `servers` are the addresses of the
+    /// servers that run in it.
     ///
     /// # Errors
     /// The errors of the listener and of the file.
-    pub async fn start(transports: &Transports) -> Result<Self> {
-        let folder = folder()?;
-        let place = ListenOptions::default().at("127.0.0.1".to_owned(), 0);
-        let (listener, handler) = transports.listen(place, Arc::new(WaitsHandler), &[HTTP]).await?;
-        let endpoint = listener.endpoints().iter().find(|endpoint| endpoint.scheme() == HTTP.as_str());
-        let Some(endpoint) = endpoint.cloned() else {
-            return Err(Error::internal("the listener has no HTTP endpoint"));
+    pub async fn start(transports: &Transports, head: Option<Endpoint>, servers: Vec<Endpoint>) -> Result<Self> {
+        let file = folder()?.join(std::process::id().to_string());
+        let (transports, stop, (listens, listening)) = (transports.clone(), CancelToken::new(), oneshot::channel());
+        let stopped = stop.clone();
+        let serving = move || {
+            let runtime = match tokio::runtime::Builder::new_current_thread().enable_all().build() {
+                Ok(runtime) => runtime,
+                Err(error) => return drop(listens.send(Err(no_thread(&error)))),
+            };
+            runtime.block_on(async {
+                let place = ListenOptions::default().at("127.0.0.1".to_owned(), 0);
+                match transports.listen(place, Arc::new(WaitsHandler), &[HTTP]).await {
+                    Err(error) => drop(listens.send(Err(error))),
+                    Ok((listener, handler)) => {
+                        let endpoint = listener.endpoints().iter().find(|endpoint| endpoint.scheme() == HTTP.as_str());
+                        let endpoint =
+                            endpoint.cloned().ok_or_else(|| Error::internal("the listener has no HTTP endpoint"));
+                        if listens.send(endpoint).is_ok()
+                            && let Err(error) = serve(listener, handler, stopped, Duration::ZERO).await
+                        {
+                            tracing::debug!(%error, "this program no longer reports its waits");
+                        }
+                    }
+                }
+            });
         };
-        let mut serving = JoinSet::new();
-        serving.spawn(serve(listener, handler, CancelToken::new(), Duration::ZERO));
-        let file = folder.join(std::process::id().to_string());
-        fs::write(&file, endpoint.to_string()).map_err(|error| about(&file, &error))?;
-        Ok(Self { file, _serving: serving })
+        let thread = std::thread::Builder::new().name("gym-waits".to_owned());
+        thread.spawn(serving).map_err(|error| no_thread(&error))?;
+        let endpoint = listening.await.map_err(|_| Error::internal("the thread that reports waits has ended"))??;
+        let program = LocalProgram { pid: std::process::id(), endpoint, head, servers };
+        let text = serde_json::to_vec(&program).map_err(|error| Error::internal(error.to_string()))?;
+        fs::write(&file, text).map_err(|error| about(&file, &error))?;
+        Ok(Self { file, stop })
     }
+}
+
+fn no_thread(error: &std::io::Error) -> Error {
+    Error::internal(format!("no thread to report waits: {error}"))
 }
 
 impl Drop for WaitsListener {
     fn drop(&mut self) {
+        self.stop.cancel();
         // A file that remains names a process that has ended, and is ignored.
         let _ = fs::remove_file(&self.file);
     }
@@ -75,8 +111,8 @@ pub fn local_programs() -> Vec<LocalProgram> {
             let _ = fs::remove_file(entry.path());
             return None;
         }
-        let endpoint = Endpoint::parse(fs::read_to_string(entry.path()).ok()?.trim()).ok()?;
-        Some(LocalProgram { pid, endpoint })
+        let program: LocalProgram = serde_json::from_slice(&fs::read(entry.path()).ok()?).ok()?;
+        Some(LocalProgram { pid, ..program })
     };
     entries.flatten().filter_map(program).take(PROGRAMS_MAX).collect()
 }

@@ -38,6 +38,12 @@ impl ReconnectingPeer {
         &self.endpoints
     }
 
+    /// Returns the address of the peer: its name in this process if it is reached there, else the endpoint that every client supports.
+    pub(crate) fn address(&self) -> Option<&Endpoint> {
+        let in_process = self.channel().is_some_and(|channel| channel.path().scheme == "mem");
+        if in_process { self.endpoints.first() } else { self.endpoints.last() }
+    }
+
     /// Calls the peer. After the channel is lost, the next call opens a new one; calls in flight on the old one keep it.
     pub(crate) fn call(
         &self,

@@ -20,7 +20,7 @@ use crate::cli::setup::cluster::{HeadOptions, head_registry, load_worker, look_u
 use crate::cli::setup::configuration::{LoadedConfig, Need, load, nothing_named};
 use crate::cli::setup::head_server;
 use crate::cli::setup::models::ModelWatch;
-use crate::cli::setup::monitor::MonitorListener;
+use crate::cli::setup::monitor::{MonitorListener, report_waits};
 use crate::cli::setup::signals::StopSignals;
 use crate::cli::setup::stack_options::{options, prepare_transports};
 use crate::stack::{HEAD_NAME, RunningServer, Servers, Stack, StackOptions, WorkerOptions, takes_work};
@@ -141,6 +141,7 @@ async fn serve(serving: Serving, overrides: &[String], servers: &Servers, consol
         stack.metrics().with(|known| known.register_collector(Box::new(gpus)));
     }
     let _monitored = MonitorListener::start(&args.monitor, stack.metrics(), console).await?;
+    let _waits = report_waits(stack.client().transports(), Some(head.clone()), Some(&stack)).await;
     // A worker runs what its agents and environments can run, and verifies.
     let runs = |server: &RunningServer| {
         let kind = ServerKind::from_key(&server.kind);

@@ -87,7 +87,7 @@ pub(crate) fn be_collector(stall: &str) {
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().expect("runtime");
     runtime.block_on(async {
         let (transports, world) = (Transports::from_features(InProcess::new()), World::real());
-        let _waits = WaitsListener::start(&transports).await.expect("listens");
+        let _waits = WaitsListener::start(&transports, None, Vec::new()).await.expect("listens");
         let mut options = DriverOptions { fail_fast: FailFast::Alike, concurrency: 40, ..DriverOptions::default() };
         let hour = Duration::from_secs(3_600);
         let slow = RetryPolicy { backoff_min: hour, backoff_max: hour, ..RetryPolicy::default() };

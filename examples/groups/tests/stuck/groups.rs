@@ -43,7 +43,9 @@ async fn start(cluster: &VirtualCluster, name: &str) -> Group {
 pub(crate) fn be_controller(stall: &str) {
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().expect("runtime");
     runtime.block_on(async {
-        let _waits = WaitsListener::start(&Transports::from_features(InProcess::new())).await.expect("listens");
+        let _waits = WaitsListener::start(&Transports::from_features(InProcess::new()), None, Vec::new())
+            .await
+            .expect("listens");
         let mut spec = ClusterSpec::new([2]);
         spec.use_gpus = false;
         spec.enable_colocation = Some(true);

@@ -31,9 +31,10 @@ const LONG: Duration = Duration::from_secs(60);
 fn main() {
     groups::workers().enter();
     let arguments: Vec<String> = std::env::args().collect();
-    let cases: [(&str, fn()); 6] = [
+    let cases: [(&str, fn()); 7] = [
         ("servers_that_do_not_answer_are_named", servers::servers_that_do_not_answer_are_named),
         ("stopped_processes_are_named", servers::stopped_processes_are_named),
+        ("frozen_processes_with_all_servers_are_named", servers::frozen_processes_with_all_servers_are_named),
         ("model_endpoints_that_do_not_answer_are_named", servers::model_endpoints_that_do_not_answer_are_named),
         ("pulled_rollouts_are_followed_to_their_worker", servers::pulled_rollouts_are_followed_to_their_worker),
         ("waits_of_collectors_are_named", collectors::waits_of_collectors_are_named),

@@ -109,6 +109,23 @@ pub(crate) fn stopped_processes_are_named() {
     }
 }
 
+/// The head server answers nobody: it is in the process that is to be named.
+pub(crate) fn frozen_processes_with_all_servers_are_named() {
+    let ground = ground();
+    let servers = ground.serve(&[]);
+    let _collector = ground.collect("frozen", "push", &[row("use hang")]);
+    ground.expect("a tool that never answers", Some("0-0"), &["`room` runs `/hang`"]);
+    stop(servers.pid());
+    let stopped = format!("`room_environment_server` (pid {}) does not answer: its process is stopped", servers.pid());
+    ground.expect("all servers are stopped", Some("0-0"), &[&stopped]);
+
+    let ground = crate::servers::ground();
+    let _servers = ground.serve(&[]);
+    // Twice as many as there are threads.
+    let _collector = ground.collect("blocked", "push", &vec![row("use block"); 8]);
+    ground.expect("tools that block all threads", None, &["`/block` of server `room` blocks the thread"]);
+}
+
 pub(crate) fn pulled_rollouts_are_followed_to_their_worker() {
     let ground = ground();
     let _head = ground.serve(&["--head-only"]);

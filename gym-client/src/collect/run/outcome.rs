@@ -378,7 +378,9 @@ mod tests {
         ] {
             let row = RawObject::parse(row.to_string()).unwrap();
             let scored = AttemptResult::Completed { row, figures: RolloutFigures::default() };
-            let AttemptResult::Completed { row, .. } = scored.marked(version, || None).unwrap() else { panic!("it is scored") };
+            let AttemptResult::Completed { row, .. } = scored.marked(version, || None).unwrap() else {
+                panic!("it is scored")
+            };
             assert_eq!(serde_json::from_slice::<Value>(row.text()).unwrap(), expected);
         }
     }

@@ -347,7 +347,9 @@ impl GymConfig {
 
     /// Sets the host of the head server that [`GymConfig::to_global_yaml`] tells others, if it is not the one that it binds.
     pub fn advertise_head(&mut self, host: &str) {
-        if let Some(head) = self.raw.as_map_mut().and_then(|root| root.get_mut("head_server")).and_then(Node::as_map_mut) {
+        if let Some(head) =
+            self.raw.as_map_mut().and_then(|root| root.get_mut("head_server")).and_then(Node::as_map_mut)
+        {
             head.set(Key::from("host"), Node::text(host, &Origin::default()));
         }
     }

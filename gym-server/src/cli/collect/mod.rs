@@ -17,7 +17,7 @@ use futures_util::FutureExt as _;
 use gym_client::ServerClient;
 use gym_client::collect::monitor::CollectionMonitor;
 use gym_client::collect::{CollectOptions, ExistingOutput, RolloutCollector, ServerNames, connect_head};
-use gym_client::registry::{RemoteRegistry, WaitsListener};
+use gym_client::registry::RemoteRegistry;
 use gym_core::server::ServerKind;
 use gym_core::transport::TransportPolicy;
 use gym_core::{CancelToken, World};
@@ -30,7 +30,7 @@ use crate::cli::exit::{FAILED, Failure, INCOMPLETE, Outcome, SUCCESS};
 use crate::cli::setup::configuration::{LoadedConfig, Need, load, nothing_named};
 use crate::cli::setup::head_server;
 use crate::cli::setup::models::ModelWatch;
-use crate::cli::setup::monitor::MonitorListener;
+use crate::cli::setup::monitor::{MonitorListener, report_waits};
 use crate::cli::setup::signals::StopSignals;
 use crate::cli::setup::stack_options::{options, prepare_transports};
 use crate::metrics::Metrics;
@@ -105,12 +105,12 @@ impl Collection<'_> {
         };
         let Self { args, options, loaded, overrides, head_url_given, servers, console, world, .. } = self;
         let (client, names, plan) = prepared?;
-        let monitor = match &stack {
-            Some(stack) => stack.monitor(),
+        let (monitor, shown_by) = match &stack {
+            Some(stack) => (stack.monitor(), None),
             None => {
                 let head = head_server::endpoint(args.head_url.as_deref(), head_url_given, overrides, &loaded.config)?;
-                Some(Arc::new(RemoteRegistry::new(head, servers.transports(), world.clone()))
-                    as Arc<dyn CollectionMonitor>)
+                let registry = RemoteRegistry::new(head.clone(), servers.transports(), world.clone());
+                (Some(Arc::new(registry) as Arc<dyn CollectionMonitor>), Some(head))
             }
         };
         if let Some(head) =
@@ -175,9 +175,7 @@ impl Collection<'_> {
         let giving_up =
             models.clone().give_up_after(stop.graceful.clone(), give_up, collector.progress(), console.clone());
         let giving_up = tokio::spawn(giving_up.boxed());
-        // For `rgym stuck`: a collector has no server. Without it, a collection runs as well.
-        let waits = WaitsListener::start(&transports).await;
-        let waits = waits.inspect_err(|error| tracing::debug!(%error, "the collector does not report its waits")).ok();
+        let waits = report_waits(&transports, shown_by, stack.as_ref()).await;
         metrics.watch_collection(collector.progress(), pulled.as_ref().map(|pulled| pulled.pool.clone()));
         let _monitored = MonitorListener::start(&args.monitor, &metrics, console).await?;
         let began = tokio::time::Instant::now();

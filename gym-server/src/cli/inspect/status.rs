@@ -94,7 +94,7 @@ pub(in crate::cli) async fn status(
     drop(config);
     let world = World::real();
     let transports = servers.transports();
-    let listed = patiently(&head, list(&transports, &head)).await.map_err(|error| {
+    let listed = patiently(&head, list(&transports, &head, HEAD_TIMEOUT)).await.map_err(|error| {
         Failure::Failed(format!(
             "{error}\n  fix: start servers with `{} run`, or set another head server with --head-url or HEAD_SERVER_URL",
             console::program()
@@ -132,8 +132,8 @@ pub(in crate::cli) async fn status(
     Ok(ExitCode::SUCCESS)
 }
 
-pub(super) async fn list(transports: &Transports, head: &Endpoint) -> Result<Vec<ListedServer>> {
-    let response = get(transports, head, "/server_instances", HEAD_TIMEOUT).await?.into_result();
+pub(super) async fn list(transports: &Transports, head: &Endpoint, within: Duration) -> Result<Vec<ListedServer>> {
+    let response = get(transports, head, "/server_instances", within).await?.into_result();
     let response = response.map_err(|error| error.about(format!("GET {head}/server_instances")))?;
     serde_json::from_slice(&response.message.head.to_bytes()).map_err(|error| {
         Error::internal("its list of servers is invalid; check that the URL is that of a head server")

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::process::ExitCode;
 use std::sync::Arc;
+use std::time::Duration;
 
 use gym_client::Transports;
 use gym_client::registry::RemoteRegistry;
@@ -14,13 +15,16 @@ use serde::Serialize;
 use crate::cli::args::options::StuckArgs;
 use crate::cli::console;
 use crate::cli::exit::{Failure, Outcome};
+use crate::cli::inspect::patiently;
 use crate::cli::inspect::status::{self, ListedServer};
-use crate::cli::inspect::{HEAD_TIMEOUT, patiently};
 use crate::cli::setup::head_server;
 use crate::head::waits::chain::{attempt, seconds};
 use crate::head::waits::process::{Address, of_this_machine};
 use crate::head::waits::{FollowedWaits, WaitsWanted, follow, processes};
 use crate::stack::Servers;
+
+/// Limit for a request to the head server. Whoever asks what stands still does not wait long for a head server that does.
+const HEAD_TIMEOUT: Duration = Duration::from_secs(3);
 
 /// What `--json` prints.
 #[derive(Debug, Serialize)]
@@ -40,7 +44,7 @@ pub(in crate::cli) async fn stuck(
 ) -> Outcome {
     let (_, head) = head_server::of_command(args.head_url.as_deref(), head_url_given, overrides, servers).await?;
     let transports = servers.transports();
-    let (listed, no_head) = match patiently(&head, status::list(&transports, &head)).await {
+    let (listed, no_head) = match patiently(&head, status::list(&transports, &head, HEAD_TIMEOUT)).await {
         Ok(listed) => (listed, None),
         Err(error) => (Vec::new(), Some(error.to_string())),
     };
@@ -72,10 +76,14 @@ pub(in crate::cli) async fn stuck(
 
 /// Returns the addresses of the servers that the head server lists, and of the programs of this machine.
 fn addresses(head: Option<&Endpoint>, listed: Vec<ListedServer>) -> Vec<Address> {
-    let servers = listed
-        .into_iter()
-        .filter_map(|server| Some(Address { server: server.process_name, url: server.url?, pid: server.pid }));
-    let head = head.map(|head| Address { server: "head_server".to_owned(), url: head.to_string(), pid: None });
+    let servers = listed.into_iter().filter_map(|server| {
+        let (server, url, pid) = (server.process_name, server.url?, server.pid);
+        Some(Address { server, url, pid, servers: Vec::new() })
+    });
+    let head = head.map(|head| {
+        let (server, url) = ("head_server".to_owned(), head.to_string());
+        Address { server, url, pid: None, servers: Vec::new() }
+    });
     head.into_iter().chain(servers).chain(of_this_machine()).collect()
 }
 

@@ -1,15 +1,15 @@
 //! `rgym top`: the collections and workers of a head server in the terminal, as its page shows them.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
 use std::io::{self, IsTerminal as _};
 use std::process::ExitCode;
 use std::time::Duration;
 
-use gym_client::registry::RemoteRegistry;
+use gym_client::registry::{RemoteRegistry, local_programs};
 use gym_core::registry::MemberState;
 use gym_core::rollout::{Attempt, TaskKey};
-use gym_core::{CallContext, Code, Error, Request, World};
+use gym_core::{CallContext, Code, Endpoint, Error, Request, World};
 use serde::Deserialize;
 
 use crate::cli::args::options::TopArgs;
@@ -41,12 +41,32 @@ pub(in crate::cli) async fn top(
     servers: &Servers,
 ) -> Outcome {
     let (_, head) = head_server::of_command(args.head_url.as_deref(), head_url_given, overrides, servers).await?;
-    let registry = RemoteRegistry::new(head.clone(), servers.transports(), World::real());
-    let first = patiently(&head, read(&registry, None)).await.map_err(|error| {
+    let at = |head: &Endpoint| RemoteRegistry::new(head.clone(), servers.transports(), World::real());
+    let (mut head, mut registry) = (head.clone(), at(&head));
+    let mut first = patiently(&head, read(&registry, None)).await;
+    // Those of programs on this machine, such as of a collection that has started its own servers.
+    let others: BTreeSet<String> = local_programs()
+        .into_iter()
+        .filter_map(|program| program.head.filter(|other| *other != head).map(|other| other.to_string()))
+        .collect();
+    let named = args.head_url.is_some() || !overrides.is_empty();
+    if let (Err(error), false, Some(other)) = (&first, named, others.first().filter(|_| others.len() == 1)) {
+        eprintln!("{error}\nshowing the head server of a program of this machine, {other}");
+        head = head_server::parse(other)?;
+        registry = at(&head);
+        first = patiently(&head, read(&registry, None)).await;
+    }
+    let first = first.map_err(|error| {
         let fix = match error.code() {
             Code::NotFound => {
                 "this head server has no page, because it is NeMo Gym's or older; `rgym status` lists its servers"
                     .to_owned()
+            }
+            _ if !others.is_empty() => {
+                let others = others.iter().cloned().collect::<Vec<_>>().join(", ");
+                format!(
+                    "name the head server with --head-url or HEAD_SERVER_URL; programs of this machine have {others}"
+                )
             }
             _ => format!(
                 "start servers with `{} run`, or set another head server with --head-url or HEAD_SERVER_URL",

@@ -7,10 +7,11 @@ use std::time::Duration;
 
 use futures_util::future::BoxFuture;
 use gym_client::Transports;
+use gym_client::registry::WaitsListener;
 use gym_client::transport::HTTP;
 use gym_client::transport::http::HttpBackend;
 use gym_core::transport::{ListenOptions, serve};
-use gym_core::{CancelToken, Handler, Request, Response, Result, Verb};
+use gym_core::{CancelToken, Endpoint, Handler, Request, Response, Result, Verb};
 use tokio::task::JoinSet;
 
 use crate::cli::args::options::MonitorArgs;
@@ -18,6 +19,7 @@ use crate::cli::console::Console;
 use crate::cli::exit::Failure;
 use crate::metrics::Metrics;
 use crate::role::reply;
+use crate::stack::{HEAD_NAME, Stack};
 
 /// Time for a scrape that runs when the process ends.
 const END_GRACE: Duration = Duration::from_secs(1);
@@ -80,4 +82,19 @@ impl MonitorListener {
         serving.spawn(serve(listener, handler, CancelToken::new(), END_GRACE));
         Ok(Some(Self { _serving: serving }))
     }
+}
+
+/// Reports the waits of this process to `rgym stuck` on this machine, until the result is dropped; and to `rgym top` the head server that shows
+/// what the process does: that of `stack`, else `head`. `None`, with a log, if it cannot: nothing else depends on it.
+pub(in crate::cli) async fn report_waits(
+    transports: &Transports,
+    head: Option<Endpoint>,
+    stack: Option<&Stack>,
+) -> Option<WaitsListener> {
+    // A Python server is a process of its own.
+    let own = stack.into_iter().flat_map(Stack::servers).filter(|server| server.runs_as == "native");
+    let own: Vec<_> = own.filter_map(|server| Some((server, Endpoint::parse(&server.url).ok()?))).collect();
+    let head = own.iter().find(|(server, _)| server.kind == HEAD_NAME).map(|(_, url)| url.clone()).or(head);
+    let started = WaitsListener::start(transports, head, own.into_iter().map(|(_, url)| url).collect()).await;
+    started.inspect_err(|error| tracing::warn!(%error, "`stuck` cannot ask this process for its waits")).ok()
 }

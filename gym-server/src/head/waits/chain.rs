@@ -178,7 +178,7 @@ impl<'a> Cluster<'a> {
 
     /// Explains a call that its server does not list.
     fn callee(&self, call: &WaitReport) -> Option<String> {
-        let at = |asked: &&Asked| asked.address.url == call.on;
+        let at = |asked: &&Asked| asked.address.url == call.on || asked.address.servers.contains(&call.on);
         let named = |asked: &&Asked| asked.address.server == call.server;
         let asked = self.asked.iter().find(at).or_else(|| self.asked.iter().find(named));
         let server = &call.server;
@@ -315,14 +315,18 @@ mod tests {
         }
     }
 
+    fn address(server: &str, pid: u32) -> Address {
+        let url = format!("http://node-1:{pid}");
+        Address { server: server.to_owned(), url, pid: Some(pid), servers: Vec::new() }
+    }
+
     fn asked(server: &str, pid: u32, waits: Vec<WaitReport>) -> Asked {
         let process = ProcessWaits { host: "node-1".to_owned(), pid, waits, ..ProcessWaits::default() };
-        let address = Address { server: server.to_owned(), url: format!("http://node-1:{pid}"), pid: Some(pid) };
-        Asked { address, answer: Ok(process) }
+        Asked { address: address(server, pid), answer: Ok(process) }
     }
 
     fn silent(server: &str, pid: u32) -> Asked {
-        let address = Address { server: server.to_owned(), url: format!("http://node-1:{pid}"), pid: Some(pid) };
+        let address = address(server, pid);
         let answer = Err(NoAnswer {
             server: server.to_owned(),
             url: address.url.clone(),

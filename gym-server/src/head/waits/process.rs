@@ -23,13 +23,15 @@ pub(crate) struct Address {
     pub(crate) server: String,
     pub(crate) url: String,
     pub(crate) pid: Option<u32>,
+    /// The addresses of further servers of its process.
+    pub(crate) servers: Vec<String>,
 }
 
 impl Address {
     /// Returns the address of a server that a head server lists.
     pub(crate) fn of(server: Instance) -> Self {
         let pid = server.labels.get("pid").and_then(|pid| pid.parse().ok());
-        Self { url: url_of(&server), pid, server: server.name }
+        Self { url: url_of(&server), pid, server: server.name, servers: Vec::new() }
     }
 }
 
@@ -60,6 +62,7 @@ pub(crate) fn of_this_machine() -> impl Iterator<Item = Address> {
         server: String::new(),
         url: program.endpoint.to_string(),
         pid: Some(program.pid),
+        servers: program.servers.iter().map(ToString::to_string).collect(),
     })
 }
 
