@@ -796,3 +796,33 @@ impl Handler for WorkPool {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use gym_core::CallContext;
+    use gym_core::testing::SimFiles;
+
+    use super::*;
+
+    /// A worker of that commit tells no intervals, so it is lost as one that is no member is.
+    #[tokio::test(start_paused = true)]
+    async fn a_worker_of_an_earlier_commit_takes_work() {
+        let recorded: Vec<serde_json::Value> =
+            serde_json::from_str(include_str!("../../../tests/data/cluster/3baa8bc1.json")).unwrap();
+        let message = recorded.iter().find(|message| message["route"] == WORK_ROUTE).unwrap();
+        serde_json::from_value::<AnswerBody>(message["response"].clone()).unwrap();
+        let world = World::new(Arc::new(SimFiles::new(1)), 1, Duration::from_secs(1));
+        let pool = WorkPool::new(WorkPoolOptions::default(), &world);
+        let text = message["request"].to_string();
+        let response = pool.handle(Request::post(CallContext::default(), WORK_ROUTE, text)).await.unwrap();
+        let answer: AnswerBody = serde_json::from_slice(&response.message.head.to_bytes()).unwrap();
+        assert!(answer.items.is_empty() && !answer.restart && !answer.closed);
+        let [worker] = pool.snapshot().workers.try_into().unwrap();
+        assert_eq!((&*worker.name, worker.capacity, worker.suspect), ("w1", 256, None));
+        let WorkQueueOptions { silence_max, .. } = WorkQueueOptions::default();
+        tokio::time::sleep(silence_max + Duration::from_millis(100)).await;
+        assert!(pool.snapshot().workers.is_empty(), "it did not poll in time");
+    }
+}

@@ -470,7 +470,7 @@ mod tests {
 
     use gym_client::registry::RemoteRegistry;
     use gym_core::message::ContentType;
-    use gym_core::registry::MemberLimits;
+    use gym_core::registry::{HeartbeatReply, JoinedMember, MemberLimits, RosterUpdate};
     use gym_core::server::ServerKind;
     use gym_core::testing::conformance::{MemberFixture, members};
     use gym_core::{Endpoint, Incarnation};
@@ -514,6 +514,38 @@ mod tests {
         assert_eq!(get(&head, "/").await.0, 200);
         head.set_ready();
         assert_eq!(get(&head, "/readyz").await, (200, json!({"status": "ok"})));
+    }
+
+    /// Both directions: a worker of that commit at this head server, and a client of this one at a head server of that commit.
+    #[tokio::test(start_paused = true)]
+    async fn messages_of_an_earlier_commit_are_understood() {
+        let recorded: Vec<Value> =
+            serde_json::from_str(include_str!("../../../tests/data/cluster/3baa8bc1.json")).unwrap();
+        let of = |route: &str| recorded.iter().find(|message| message["route"] == route).unwrap();
+        let answer = |route| of(route)["response"].clone();
+        serde_json::from_value::<JoinedMember>(answer("/cluster/join")).unwrap();
+        let beat: HeartbeatReply = serde_json::from_value(answer("/cluster/beat")).unwrap();
+        let roster: RosterUpdate = serde_json::from_value(answer("/cluster/roster")).unwrap();
+        let members: Vec<Member> = serde_json::from_value(answer("/cluster/members")).unwrap();
+        let servers: Vec<Instance> = serde_json::from_value(answer("/registry/instances")).unwrap();
+        assert_eq!(beat.state, MemberState::Serving);
+        assert_eq!((roster.changes.len(), roster.suspects.len(), servers.len()), (3, 0, 3));
+        assert_eq!((members[0].state, members[0].gone_in_ms), (MemberState::Suspect, None));
+
+        let head = head();
+        let (status, joined) = post(&head, "/cluster/join", &of("/cluster/join")["request"]).await;
+        assert_eq!(status, 200, "{joined}");
+        let mut beat = of("/cluster/beat")["request"].clone();
+        beat["term"] = joined["lease"]["term"].clone();
+        let (status, reply) = post(&head, "/cluster/beat", &beat).await;
+        assert_eq!((status, &reply["state"]), (200, &json!("serving")), "{reply}");
+        let mut seen = of("/cluster/roster")["request"].clone();
+        seen["wait_ms"] = json!(0);
+        let (status, roster) = post(&head, "/cluster/roster", &seen).await;
+        assert_eq!((status, roster["changes"].as_array().map(Vec::len)), (200, Some(3)), "{roster}");
+        for route in [REPORT_ROUTE, "/cluster/drain"] {
+            assert_eq!(post(&head, route, &of(route)["request"]).await.0, 200, "{route}");
+        }
     }
 
     #[tokio::test(start_paused = true)]

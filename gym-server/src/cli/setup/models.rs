@@ -135,7 +135,7 @@ impl ModelWatch {
                 let endpoints = endpoints.iter().filter_map(|endpoint| in_progress(&endpoint.server, &endpoint.report));
                 let silent = silent.iter().map(|(server, since)| (server, since.elapsed()));
                 let silent = silent.filter(|(_, silent)| *silent >= SILENT_AFTER).map(|(server, silent)| {
-                    format!("{server} accepts connections and has not answered for {} s", silent.as_secs())
+                    format!("{server} accepts connections and has not answered `/health` for {} s", silent.as_secs())
                 });
                 let text = awaited.iter().map(absent).chain(silent).chain(endpoints).collect::<Vec<_>>().join("; ");
                 sender.send_if_modified(|known| {
