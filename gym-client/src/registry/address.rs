@@ -3,10 +3,9 @@
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
 use std::time::Duration;
 
-use tokio::time::Instant;
-
 use gym_core::transport::{bare_host, host_port};
 use gym_core::{Code, Endpoint, Error, Execution, Result};
+use tokio::time::Instant;
 
 /// Limit for the resolution of a host's name.
 const RESOLVE_TIME: Duration = Duration::from_secs(20);

@@ -51,7 +51,7 @@ pub struct Stack {
     member: Option<MemberKeeper>,
     /// The host that a member tells other machines, instead of those that its servers bind.
     advertised: Option<String>,
-    /// The host that other machines are told of servers that bind all addresses.
+    /// The host that other machines are told of servers that bind all addresses; empty if none does.
     own_host: String,
     stop_grace: Duration,
     metrics: Metrics,
@@ -170,9 +170,13 @@ impl Stack {
             }
             _ => None,
         };
+        let bound = wanted.iter().map(|instance| &instance.host).chain(Some(&config.head.host).filter(|_| serves_head));
         let own_host = match &address {
             Some(address) => address.advertised.clone(),
-            None => own_host(remote.as_ref().map(RemoteRegistry::head)).await,
+            None if bound.into_iter().any(|host| is_unspecified(host)) => {
+                own_host(remote.as_ref().map(RemoteRegistry::head)).await
+            }
+            None => String::new(),
         };
         if serves_head && is_unspecified(&config.head.host) {
             config.advertise_head(&own_host);
