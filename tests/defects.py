@@ -174,6 +174,13 @@ DEFECTS = [
     ("each-call-asks-a-server-that-is-away", "gym-client/src/client/server_client/away.rs", "let mut asked = outage.asking.lock().await;", "let mut asked = *outage.asking.lock().await; let asked = &mut asked;", "-p gym-client --test outage"),
     ("a-worker-runs-on-for-a-pool-that-is-gone", "gym-client/src/work/puller.rs", "if since.elapsed() >= CALL_WAIT {", "if since.elapsed() >= CALL_WAIT * 1_000 {", "-p gym-client --test work"),
     ("an-episode-outlives-its-caller-for-the-whole-grace", "gym-server/src/environment/deduplication.rs", "wait.map_or(self.shared.grace, |wait| wait.min(self.shared.grace))", "wait.map_or(self.shared.grace, |_| self.shared.grace)", "-p gym-server --lib environment"),
+    # Doors, and rows that do not fit.
+    ("a-stranger-takes-work-of-a-pool-that-others-reach", "gym-client/src/work/pool.rs",
+     "        if joins && body.poll == 1 {", "        if joins && body.poll == 0 {", "-p gym-client --test work a_pool_that_other_machines_reach"),
+    ("a-web-page-changes-the-cluster", "gym-core/src/message/request.rs",
+     'if self.context.metadata.get("origin").is_some() {', "if false {", "-p gym-server --lib web_pages_change_nothing"),
+    ("a-row-that-does-not-fit-has-no-class-of-its-own", "gym-core/src/server/validation.rs",
+     "Err(Error::invalid(text).with_class(FailureClass::RowInvalid))", "Err(Error::invalid(text))", "-p gym-server --lib a_row_that_does_not_fit"),
     ("finished-items-are-forgotten-at-each-poll", "gym-client/src/work/pool.rs", "if joins {\n                    // An earlier", "if true {\n                    // An earlier", "-p gym-client --test work"),
     # Groups: each rank lives once, and a call says what it did.
     ("bundles-move-before-the-node-is-fenced", f"{NODES}/state.rs",
