@@ -155,8 +155,8 @@ DEFECTS = [
      "items.retain(|id| worker.holds.contains(id) && !worker.cancelled.contains(id));", "", "-p gym-core --lib rollout::work"),
     ("an-older-process-takes-work", QUEUE, "if known.id.incarnation > who.incarnation {", "if known.id.incarnation > who.incarnation && poll.number == 0 {", "-p gym-core --lib rollout::work"),
     ("a-silent-worker-keeps-its-work", QUEUE, "filter(|worker| worker.due <= now)", "filter(|worker| worker.due <= now && worker.holds.is_empty())", CLUSTER),
-    ("a-call-of-a-lost-worker-waits-on", "gym-client/src/work/pool.rs", "for id in lost.ended {", "for id in lost.ended.into_iter().skip(1) {", "-p gym-client --test work"),
-    ("a-paused-worker-gets-work", "gym-client/src/work/pool.rs", "!listed.serves(name, member.incarnation)", "{ let _ = (listed, member); false }", CLUSTER),
+    ("a-call-of-a-lost-worker-waits-on", "gym-client/src/work/pool/state.rs", "for id in lost.ended {", "for id in lost.ended.into_iter().skip(1) {", "-p gym-client --test work"),
+    ("a-paused-worker-gets-work", "gym-client/src/work/pool/state.rs", "!listed.serves(name, member.incarnation)", "{ let _ = (listed, member); false }", CLUSTER),
     ("the-pool-does-not-hear-of-lost-members", "gym-client/src/work/members.rs", "let reason = gone.lost.clone()?;", "let reason = gone.lost.clone().filter(|_| false)?;", CLUSTER),
     ("a-recovering-head-removes-members", "gym-client/src/work/members.rs",
      "if update.complete && !update.recovering {", "if update.complete {", "-p gym-client --lib work::members"),
@@ -167,8 +167,8 @@ DEFECTS = [
             let listed = |name: &str| update.changes.iter().any(|change| matches!(change, ServerChange::Present(server) if server.member.as_deref() == Some(name)));
             lost.extend(self.members.iter().filter(|(name, _)| !listed(name)).map(|(name, member)| LostMember { name: name.clone(), incarnation: member.incarnation, reason: String::new() }));
         }""", CLUSTER),
-    ("a-silent-member-is-lost-before-its-timeout", "gym-core/src/rollout/work/queue.rs", ".max(poll.patience);", ";", "-p gym-client --test work"),
-    ("a-suspect-worker-has-no-reason", "gym-client/src/work/pool.rs", "self.silent_at(name).filter(|at| *at <= now)?;", "return None;", "-p gym-client --test work"),
+    ("a-silent-member-is-lost-before-its-timeout", "gym-core/src/rollout/work/queue.rs", "worker.due = due.max(worker.heard + worker.patience);", "worker.due = due;", "-p gym-client --test work"),
+    ("a-suspect-worker-has-no-reason", "gym-client/src/work/pool/state.rs", "self.silent_at(name).filter(|at| *at <= now)?;", "return None;", "-p gym-client --test work"),
     ("a-member-tells-an-old-time", "gym-client/src/registry/member.rs", "self.spec.tell_time(&self.world);", "let _ = &self.world;", "-p gym-client --test members"),
     ("no-call-waits-for-a-server-that-is-away", "gym-client/src/client/server_client/away.rs", "request.verb != Verb::Get", "request.verb == Verb::Get", "-p gym-client --test outage"),
     ("each-call-asks-a-server-that-is-away", "gym-client/src/client/server_client/away.rs", "let mut asked = outage.asking.lock().await;", "let mut asked = *outage.asking.lock().await; let asked = &mut asked;", "-p gym-client --test outage"),
@@ -181,7 +181,7 @@ DEFECTS = [
      'if self.context.metadata.get("origin").is_some() {', "if false {", "-p gym-server --lib web_pages_change_nothing"),
     ("a-row-that-does-not-fit-has-no-class-of-its-own", "gym-core/src/server/validation.rs",
      "Err(Error::invalid(text).with_class(FailureClass::RowInvalid))", "Err(Error::invalid(text))", "-p gym-server --lib a_row_that_does_not_fit"),
-    ("finished-items-are-forgotten-at-each-poll", "gym-client/src/work/pool.rs", "if joins {\n                    // An earlier", "if true {\n                    // An earlier", "-p gym-client --test work"),
+    ("finished-items-are-forgotten-at-each-poll", "gym-client/src/work/pool.rs", "if joins {\n                    tracing::info!(", "if true {\n                    tracing::info!(", "-p gym-client --test work"),
     # Groups: each rank lives once, and a call says what it did.
     ("bundles-move-before-the-node-is-fenced", f"{NODES}/state.rs",
      "join_all(lost.iter().map(|host| hosts[*host].fenced())).await;", "let _ = (&lost, NodeLink::fenced);", GROUPS),

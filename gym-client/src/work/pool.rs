@@ -1,5 +1,7 @@
 //! Hosts a work queue: callers wait for responses, workers poll for work.
 
+mod state;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::pin::pin;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
@@ -9,11 +11,8 @@ use futures_util::FutureExt as _;
 use futures_util::future::BoxFuture;
 use gym_core::base::stall::HandlerLabel;
 use gym_core::base::waits::{self, WAITS_ROUTE, Wait, WaitKind, WaitQuery, WaitTarget, recorded};
-use gym_core::registry::{MISSED_MAX, MemberLimits, MemberRegistry};
-use gym_core::rollout::FailureClass;
-use gym_core::rollout::work::{
-    Assignment, LostWork, PollStart, WorkId, WorkPoll, WorkQueue, WorkQueueError, WorkQueueOptions, WorkerId,
-};
+use gym_core::registry::{MemberLimits, MemberRegistry};
+use gym_core::rollout::work::{Assignment, PollStart, WorkId, WorkPoll, WorkQueueError, WorkQueueOptions, WorkerId};
 use gym_core::{Code, Error, Execution, Handler, Incarnation, Message, Request, Response, Result, Verb, World};
 use tokio::sync::{Notify, oneshot};
 use tokio::task::JoinSet;
@@ -22,8 +21,8 @@ use tokio::time::Instant;
 use crate::registry::{RosterNews, follow_roster};
 use crate::transport::body;
 use crate::work::dispatch::Dispatch;
-use crate::work::members::ListedMembers;
 use crate::work::message::{self, AnswerBody, DoneBody, ItemBody, PollBody, WORK_ROUTE};
+use crate::work::pool::state::{PendingCall, PoolState, WaitingPoll, WorkingMember};
 
 /// Maximum number of bytes of a worker's name.
 const NAME_BYTES_MAX: usize = 256;
@@ -116,77 +115,14 @@ struct PoolShared {
     sweep: Notify,
 }
 
-#[derive(Debug)]
-struct PoolState {
-    queue: WorkQueue,
-    /// In order, so that a closed pool wakes its callers in order.
-    calls: BTreeMap<WorkId, PendingCall>,
-    /// The waiting poll of each worker.
-    polls: BTreeMap<Arc<str>, WaitingPoll>,
-    /// The member that each worker is, if it is one.
-    memberships: BTreeMap<Arc<str>, WorkingMember>,
-    /// Suspect workers that a warning has named.
-    suspects: BTreeSet<Arc<str>>,
-    /// What the head server lists; `None` if the pool follows none, or has heard nothing yet.
-    members: Option<ListedMembers>,
-    /// The workers that take work without being members; `None` if any may.
-    admitted: Option<BTreeSet<String>>,
-    /// The time at which the sweeper wakes next.
-    armed: Option<Instant>,
-    workers_lost: u64,
-    late: u64,
-    /// Items that each worker has finished.
-    finished: BTreeMap<Arc<str>, u64>,
-    /// The pool takes no more calls, and its workers stop.
-    closed: bool,
-}
-
-/// A call whose caller waits.
-#[derive(Debug)]
-struct PendingCall {
-    server: Box<str>,
-    request: Request,
-    kind: WorkKind,
-    done: oneshot::Sender<Result<Response>>,
-}
-
-/// The member of a cluster that a worker is.
-#[derive(Clone, Copy, Debug)]
-struct WorkingMember {
-    incarnation: Incarnation,
-    /// Time between two heartbeats; zero if the worker is of a version that does not tell it.
-    heartbeat: Duration,
-}
-
-#[derive(Debug)]
-struct WaitingPoll {
-    who: WorkerId,
-    number: u64,
-    wake: Arc<Notify>,
-}
-
 impl WorkPool {
     /// Creates a pool without workers. Must be called within a tokio runtime.
     #[must_use]
     pub fn new(options: WorkPoolOptions, world: &World) -> Self {
-        let state = PoolState {
-            queue: WorkQueue::new(options.queue),
-            calls: BTreeMap::new(),
-            polls: BTreeMap::new(),
-            memberships: BTreeMap::new(),
-            suspects: BTreeSet::new(),
-            members: None,
-            admitted: None,
-            armed: None,
-            finished: BTreeMap::new(),
-            workers_lost: 0,
-            late: 0,
-            closed: false,
-        };
         let shared = Arc::new(PoolShared {
             id: world.rng().u64(1..),
             weights: options.weights,
-            state: Mutex::new(state),
+            state: Mutex::new(PoolState::new(options.queue)),
             sweep: Notify::new(),
         });
         let mut sweeper = JoinSet::new();
@@ -495,140 +431,6 @@ impl PoolShared {
     fn restart(&self) -> Result<Response> {
         let body = AnswerBody { queue: self.id, restart: true, ..AnswerBody::default() };
         Ok(Response::json(body::write(&body)?))
-    }
-}
-
-impl PoolState {
-    /// Wakes the waiting polls that can be answered.
-    fn wake_workers(&mut self) {
-        while let Some((who, number)) = self.queue.call() {
-            if let Some(poll) = self.polls.get(&who.name)
-                && poll.number == number
-            {
-                poll.wake.notify_one();
-            }
-        }
-    }
-
-    /// Returns `true` if the worker of this name gets no new work.
-    fn pauses(&self, name: &str) -> bool {
-        self.pauses_member(name, self.memberships.get(name).copied())
-    }
-
-    /// Checks that a worker may take work.
-    fn admits(&self, name: &str, member: Option<WorkingMember>) -> Result<()> {
-        if self.admitted.as_ref().is_none_or(|admitted| admitted.contains(name)) {
-            return Ok(());
-        }
-        match member {
-            None => Err(Error::not_started(
-                Code::FailedPrecondition,
-                "this pool can be reached from other machines, and gives work only to members of its cluster\n  fix: start the process with \
-                 --worker --head-url URL instead of --pull-from, or let the collector listen at --dispatch-host 127.0.0.1",
-            )),
-            Some(member) if !self.members.as_ref().is_some_and(|listed| listed.lists(name, member.incarnation)) => {
-                let text = format!("the head server has not told this pool of the member {name} yet");
-                Err(Error::not_started(Code::Unavailable, text))
-            }
-            Some(_) => Ok(()),
-        }
-    }
-
-    fn pauses_member(&self, name: &str, member: Option<WorkingMember>) -> bool {
-        let (Some(listed), Some(member)) = (&self.members, member) else { return false };
-        !listed.serves(name, member.incarnation)
-    }
-
-    /// Returns the time at which a worker is suspect here, because it has missed polls for longer than two heartbeats. `None` if it is no member:
-    /// it is lost before.
-    fn silent_at(&self, name: &str) -> Option<Instant> {
-        let heartbeat = self.memberships.get(name)?.heartbeat;
-        let options = self.queue.options();
-        Some(self.queue.heard(name)? + (heartbeat * MISSED_MAX).max(options.wait_max + options.silence_max))
-    }
-
-    /// Returns the time at which the sweeper has something to do for this worker.
-    fn due(&self, name: &str) -> Option<Instant> {
-        let silent = self.silent_at(name).filter(|_| !self.suspects.contains(name));
-        [self.queue.due(name), silent].into_iter().flatten().min()
-    }
-
-    /// Returns why a worker is suspect, and when its work moves. What the head server says counts first: `rgym workers` shows the same.
-    fn suspect(&self, now: Instant, name: &str) -> Option<String> {
-        let member = self.memberships.get(name)?;
-        let listed = self.members.as_ref();
-        if let Some(why) = listed.and_then(|listed| listed.suspect(now, name, member.incarnation)) {
-            return Some(why);
-        }
-        self.silent_at(name).filter(|at| *at <= now)?;
-        let (silent, left) = (now - self.queue.heard(name)?, self.queue.due(name)?.saturating_duration_since(now));
-        let heard = listed.is_some_and(|listed| listed.serves(name, member.incarnation));
-        let link = if heard { ", and the head server hears it: its way to this process is cut" } else { "" };
-        Some(format!(
-            "it has not asked for work for {:.1} s{link}; gone in {:.0} s unless it returns",
-            silent.as_secs_f64(),
-            left.as_secs_f64()
-        ))
-    }
-
-    /// Names the workers that have become suspect, and those that are back.
-    fn name_suspects(&mut self, now: Instant) {
-        for name in self.memberships.keys().cloned().collect::<Vec<_>>() {
-            self.name_suspect(now, &name);
-        }
-    }
-
-    fn name_suspect(&mut self, now: Instant, name: &Arc<str>) {
-        match self.suspect(now, name) {
-            Some(why) if self.suspects.insert(Arc::clone(name)) => {
-                tracing::warn!(worker = %name, why, "a worker is suspect and gets no new work");
-            }
-            None if self.suspects.remove(name) => tracing::info!(worker = %name, "a suspect worker is back"),
-            _ => {}
-        }
-    }
-
-    fn pause_workers(&mut self) {
-        let all = self.memberships.keys().filter_map(|name| self.queue.worker(name).cloned());
-        for who in all.collect::<Vec<_>>() {
-            let paused = self.pauses(&who.name);
-            self.queue.pause(&who, paused);
-        }
-    }
-
-    /// Ends the work of a member that is gone.
-    fn member_lost(&mut self, name: &str, member: Incarnation, why: &str) {
-        if self.memberships.get(name).is_some_and(|known| known.incarnation == member)
-            && let Some(who) = self.queue.worker(name).cloned()
-        {
-            let lost = self.queue.lost(&who);
-            self.end_lost(&who, lost, why);
-        }
-    }
-
-    fn answer(&mut self, id: WorkId, result: Result<Response>) {
-        if let Some(call) = self.calls.remove(&id) {
-            // The caller may have left.
-            drop(call.done.send(result));
-        }
-    }
-
-    fn end_lost(&mut self, who: &WorkerId, lost: LostWork, why: &str) {
-        if let Some(poll) = self.polls.remove(&who.name) {
-            poll.wake.notify_one();
-        }
-        self.memberships.remove(&who.name);
-        self.suspects.remove(&who.name);
-        self.finished.remove(&who.name);
-        if lost == LostWork::default() {
-            return;
-        }
-        tracing::warn!(worker = %who.name, ended = lost.ended.len(), again = lost.again.len(), why, "a worker was lost");
-        self.workers_lost += 1;
-        for id in lost.ended {
-            let error = Error::unknown(Code::Unavailable, format!("worker {} was lost: {why}", who.name));
-            self.answer(id, Err(error.with_class(FailureClass::WorkerLost)));
-        }
     }
 }
 
