@@ -4,6 +4,12 @@
 //! The formulas are those of NeMo RL. The baseline of a row is the mean reward of its group; with leave-one-out, the row itself is
 //! excluded. The deviation is the sample deviation of the same rewards. An invalid row, whose rollout failed, is compared with no row
 //! and has no advantage.
+//!
+//! Three differences from NeMo RL:
+//! - It computes in `f32`; these functions compute in `f64`, also for rewards that were `f32`.
+//! - It divides by any deviation above 0. Here, a deviation that rounding alone can cause, at most 10⁻⁶ of the largest reward, counts as 0, so that the
+//!   advantage is not divided. Otherwise 0.7, and 0.1 + 0.6 in `f32`, would have a deviation of 10⁻⁸, and an answer with 1.0 an advantage of 10⁷.
+//! - The mean of equal rewards is that reward, and not its sum divided by their number, which rounds.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::hash::Hash;
@@ -27,7 +33,7 @@ pub enum Comparison {
 pub struct Baselines {
     /// The mean of the rewards with which the row is compared; its own reward if at most one row of the group is valid.
     pub mean: Vec<f64>,
-    /// The sample deviation of the same rewards, in units of the reward; 0 if there are fewer than two.
+    /// The sample deviation of the same rewards, in units of the reward; 0 if there are fewer than two, or if they differ by rounding only.
     pub deviation: Vec<f64>,
     /// Whether the row has a reward. The advantage of a row without one is 0.
     pub valid: Vec<bool>,
@@ -89,6 +95,9 @@ impl Baselines {
     }
 }
 
+/// The share of the largest reward up to which a deviation counts as 0: eight roundings of `f32`, for rewards that are sums of a few parts.
+const ROUNDING: f64 = 8.0 * f32::EPSILON as f64;
+
 /// Returns the mean and the sample deviation of rewards whose number is taken to be `count`.
 fn mean_and_deviation(rewards: impl Iterator<Item = f64> + Clone, count: usize) -> (f64, f64) {
     let mut seen = rewards.clone();
@@ -103,8 +112,10 @@ fn mean_and_deviation(rewards: impl Iterator<Item = f64> + Clone, count: usize) 
     if count < 2 {
         return (mean, 0.0);
     }
+    let largest = rewards.clone().map(f64::abs).fold(0.0, f64::max);
     let squares: f64 = rewards.map(|reward| (reward - mean).powi(2)).sum();
-    (mean, (squares / (count - 1) as f64).sqrt())
+    let deviation = (squares / (count - 1) as f64).sqrt();
+    (mean, if deviation <= ROUNDING * largest { 0.0 } else { deviation })
 }
 
 /// Returns the components of each row's reward as columns `reward/{name}`, `F64`, sorted by name; 0 if a row lacks the component. The 0 of
@@ -182,6 +193,33 @@ mod tests {
                 assert_eq!(parts(equal), (vec![reward; 6], vec![0.0; 6]));
             }
         }
+    }
+
+    /// The same reward, added up in another order.
+    #[test]
+    fn rewards_that_differ_by_rounding_only_divide_nothing() {
+        let single = [0.7_f32, 0.1 + 0.6, 0.2 + 0.5, 0.3 + 0.4].map(f64::from);
+        let double = [0.7_f64, 0.1 * 7.0, 0.1 + 0.6, 0.3 + 0.4];
+        for equal in [single, double, double.map(|reward| -1e6 * reward), double.map(|reward| 1e-9 * reward)] {
+            let scale = equal[0].abs();
+            for compare in [Comparison::LeaveOneOut, Comparison::WholeGroup] {
+                let of = |rewards: &[f64]| {
+                    let valid = vec![true; rewards.len()];
+                    let baselines = Baselines::of_groups(&vec![0; rewards.len()], rewards, &valid, compare).unwrap();
+                    baselines.advantages(rewards, true).unwrap()
+                };
+                assert!(of(&equal).iter().all(|advantage| advantage.abs() <= 1e-6 * scale), "{equal:?}");
+                // And with one better answer, whose advantage is its difference from the others, or normalized as ever.
+                let odd = [&equal[..], &[equal[0] + 0.3 * scale]].concat();
+                assert!(of(&odd).iter().all(|advantage| advantage.abs() <= 0.3 * scale.max(10.0)), "{odd:?}");
+            }
+            // Two rows are each other's baseline, and have no deviation.
+            let two = Baselines::of_groups(&[0; 2], &equal[..2], &[true; 2], Comparison::LeaveOneOut).unwrap();
+            assert_eq!(two.deviation, [0.0; 2]);
+        }
+        // A difference that is more than rounding counts, however small.
+        let small = [1.0, 1.00001, 1.0, 1.00001];
+        assert!(baselines(&[0; 4], &small).deviation.iter().all(|deviation| *deviation > 5e-6));
     }
 
     #[test]
