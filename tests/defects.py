@@ -168,7 +168,7 @@ DEFECTS = [
             lost.extend(self.members.iter().filter(|(name, _)| !listed(name)).map(|(name, member)| LostMember { name: name.clone(), incarnation: member.incarnation, reason: String::new() }));
         }""", CLUSTER),
     ("a-silent-member-is-lost-before-its-timeout", "gym-core/src/rollout/work/queue.rs", "worker.due = due.max(worker.heard + worker.patience);", "worker.due = due;", "-p gym-client --test work"),
-    ("a-suspect-worker-has-no-reason", "gym-client/src/work/pool/state.rs", "self.silent_at(name).filter(|at| *at <= now)?;", "return None;", "-p gym-client --test work"),
+    ("a-suspect-worker-has-no-reason", "gym-client/src/work/pool.rs", "suspect: state.suspect(now, &who.name),", "suspect: None,", "-p gym-client --test work"),
     ("a-member-tells-an-old-time", "gym-client/src/registry/member.rs", "self.spec.tell_time(&self.world);", "let _ = &self.world;", "-p gym-client --test members"),
     ("no-call-waits-for-a-server-that-is-away", "gym-client/src/client/server_client/away.rs", "request.verb != Verb::Get", "request.verb == Verb::Get", "-p gym-client --test outage"),
     ("each-call-asks-a-server-that-is-away", "gym-client/src/client/server_client/away.rs", "let mut asked = outage.asking.lock().await;", "let mut asked = *outage.asking.lock().await; let asked = &mut asked;", "-p gym-client --test outage"),
