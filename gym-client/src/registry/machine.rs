@@ -10,6 +10,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::future::BoxFuture;
+use gym_core::base::temporary_folder;
 use gym_core::base::waits::{self, WAITS_ROUTE, WaitQuery};
 use gym_core::transport::{ListenOptions, serve};
 use gym_core::{CancelToken, Code, Endpoint, Error, Handler, Request, Response, Result, Verb};
@@ -122,7 +123,7 @@ fn folder() -> Result<PathBuf> {
     let user = rustix::process::getuid().as_raw();
     let folder = match std::env::var_os("XDG_RUNTIME_DIR") {
         Some(folder) if !folder.is_empty() => PathBuf::from(folder).join("gym-waits"),
-        _ => std::env::temp_dir().join(format!("gym-waits-{user}")),
+        _ => temporary_folder(usize::MAX).join(format!("gym-waits-{user}")),
     };
     match fs::DirBuilder::new().recursive(true).mode(0o700).create(&folder) {
         Ok(()) => {}

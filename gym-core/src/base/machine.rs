@@ -1,7 +1,9 @@
-//! This machine: its name, and the limit on file descriptors. Each connection needs one, and many systems start programs with 1,024.
+//! This machine: its name, its folder for temporary files, and the limit on file descriptors. Each connection needs one, and many systems start programs with 1,024.
 
 use std::error::Error;
+use std::ffi::OsString;
 use std::io;
+use std::path::PathBuf;
 
 use rustix::io::Errno;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
@@ -11,6 +13,19 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 pub fn host_name() -> String {
     let name = rustix::system::uname().nodename().to_string_lossy().into_owned();
     if name.is_empty() { "localhost".to_owned() } else { name }
+}
+
+/// Returns the folder for temporary files: that of the variable `TMPDIR`, as an absolute path, or `/tmp` if the variable is empty or not set, or its
+/// path has more than `bytes_max` bytes. The path of a Unix socket has at most 107 (unix(7)).
+#[must_use]
+pub fn temporary_folder(bytes_max: usize) -> PathBuf {
+    chosen_folder(std::env::var_os("TMPDIR"), bytes_max)
+}
+
+fn chosen_folder(named: Option<OsString>, bytes_max: usize) -> PathBuf {
+    // Other processes, which start elsewhere, get paths below it.
+    let absolute = named.filter(|named| !named.is_empty()).and_then(|named| std::path::absolute(named).ok());
+    absolute.filter(|path| path.as_os_str().len() <= bytes_max).unwrap_or_else(|| PathBuf::from("/tmp"))
 }
 
 /// Raises the soft limit on file descriptors to the hard limit, and returns the new soft limit. A failure is logged at
@@ -49,4 +64,20 @@ pub fn is_out_of_descriptors(error: &(dyn Error + 'static)) -> bool {
         }
     }
     false
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn temporary_files_have_an_absolute_short_path_whatever_the_variable_is() {
+        let chosen = |named: Option<&str>| chosen_folder(named.map(OsString::from), 20);
+        let here = std::env::current_dir().unwrap().join("jobs");
+        for (named, folder) in [(None, "/tmp"), (Some(""), "/tmp"), (Some("/scratch/7"), "/scratch/7")] {
+            assert_eq!(chosen(named), PathBuf::from(folder), "{named:?}");
+        }
+        assert_eq!(chosen(Some("/scratch/slurm_jobdir_7")), PathBuf::from("/tmp"));
+        assert_eq!(chosen_folder(Some("jobs".into()), usize::MAX), here);
+    }
 }

@@ -11,6 +11,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, SystemTime};
 
+use gym_core::base::temporary_folder;
 use gym_core::{Code, Error, Execution, Result, World};
 use rustix::fs::{FlockOperation, flock};
 
@@ -357,7 +358,7 @@ fn place(directory: Option<&Path>, user: u32) -> PathBuf {
     named.unwrap_or_else(|| {
         let memory = Path::new("/dev/shm");
         let fits = memory.is_dir() && capacity(memory).is_ok_and(|bytes| bytes >= MEMORY_MIN);
-        let parent = if fits { memory.to_owned() } else { std::env::temp_dir() };
+        let parent = if fits { memory.to_owned() } else { temporary_folder(usize::MAX) };
         parent.join(format!("gym-values-{user}"))
     })
 }

@@ -11,6 +11,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::{Duration, SystemTime};
 
+use gym_core::base::temporary_folder;
 use gym_core::{CallContext, Code, Error, Execution, Result};
 use tokio::net::TcpSocket;
 use tokio::task::JoinHandle;
@@ -351,9 +352,7 @@ impl HeadFolder {
     /// Creates a directory, after it has removed those of heads that ended long ago without removing theirs.
     fn create() -> Result<Self> {
         let name = format!("{FOLDER_PREFIX}{:08x}", fastrand::u32(..));
-        let base = std::env::temp_dir();
-        let base =
-            if base.as_os_str().len() + 1 + name.len() <= FOLDER_BYTES_MAX { base } else { PathBuf::from("/tmp") };
+        let base = temporary_folder(FOLDER_BYTES_MAX - 1 - name.len());
         sweep(&base, SystemTime::UNIX_EPOCH + gym_core::World::real().now());
         let path = base.join(name);
         let created = std::fs::DirBuilder::new().mode(0o700).create(&path).and_then(|()| {

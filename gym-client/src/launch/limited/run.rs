@@ -10,6 +10,7 @@ use std::process::{ExitStatus, Stdio};
 use std::time::Duration;
 
 use bytes::Bytes;
+use gym_core::base::temporary_folder;
 use gym_core::{CallContext, Code, Error, Execution, Result};
 use rustix::process::{
     Pid, Resource, Rlimit, Signal, WaitId, WaitIdOptions, getrlimit, kill_process_group, prlimit, waitid,
@@ -43,7 +44,7 @@ struct Directory(PathBuf);
 
 impl Directory {
     fn create(files: &[(String, Bytes)]) -> io::Result<Self> {
-        let path = std::env::temp_dir().join(format!("gym-limited-{:032x}", fastrand::u128(..)));
+        let path = temporary_folder(usize::MAX).join(format!("gym-limited-{:032x}", fastrand::u128(..)));
         DirBuilder::new().mode(0o700).create(&path)?;
         let directory = Self(path);
         for (name, content) in files {

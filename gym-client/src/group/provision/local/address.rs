@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 
 use std::sync::Arc;
 
+use gym_core::base::temporary_folder;
 use gym_core::group::Rank;
 use gym_core::transport::{ListenOptions, Listener, TransportPolicy};
 use gym_core::{Error, Handler, Incarnation, Result};
@@ -41,11 +42,10 @@ impl ListenAddresses {
         let directory = if host.is_some() {
             None
         } else {
-            Some(SocketDirectory::create(&std::env::temp_dir()).map_err(|error| {
-                Error::internal(
-                    "cannot make a folder for the workers' sockets; set TMPDIR to one that can be written to",
-                )
-                .caused_by(error)
+            let parent = temporary_folder(PARENT_BYTES_MAX);
+            Some(SocketDirectory::create(&parent).map_err(|error| {
+                let text = "no folder for the workers' sockets can be made here\n  fix: set TMPDIR to a folder that can be written to";
+                Error::internal(text).about(parent.display().to_string()).caused_by(error)
             })?)
         };
         Ok(Self { transports, host, directory })
@@ -90,6 +90,8 @@ pub(crate) struct SocketDirectory {
 
 /// Prefix of the names of such directories.
 const PREFIX: &str = "gym-workers-";
+/// The path of a socket has at most 107 bytes. Below the folder, it has the directory's random name, and a rank with its incarnation.
+const PARENT_BYTES_MAX: usize = 107 - (1 + PREFIX.len() + 16) - (1 + 10 + 1 + 20);
 
 impl SocketDirectory {
     fn create(parent: &Path) -> io::Result<Self> {
