@@ -176,7 +176,7 @@ DEFECTS = [
     ("an-episode-outlives-its-caller-for-the-whole-grace", "gym-server/src/environment/deduplication.rs", "wait.map_or(self.shared.grace, |wait| wait.min(self.shared.grace))", "wait.map_or(self.shared.grace, |_| self.shared.grace)", "-p gym-server --lib environment"),
     # Doors, and rows that do not fit.
     ("a-stranger-takes-work-of-a-pool-that-others-reach", "gym-client/src/work/pool.rs",
-     "        if joins && body.poll == 1 {", "        if joins && body.poll == 0 {", "-p gym-client --test work a_pool_that_other_machines_reach"),
+     "state.admits(&who.name, member)?;", "let _ = state.admits(&who.name, member);", "-p gym-client --test work a_pool_that_other_machines_reach"),
     ("a-web-page-changes-the-cluster", "gym-core/src/message/request.rs",
      'if self.context.metadata.get("origin").is_some() {', "if false {", "-p gym-server --lib web_pages_change_nothing"),
     ("a-row-that-does-not-fit-has-no-class-of-its-own", "gym-core/src/server/validation.rs",

@@ -328,7 +328,12 @@ async fn rows_that_do_not_fit_are_named_with_their_line_by_a_cluster() {
         for (words, line) in [("missing field `expected_answer`", 2), ("`expected_answer`: invalid type", 3)] {
             assert!(said.contains(words) && said.contains(&format!(" (tasks.jsonl, line {line})")), "{said}");
         }
-        assert!(said.contains("4 rows did not fit") && said.contains("_ng_failure_input"), "{said}");
+        assert!(
+            said.contains("4 attempts had a row that does not fit")
+                && !said.contains("have attempts left")
+                && said.contains("_ng_failure_input"),
+            "{said}"
+        );
         let failures = machines.folder.path().join(format!("collector/{dispatch}_failures.jsonl"));
         let failures: Vec<Value> =
             std::fs::read_to_string(failures).unwrap().lines().map(|row| serde_json::from_str(row).unwrap()).collect();

@@ -744,6 +744,16 @@ async fn a_pool_that_other_machines_reach_gives_work_only_to_members() {
     let _liar = pull(client.clone(), liar, &cluster.world);
     assert!(tokio::time::timeout(Duration::from_secs(30), cluster.run()).await.is_err());
     assert!(cluster.pool.snapshot().workers.is_empty() && stranger.has_ended());
+    // What a stranger says of another worker's rollouts counts for nothing, and it learns nothing.
+    let post = |text: &str| cluster.pool.handle(Request::post(CallContext::default(), "/work/next", text.to_owned()));
+    for poll in [
+        r#"{"worker":"w1","incarnation":1,"poll":7,"capacity":1,"wait_ms":0}"#,
+        r#"{"worker":"w1","incarnation":1,"poll":1,"capacity":1,"wait_ms":0,"leave":true}"#,
+        r#"{"worker":"w1","incarnation":1,"poll":1,"queue":5,"capacity":1,"wait_ms":0}"#,
+    ] {
+        let error = post(poll).await.expect_err("refused");
+        assert!(error.to_string().contains("only to members of its cluster"), "{poll}: {error}");
+    }
     let _own = pull(client, options("own", 4, &cluster.world), &cluster.world);
     assert_eq!(cluster.run().await.expect("the collector's own worker"), "\"no member\"");
     cluster.start("w1", MOMENT).await;

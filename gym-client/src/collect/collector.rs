@@ -510,7 +510,7 @@ impl RolloutCollector {
             let (reader, places) = source.open(&folder, limit).map_err(|error| invalid(&error))?;
             let mut tasks = RequestedTasks::default();
             let summary = materializer.each_row(reader, |key, agent, row, line| {
-                tasks.add(key.task_index, agent, row);
+                tasks.add_of_row(key, agent, row);
                 sink.row(key, line)
             });
             let summary = summary.and_then(|summary| sink.end().map(|()| summary));

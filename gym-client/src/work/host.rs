@@ -12,7 +12,7 @@ use gym_core::{CallContext, CancelToken, Endpoint, Handler, Incarnation, Result,
 use tokio::task::JoinSet;
 
 use crate::client::ServerClient;
-use crate::registry::{LeaseKeeper, is_loopback};
+use crate::registry::{LeaseKeeper, is_loopback, is_unspecified, own_address};
 use crate::transport::HTTP;
 use crate::work::pool::WorkPool;
 use crate::work::watch::WORK_LABEL;
@@ -59,7 +59,10 @@ impl PoolHost {
         if !is_loopback(host) {
             pool.admit_only_members([]);
         }
-        let place = ListenOptions::default().at(host.to_owned(), 0);
+        let mut place = ListenOptions::default().at(host.to_owned(), 0);
+        if is_unspecified(host) {
+            place = place.advertised_as(own_address().to_string());
+        }
         let listened = client.transports().listen(place, handler, &[HTTP]).await;
         let (listener, handler) = listened.map_err(|error| error.about(format!("listen for workers on {host}")))?;
         let mut endpoints = listener.endpoints().to_vec();

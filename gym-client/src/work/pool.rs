@@ -231,8 +231,9 @@ impl WorkPool {
         self.tasks.lock().unwrap_or_else(PoisonError::into_inner).spawn(following.boxed());
     }
 
-    /// Gives work from now on only to members that the head server lists, and to the workers of these names: for a pool that other machines
-    /// reach. Workers that have taken work go on.
+    /// Answers from now on only to members that the head server lists, and to the workers of these names: for a pool that other machines
+    /// reach. A member that a restarted head server does not list yet goes on. Nothing proves who asks: whoever reads the head server's list can
+    /// name a member.
     pub fn admit_only_members(&self, and: impl IntoIterator<Item = String>) {
         self.shared.lock().admitted.get_or_insert_default().extend(and);
     }
@@ -288,8 +289,13 @@ impl WorkPool {
         let done: Vec<(DoneBody, Message)> = done.collect::<Result<_>>()?;
         let who = WorkerId::new(body.worker, Incarnation(body.incarnation));
         let now = Instant::now();
+        let heartbeat = body.timing.map_or(Duration::ZERO, |timing| timing.heartbeat);
+        let member = body.member.map(|member| WorkingMember { incarnation: Incarnation(member), heartbeat });
         let mut guard = shared.lock();
         let state = &mut *guard;
+        // Before anything that a stranger could change or learn.
+        state.admits(&who.name, member)?;
+        let joins = state.queue.worker(&who.name) != Some(&who);
         if body.queue != 0 && body.queue != shared.id {
             return Ok(PollNext::Answer(shared.restart()?));
         }
@@ -318,12 +324,6 @@ impl WorkPool {
                 |server: String| [WorkKind::Rollout, WorkKind::Repeatable].map(|kind| kind.class(&server).into());
             servers.into_iter().flat_map(both).collect::<BTreeSet<Arc<str>>>()
         });
-        let heartbeat = body.timing.map_or(Duration::ZERO, |timing| timing.heartbeat);
-        let member = body.member.map(|member| WorkingMember { incarnation: Incarnation(member), heartbeat });
-        let joins = state.queue.worker(&who.name) != Some(&who);
-        if joins && body.poll == 1 {
-            state.admits(&who.name, member)?;
-        }
         let paused = state.pauses_member(&who.name, member);
         // As long as the head server waits for it.
         let patience =

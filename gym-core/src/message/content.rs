@@ -35,11 +35,15 @@ impl ContentType {
     /// Returns the content type of a media type; parameters of JSON are dropped.
     #[must_use]
     pub fn from_media_type(text: &str) -> Self {
-        match text.split(';').next().unwrap_or_default().trim() {
-            "application/json" => Self::Json,
-            "text/event-stream" => Self::EventStream,
-            _ if text == "text/plain; charset=utf-8" => Self::Text,
-            _ => Self::Other(Cow::Owned(text.into())),
+        let name = text.split(';').next().unwrap_or_default().trim();
+        if name.eq_ignore_ascii_case("application/json") {
+            Self::Json
+        } else if name.eq_ignore_ascii_case("text/event-stream") {
+            Self::EventStream
+        } else if text == "text/plain; charset=utf-8" {
+            Self::Text
+        } else {
+            Self::Other(Cow::Owned(text.into()))
         }
     }
 }

@@ -181,6 +181,9 @@ async fn serve(serving: Serving, overrides: &[String], servers: &Servers, consol
     if let Some(worker) = &worker {
         console.line(&format!("joined the cluster of {head} as {}", worker.name));
     }
+    if cluster.head_only && cluster.expected_workers.is_none() {
+        console.line("/health is 503 until a worker serves; with NUM_EXPECTED_WORKERS=0, it expects none");
+    }
     if let Some(expected) = cluster.expected_workers.filter(|expected| *expected > 0 && serves_head) {
         let waited = tokio::select! {
             biased;

@@ -45,8 +45,7 @@ impl RecordedSummary {
         let mut requested = RequestedTasks::default();
         for row in MaterializedRows::new(materialized, files.materialized.display().to_string()) {
             let row = row.map_err(|error| Error::invalid(error.to_string()))?;
-            let agent = row.agent.or(row.environment_server);
-            requested.add(row.key.task_index, agent.as_deref().unwrap_or_default(), 0);
+            requested.add(row.key.task_index, row.agent.or(row.environment_server).as_deref().unwrap_or_default());
         }
         progress.expect(requested);
         let name = files.rollouts.display().to_string();

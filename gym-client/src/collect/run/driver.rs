@@ -522,7 +522,7 @@ impl Driver {
             }
             AttemptResult::Lost => (NextStep::GiveUp, None),
         };
-        let input = || progress.input_of(row.key.task_index);
+        let input = || progress.input_of(row.key);
         let Some(outcome) = result.marked(self.settings, input)?.into_outcome() else { return Ok((next, event)) };
         // Recording may take as long as the attempt itself, because a disk may stall and recover. Ending the run would
         // lose computed results. Superseding the attempt ends the wait. A superseded attempt has its own time limit.

@@ -108,6 +108,10 @@ impl PoolState {
                 "this pool can be reached from other machines, and gives work only to members of its cluster\n  fix: start the process with \
                  --worker --head-url URL instead of --pull-from, or let the collector listen at --dispatch-host 127.0.0.1",
             )),
+            // It takes work already; its head server may have been restarted.
+            Some(member) if self.memberships.get(name).is_some_and(|known| known.incarnation == member.incarnation) => {
+                Ok(())
+            }
             Some(member) if !self.members.as_ref().is_some_and(|listed| listed.lists(name, member.incarnation)) => {
                 let text = format!("the head server has not told this pool of the member {name} yet");
                 Err(Error::not_started(Code::Unavailable, text))

@@ -99,10 +99,15 @@ pub(super) fn advice(collected: &CollectSummary) -> Option<String> {
         ),
         RunEnd::Exhausted => format!("{failed} rollouts failed; each failed attempt is in {failures}"),
     };
+    let misfits = snapshot.failures.get(&FailureClass::RowInvalid).copied().unwrap_or_default();
     let UnrecordedRollouts { attempts_left, attempts_spent, workers_lost, terminal } = snapshot.unrecorded;
     let CollectSummary { attempts_max, lost_max, .. } = collected;
     let parts = [
-        (attempts_left, "have attempts left: repeat the command with --resume to try them again".to_owned()),
+        // Unless all of them have rows that do not fit, of which the last line says what helps.
+        (
+            if attempts_left > misfits { attempts_left } else { 0 },
+            "have attempts left: repeat the command with --resume to try them again".to_owned(),
+        ),
         (
             attempts_spent,
             format!(
@@ -123,11 +128,11 @@ pub(super) fn advice(collected: &CollectSummary) -> Option<String> {
         // Writing to a string cannot fail.
         let _ = write!(advice, "\n  {count} of the failed {what}");
     }
-    if let Some(misfits) = snapshot.failures.get(&FailureClass::RowInvalid) {
+    if misfits > 0 {
         let _ = write!(
             advice,
-            "\n  {misfits} rows did not fit the task of their environment: correct the lines that `_ng_failure_input` names in {failures}, and \
-             collect again with --overwrite or another --output"
+            "\n  {misfits} attempts had a row that does not fit its environment: correct the lines that `_ng_failure_input` names in {failures}, and \
+             collect again with --overwrite or another --output; or correct the environment, and repeat the command with --resume"
         );
     }
     Some(advice)

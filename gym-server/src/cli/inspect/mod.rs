@@ -23,12 +23,12 @@ const HEAD_TIMEOUT: Duration = Duration::from_secs(10);
 const SAY_AFTER: Duration = Duration::from_secs(2);
 
 /// Waits for the answer of a head server, and says so if it takes long.
-async fn patiently<T>(head: &Endpoint, answer: impl Future<Output = T>) -> T {
+async fn patiently<T>(head: &Endpoint, within: Duration, answer: impl Future<Output = T>) -> T {
     let mut answer = pin!(answer);
     match tokio::time::timeout(SAY_AFTER, answer.as_mut()).await {
         Ok(answer) => answer,
         Err(_) => {
-            eprintln!("waiting for the head server at {head}, up to {} s", HEAD_TIMEOUT.as_secs());
+            eprintln!("waiting for the head server at {head}, up to {} s", within.as_secs());
             answer.await
         }
     }

@@ -94,7 +94,7 @@ pub(in crate::cli) async fn status(
     drop(config);
     let world = World::real();
     let transports = servers.transports();
-    let listed = patiently(&head, list(&transports, &head, HEAD_TIMEOUT)).await.map_err(|error| {
+    let listed = patiently(&head, HEAD_TIMEOUT, list(&transports, &head, HEAD_TIMEOUT)).await.map_err(|error| {
         Failure::Failed(format!(
             "{error}\n  fix: start servers with `{} run`, or set another head server with --head-url or HEAD_SERVER_URL",
             console::program()

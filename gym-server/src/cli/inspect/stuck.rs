@@ -44,7 +44,7 @@ pub(in crate::cli) async fn stuck(
 ) -> Outcome {
     let (_, head) = head_server::of_command(args.head_url.as_deref(), head_url_given, overrides, servers).await?;
     let transports = servers.transports();
-    let (listed, no_head) = match patiently(&head, status::list(&transports, &head, HEAD_TIMEOUT)).await {
+    let (listed, no_head) = match patiently(&head, HEAD_TIMEOUT, status::list(&transports, &head, HEAD_TIMEOUT)).await {
         Ok(listed) => (listed, None),
         Err(error) => (Vec::new(), Some(error.to_string())),
     };

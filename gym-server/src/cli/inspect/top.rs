@@ -43,7 +43,7 @@ pub(in crate::cli) async fn top(
     let (_, head) = head_server::of_command(args.head_url.as_deref(), head_url_given, overrides, servers).await?;
     let at = |head: &Endpoint| RemoteRegistry::new(head.clone(), servers.transports(), World::real());
     let (mut head, mut registry) = (head.clone(), at(&head));
-    let mut first = patiently(&head, read(&registry, None)).await;
+    let mut first = patiently(&head, HEAD_TIMEOUT, read(&registry, None)).await;
     // Those of programs on this machine, such as of a collection that has started its own servers.
     let others: BTreeSet<String> = local_programs()
         .into_iter()
@@ -54,13 +54,16 @@ pub(in crate::cli) async fn top(
         eprintln!("{error}\nshowing the head server of a program of this machine, {other}");
         head = head_server::parse(other)?;
         registry = at(&head);
-        first = patiently(&head, read(&registry, None)).await;
+        first = patiently(&head, HEAD_TIMEOUT, read(&registry, None)).await;
     }
     let first = first.map_err(|error| {
         let fix = match error.code() {
             Code::NotFound => {
                 "this head server has no page, because it is NeMo Gym's or older; `rgym status` lists its servers"
                     .to_owned()
+            }
+            Code::DeadlineExceeded => {
+                format!("`{} stuck --head-url {head}` says whether its process stands still", console::program())
             }
             _ if !others.is_empty() => {
                 let others = others.iter().cloned().collect::<Vec<_>>().join(", ");

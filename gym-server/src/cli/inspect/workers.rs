@@ -33,7 +33,7 @@ pub(in crate::cli) async fn list(
     #[cfg(not(feature = "ray"))]
     drop(config);
     let cx = CallContext::within(HEAD_TIMEOUT);
-    let members = patiently(registry.head(), registry.members(&cx)).await?;
+    let members = patiently(registry.head(), HEAD_TIMEOUT, registry.members(&cx)).await?;
     if args.json {
         let text = serde_json::to_string_pretty(&members).map_err(|error| Failure::Failed(error.to_string()))?;
         console::print(&text);

@@ -1,6 +1,7 @@
 //! Selects the head server of a command.
 
 use gym_client::config::GymConfig;
+use gym_client::registry::is_unspecified;
 use gym_core::Endpoint;
 use gym_core::transport::host_port;
 
@@ -25,7 +26,11 @@ pub(in crate::cli) fn endpoint(
     });
     match url.filter(|url| typed || (!overridden && !url.is_empty())) {
         Some(url) => parse(url),
-        None => parse(&format!("http://{}", host_port(&config.head.host, config.head.port))),
+        None => {
+            // Of a head server that binds all addresses, which is looked for on this machine.
+            let host = if is_unspecified(&config.head.host) { "127.0.0.1" } else { &config.head.host };
+            parse(&format!("http://{}", host_port(host, config.head.port)))
+        }
     }
 }
 

@@ -197,11 +197,22 @@ impl<'a> Cluster<'a> {
     }
 }
 
+/// Waits of one process whose ages differ by less may be of one poll, in which the innermost future waits first.
+const ONE_POLL_US: u64 = 1_000;
+
 /// Orders the waits of one trace from the rollout to the leaf: by age, and each call directly before its handler. Within a process, a call is
-/// recorded after its handler has begun; and the ages of two processes are those at different times.
+/// recorded after its handler has begun, unless one poll went through several servers; and the ages of two processes are those at different times.
 fn in_order<'a>(mut left: Vec<Found<'a>>) -> Vec<Found<'a>> {
     let of_rollout = |wait: &WaitReport| wait.kind.is_root();
     left.sort_by_key(|(_, wait)| (!of_rollout(wait), std::cmp::Reverse(wait.age_us)));
+    // An environment server calls an agent, and the agent all others.
+    for together in left.chunk_by_mut(|(one, older), (other, wait)| {
+        (&one.host, one.pid) == (&other.host, other.pid) && older.age_us.abs_diff(wait.age_us) < ONE_POLL_US
+    }) {
+        if !together.iter().any(|(_, wait)| of_rollout(wait)) {
+            together.sort_by_key(|(_, wait)| (wait.route != "/run", wait.age_us));
+        }
+    }
     let mut ordered: Vec<Found<'a>> = Vec::new();
     while !left.is_empty() {
         let mut at = 0;
@@ -318,6 +329,28 @@ mod tests {
     fn address(server: &str, pid: u32) -> Address {
         let url = format!("http://node-1:{pid}");
         Address { server: server.to_owned(), url, pid: Some(pid), servers: Vec::new() }
+    }
+
+    /// All servers in one process: the agent's first poll goes through the call of the model.
+    #[test]
+    fn the_leaf_is_the_innermost_wait_of_one_poll() {
+        let us = |kind, age_us, server: &str, route: &str| WaitReport { age_us, ..wait(kind, 0, server, route) };
+        let waits = vec![
+            us(WaitKind::Call, 6_483_250, "environment", "/run"),
+            us(WaitKind::Handler, 6_483_247, "environment", "/run"),
+            us(WaitKind::Handler, 6_481_796, "policy_model", "/v1/responses"),
+            us(WaitKind::Call, 6_481_780, "policy_model", "/v1/responses"),
+            us(WaitKind::Handler, 6_481_775, "agent", "/run"),
+            us(WaitKind::Call, 6_481_771, "agent", "/run"),
+        ];
+        let all = [asked("environment", 1, waits)];
+        let workers = BTreeMap::new();
+        let cluster = Cluster::new(&all, &workers);
+        let chains = cluster.chains(&cluster.oldest(None, 10), None, 10);
+        let texts: Vec<&str> = chains[0].hops.iter().map(|hop| &*hop.text).collect();
+        assert!(texts[0].contains("`/run` of `environment`"), "{texts:?}");
+        assert_eq!(texts[1..].iter().filter(|text| text.contains("runs")).count(), 3);
+        assert_eq!(*texts.last().unwrap(), "`policy_model` runs `/v1/responses`", "{texts:?}");
     }
 
     fn asked(server: &str, pid: u32, waits: Vec<WaitReport>) -> Asked {

@@ -22,6 +22,7 @@ use figures::AgentFigures;
 pub use figures::{AgentSummary, LatencySummary, TokenSummary};
 pub(in crate::collect) use figures::{EpisodeFigures, RolloutFigures};
 pub use rewards::RewardBin;
+use tasks::InputRows;
 pub(in crate::collect) use tasks::RequestedTasks;
 pub use tasks::{BestOfK, PassRate, TaskCoverage};
 
@@ -41,8 +42,8 @@ pub struct CollectProgress {
     in_flight: InFlight<InFlightRollout>,
     agents: Mutex<BTreeMap<Arc<str>, AgentFigures>>,
     failures: Mutex<FailureCounts>,
-    /// The input of the requested tasks, with the places of its rows if they are not its lines.
-    input: Mutex<Option<(String, Option<RowPlaces>)>>,
+    /// The input of the requested tasks, with the places of its rows if they are not its lines; and the rows of rollouts.
+    input: Mutex<(Option<(String, Option<RowPlaces>)>, InputRows)>,
     /// The pool from which workers take the rollouts, if they do.
     pool: OnceLock<WorkPool>,
 }
@@ -251,12 +252,14 @@ impl CollectProgress {
 
     /// Sets the input of the requested tasks, and the places of its rows if they are not its lines. Called before the first rollout.
     pub(in crate::collect) fn set_input(&self, input: String, places: Option<RowPlaces>) {
-        *self.input.lock().unwrap_or_else(PoisonError::into_inner) = Some((input, places));
+        self.input().0 = Some((input, places));
     }
 
     /// Sets the requested tasks of each agent. Called before the first rollout.
     pub(in crate::collect) fn expect(&self, requested: RequestedTasks) {
-        let figures = requested.into_agents().map(|(agent, tasks)| (agent, AgentFigures::expecting(tasks)));
+        let (agents, rows) = requested.into_parts();
+        self.input().1 = rows;
+        let figures = agents.into_iter().map(|(agent, tasks)| (agent, AgentFigures::expecting(tasks)));
         *self.agents() = figures.collect();
     }
 
@@ -295,18 +298,21 @@ impl CollectProgress {
     }
 
     pub(super) fn fail(&self, attempt: Attempt, failure: &AttemptFailure) {
-        let input = self.input_of(attempt.key.task_index);
+        let input = self.input_of(attempt.key);
         let mut failures = self.failures();
         *failures.classes.entry(failure.class).or_default() += 1;
         failures.causes.add(attempt, failure, input);
     }
 
-    /// Returns the place of a task's first row in the input; `None` if the rows come from no file.
-    pub(super) fn input_of(&self, task: u32) -> Option<String> {
-        let row = self.agents().values().find_map(|figures| figures.tasks.row(task))?;
-        let input = self.input.lock().unwrap_or_else(PoisonError::into_inner);
-        let (name, places) = input.as_ref()?;
-        Some(RowPlaces::name(places.as_ref(), name, row.into()))
+    /// Returns the place of a rollout's row in the input; `None` if the rows come from no file.
+    pub(super) fn input_of(&self, key: TaskKey) -> Option<String> {
+        let input = self.input();
+        let (name, places) = input.0.as_ref()?;
+        Some(RowPlaces::name(places.as_ref(), name, input.1.of(key).into()))
+    }
+
+    fn input(&self) -> MutexGuard<'_, (Option<(String, Option<RowPlaces>)>, InputRows)> {
+        self.input.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Returns the number of rollouts that failed in this run.

@@ -1,11 +1,14 @@
-//! The rollouts of each task: how many were requested and recorded, and the rewards of its repeats for pass@k. Twenty bytes for each
-//! task, and sixteen more for a task with partial rewards.
+//! The rollouts of each task: how many were requested and recorded, and the rewards of its repeats for pass@k. Sixteen bytes for each task,
+//! and sixteen more for a task with partial rewards.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
+use gym_core::rollout::TaskKey;
 use gym_core::rollout::metrics::passed_of_counts;
 use serde::Serialize;
+
+use crate::collect::input::rows::RowKey;
 
 /// Tasks of one page. Agents usually have ranges of tasks, so that most pages are full.
 const PAGE_TASKS: u32 = 16;
@@ -48,8 +51,6 @@ pub struct TaskCoverage {
 /// The rollouts of one task.
 #[derive(Clone, Copy, Debug, Default)]
 struct TaskCounts {
-    /// The number of its first input row, from 1; 0 if it is unknown.
-    row: u32,
     requested: u32,
     recorded: u32,
     /// Those recorded with a reward.
@@ -68,21 +69,63 @@ impl TaskCounts {
 
 /// The requested tasks of each agent.
 #[derive(Debug, Default)]
-pub(in crate::collect) struct RequestedTasks(BTreeMap<Arc<str>, TaskScores>);
+pub(in crate::collect) struct RequestedTasks {
+    agents: BTreeMap<Arc<str>, TaskScores>,
+    rows: InputRows,
+}
 
-impl RequestedTasks {
-    /// Adds a rollout of this input row, counted from 1; 0 if it is unknown. `agent` is the name that its figures have.
-    pub(in crate::collect) fn add(&mut self, task_index: i64, agent: &str, row: u64) {
-        // An index beyond the bound is reported when the row is read.
-        let Ok(task) = u32::try_from(task_index) else { return };
-        match self.0.get_mut(agent) {
-            Some(tasks) => tasks.request(task, row),
-            None => self.0.entry(agent.into()).or_default().request(task, row),
+/// The number of the input row of each rollout, from 1. Takes no memory for tasks that have a row each, in order.
+#[derive(Debug, Default)]
+pub(in crate::collect) struct InputRows {
+    /// The first rows of tasks.
+    tasks: BTreeMap<u32, u32>,
+    /// The rows of rollouts that are not the first of their task: rows can be equal, or name one task.
+    rollouts: BTreeMap<(u32, u32), u32>,
+}
+
+impl InputRows {
+    fn add(&mut self, (task, rollout): (u32, u32), row: u32, is_first: bool) {
+        if is_first && self.first(task) != row {
+            self.tasks.insert(task, row);
+        }
+        if self.first(task) != row {
+            self.rollouts.insert((task, rollout), row);
         }
     }
 
-    pub(super) fn into_agents(self) -> impl Iterator<Item = (Arc<str>, TaskScores)> {
-        self.0.into_iter()
+    fn first(&self, task: u32) -> u32 {
+        self.tasks.get(&task).copied().unwrap_or(task.saturating_add(1))
+    }
+
+    pub(super) fn of(&self, key: TaskKey) -> u32 {
+        let (task, rollout) = (key.task_index, key.rollout_index);
+        self.rollouts.get(&(task, rollout)).copied().unwrap_or_else(|| self.first(task))
+    }
+}
+
+impl RequestedTasks {
+    /// Adds a rollout. `agent` is the name that its figures have.
+    pub(in crate::collect) fn add(&mut self, task_index: i64, agent: &str) {
+        // An index beyond the bound is reported when the row is read.
+        let Ok(task) = u32::try_from(task_index) else { return };
+        match self.agents.get_mut(agent) {
+            Some(tasks) => tasks.request(task),
+            None => self.agents.entry(agent.into()).or_default().request(task),
+        }
+    }
+
+    /// Adds a rollout of this input row, counted from 1.
+    pub(in crate::collect) fn add_of_row(&mut self, key: RowKey, agent: &str, row: u64) {
+        let indices = (u32::try_from(key.task_index), u32::try_from(key.rollout_index), u32::try_from(row));
+        if let (Ok(task), Ok(rollout), Ok(row)) = indices {
+            let is_first = !self.agents.values().any(|tasks| tasks.has(task));
+            self.rows.add((task, rollout), row, is_first);
+        }
+        self.add(key.task_index, agent);
+    }
+
+    pub(super) fn into_parts(self) -> (BTreeMap<Arc<str>, TaskScores>, InputRows) {
+        (self.agents, self.rows)
     }
 }
 
@@ -101,19 +144,14 @@ impl TaskScores {
         &mut page[(task % PAGE_TASKS) as usize]
     }
 
-    /// Counts a requested rollout of this input row.
-    fn request(&mut self, task: u32, row: u64) {
-        let counts = self.counts(task);
-        counts.requested += 1;
-        if counts.row == 0 {
-            counts.row = u32::try_from(row).unwrap_or_default();
-        }
+    /// Counts a requested rollout.
+    fn request(&mut self, task: u32) {
+        self.counts(task).requested += 1;
     }
 
-    /// Returns the number of the first input row of a task, from 1.
-    pub(super) fn row(&self, task: u32) -> Option<u32> {
-        let page = self.pages.get(&(task / PAGE_TASKS))?;
-        Some(page[(task % PAGE_TASKS) as usize].row).filter(|row| *row > 0)
+    /// Returns `true` if a rollout of the task is requested.
+    fn has(&self, task: u32) -> bool {
+        self.pages.get(&(task / PAGE_TASKS)).is_some_and(|page| page[(task % PAGE_TASKS) as usize].requested > 0)
     }
 
     /// Counts a recorded rollout, with its reward if it has one that counts.
@@ -211,6 +249,32 @@ mod tests {
         prop::collection::vec(prop::collection::vec(reward, 0..10), 1..40)
     }
 
+    #[test]
+    fn each_rollout_has_the_row_that_it_was_made_of() {
+        // Of three rows in order; of two rows that name one task, with another one between; of a row that is repeated; of two agents.
+        let rows = [
+            (0, 0, 1),
+            (0, 1, 1),
+            (1, 0, 2),
+            (7, 0, 3),
+            (2, 0, 4),
+            (7, 1, 5),
+            (7, 2, 5),
+            (1, 1, 6),
+            (3, 4, 8),
+            (3, 1, 7),
+        ];
+        let mut requested = RequestedTasks::default();
+        for (at, (task_index, rollout_index, row)) in rows.into_iter().enumerate() {
+            requested.add_of_row(RowKey { task_index, rollout_index }, ["a", "b"][at % 2], row);
+        }
+        let (_, places) = requested.into_parts();
+        for (task, rollout, row) in rows {
+            assert_eq!(u64::from(places.of(TaskKey::new(task as u32, rollout as u32))), row, "{task}-{rollout}");
+        }
+        assert_eq!((places.tasks.len(), places.rollouts.len()), (3, 4));
+    }
+
     proptest! {
         #[test]
         fn the_rates_are_those_of_the_metrics(tasks in any::<bool>().prop_flat_map(rewards), seed: u64) {
@@ -244,7 +308,7 @@ mod tests {
         ) {
             let (mut scores, mut expected) = (TaskScores::default(), BTreeMap::<u32, (u32, u32)>::new());
             for (task, count) in requested {
-                (0..count).for_each(|_| scores.request(task, 1));
+                (0..count).for_each(|_| scores.request(task));
                 expected.entry(task).or_default().0 += count;
             }
             for (task, reward) in recorded {
