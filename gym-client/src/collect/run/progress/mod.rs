@@ -42,10 +42,19 @@ pub struct CollectProgress {
     in_flight: InFlight<InFlightRollout>,
     agents: Mutex<BTreeMap<Arc<str>, AgentFigures>>,
     failures: Mutex<FailureCounts>,
-    /// The input of the requested tasks, with the places of its rows if they are not its lines; and the rows of rollouts.
-    input: Mutex<(Option<(String, Option<RowPlaces>)>, InputRows)>,
+    input: Mutex<RequestedInput>,
     /// The pool from which workers take the rollouts, if they do.
     pool: OnceLock<WorkPool>,
+}
+
+/// The input of the requested tasks.
+#[derive(Debug, Default)]
+struct RequestedInput {
+    /// `None` if the rows come from no file.
+    name: Option<String>,
+    /// The places of the rows, if they are not the input's lines.
+    places: Option<RowPlaces>,
+    rows: InputRows,
 }
 
 /// Rollouts that failed, in this run or an earlier one, by what a resumed run does with them.
@@ -252,13 +261,14 @@ impl CollectProgress {
 
     /// Sets the input of the requested tasks, and the places of its rows if they are not its lines. Called before the first rollout.
     pub(in crate::collect) fn set_input(&self, input: String, places: Option<RowPlaces>) {
-        self.input().0 = Some((input, places));
+        let mut known = self.input();
+        (known.name, known.places) = (Some(input), places);
     }
 
     /// Sets the requested tasks of each agent. Called before the first rollout.
     pub(in crate::collect) fn expect(&self, requested: RequestedTasks) {
         let (agents, rows) = requested.into_parts();
-        self.input().1 = rows;
+        self.input().rows = rows;
         let figures = agents.into_iter().map(|(agent, tasks)| (agent, AgentFigures::expecting(tasks)));
         *self.agents() = figures.collect();
     }
@@ -307,11 +317,10 @@ impl CollectProgress {
     /// Returns the place of a rollout's row in the input; `None` if the rows come from no file.
     pub(super) fn input_of(&self, key: TaskKey) -> Option<String> {
         let input = self.input();
-        let (name, places) = input.0.as_ref()?;
-        Some(RowPlaces::name(places.as_ref(), name, input.1.of(key).into()))
+        Some(RowPlaces::name(input.places.as_ref(), input.name.as_ref()?, input.rows.of(key).into()))
     }
 
-    fn input(&self) -> MutexGuard<'_, (Option<(String, Option<RowPlaces>)>, InputRows)> {
+    fn input(&self) -> MutexGuard<'_, RequestedInput> {
         self.input.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
