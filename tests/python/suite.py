@@ -432,7 +432,7 @@ class Suite:
             head, settings = self.settings()
             process = self.processes.start(f"{name}-head", [*self.rgym, "run", "--head-only", *settings])
             try:
-                wait_until(f"{name}-head ready", lambda: http_get(f"{head}/readyz")[0] == 200, READY_S, process.check_alive)
+                wait_until(f"{name}-head ready", lambda: http_get(f"{head}/livez")[0] == 200, READY_S, process.check_alive)
                 config = ["--config", self.write_python_servers(name, environment, own), "--search-dir", self.work / "roots"]
                 worker = self.start_worker(name, self.rgym, head, [*config, "--python", sys.executable])
                 try:
