@@ -12,7 +12,7 @@ use gym_core::{CallContext, CancelToken, Endpoint, Handler, Incarnation, Result,
 use tokio::task::JoinSet;
 
 use crate::client::ServerClient;
-use crate::registry::{LeaseKeeper, is_loopback, is_unspecified, own_address};
+use crate::registry::{LeaseKeeper, is_unspecified, own_address};
 use crate::transport::HTTP;
 use crate::work::pool::WorkPool;
 use crate::work::watch::WORK_LABEL;
@@ -56,9 +56,7 @@ impl PoolHost {
         client: &ServerClient,
         world: &World,
     ) -> Result<Self> {
-        if !is_loopback(host) {
-            pool.admit_only_members([]);
-        }
+        pool.listens_at(host);
         let mut place = ListenOptions::default().at(host.to_owned(), 0);
         if is_unspecified(host) {
             place = place.advertised_as(own_address().to_string());

@@ -18,7 +18,7 @@ use tokio::sync::{Notify, oneshot};
 use tokio::task::JoinSet;
 use tokio::time::Instant;
 
-use crate::registry::{RosterNews, follow_roster};
+use crate::registry::{RosterNews, follow_roster, is_loopback};
 use crate::transport::body;
 use crate::work::dispatch::Dispatch;
 use crate::work::message::{self, AnswerBody, DoneBody, ItemBody, PollBody, WORK_ROUTE};
@@ -231,11 +231,25 @@ impl WorkPool {
         self.tasks.lock().unwrap_or_else(PoisonError::into_inner).spawn(following.boxed());
     }
 
-    /// Answers from now on only to members that the head server lists, and to the workers of these names: for a pool that other machines
+    /// Answers from now on only to members that the head server lists, and to workers that [`WorkPool::admit`] names: for a pool that other machines
     /// reach. A member that a restarted head server does not list yet goes on. Nothing proves who asks: whoever reads the head server's list can
     /// name a member.
-    pub fn admit_only_members(&self, and: impl IntoIterator<Item = String>) {
-        self.shared.lock().admitted.get_or_insert_default().extend(and);
+    pub fn admit_only_members(&self) {
+        self.shared.lock().admitted.get_or_insert_default();
+    }
+
+    /// Calls [`WorkPool::admit_only_members`] if other machines reach `host`, where the pool listens.
+    pub fn listens_at(&self, host: &str) {
+        if !is_loopback(host) {
+            self.admit_only_members();
+        }
+    }
+
+    /// Answers also to a worker of this name, which is no member.
+    pub fn admit(&self, worker: String) {
+        if let Some(admitted) = &mut self.shared.lock().admitted {
+            admitted.insert(worker);
+        }
     }
 
     /// Ends the pool: calls that wait end as cancelled, and workers learn with their next answer that they can stop.

@@ -8,7 +8,6 @@ use std::time::Duration;
 use futures_util::FutureExt as _;
 use futures_util::future::BoxFuture;
 use gym_client::CookieJar;
-use gym_client::registry::is_loopback;
 use gym_client::work::{WORK_ROUTE, WorkKind, WorkPool, WorkPoolOptions, WorkPoolSnapshot};
 use gym_core::registry::MemberRegistry;
 use gym_core::{
@@ -113,9 +112,7 @@ impl PoolServer {
     /// Follows the members of a cluster; see [`WorkPool::follow`]. If other machines reach `host`, where the pool listens, it gives work only to
     /// members.
     pub fn follow(&self, members: Arc<dyn MemberRegistry>, host: &str) {
-        if !is_loopback(host) {
-            self.pool.admit_only_members([]);
-        }
+        self.pool.listens_at(host);
         self.pool.follow(members);
     }
 

@@ -166,7 +166,7 @@ impl CollectorPools {
             // Ends with the host.
             let _ = serving.await;
         });
-        pool.admit_only_members([]);
+        pool.admit_only_members();
         pool.follow(Arc::new(AuditedRoster { remote: self.remote.clone(), audit }));
         let endpoint = Endpoint::parse(&format!("sim://{}/{service}", self.host.name()))?;
         let mut registration = Registration::new(service, ServerKind::Environment, [endpoint]);

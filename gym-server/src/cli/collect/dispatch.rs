@@ -168,9 +168,7 @@ impl PulledWork {
         let host = PoolHost::start_with(handler, pool.clone(), &name, &plan.host, client, world).await?;
         let own = stack.map(|stack| {
             let own = WorkPullerOptions::of_this_process(world);
-            if !is_loopback(&plan.host) {
-                pool.admit_only_members([own.name.clone()]);
-            }
+            pool.admit(own.name.clone());
             stack.take_work(client.registry().clone(), own)
         });
         let started = Self { pool, host, own };
