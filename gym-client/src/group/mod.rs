@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   Deployment ── events ──► Supervisor ──► GroupView (ranks, incarnations, states and channels at one moment)
-//!       ▲                      │   │  heartbeat: GET status on a separate channel
+//!       ▲                      │   │  heartbeat: GET status on a separate channel, from a thread of its own
 //!       └───── restart ────────┘   └─ a restarted rank: Stale ─ on_restart succeeds ─► Healthy
 //! ```
 //!
@@ -29,9 +29,13 @@
 //! # Ok(()) }
 //! ```
 //!
-//! A rank that hangs does not end. The supervisor writes a warning when a rank has no heartbeat for 15 s, or a call without progress for 300 s
-//! ([`GroupOptions::silence_max`], [`GroupOptions::stall`]); it kills no rank, because a long call may be right. The error of a call whose deadline passes
-//! names the late ranks. `group.restart_workers(cx, error.unanswered())` kills and restarts them ([`Group::restart_workers`]).
+//! A rank that hangs does not end. Its heartbeats come from a thread with I/O of its own, so a method that computes for minutes does not stop them, even if
+//! it should have been declared `blocking`. A rank without a heartbeat for 15 s is silent ([`GroupOptions::silence_max`]): its process is stopped, hangs in the
+//! kernel, or is cut off. Its calls fail, and the error says since when and why, as far as that can be seen. The supervisor also writes a warning when a call
+//! makes no progress for 300 s ([`GroupOptions::stall`]); it kills no rank, because a long call may be right.
+//!
+//! The error of a failed call names the ranks that are late or silent. `group.restart_workers(cx, error.unanswered())` kills and restarts them
+//! ([`Group::restart_workers`]). So does `restart_failed_workers`, for ranks that have been silent for 30 s ([`GroupOptions::silence_restart`]).
 //!
 //! | name | purpose |
 //! |---|---|

@@ -1,14 +1,20 @@
 //! What is known of ranks without asking them.
 
+use std::process::Stdio;
 use std::time::Duration;
 
 use gym_client::group::{GroupOptions, StuckRank, StuckReason};
 use gym_core::CallContext;
-use gym_core::group::{Dispatch, ExitCause, RankState, WorkerGroup, WorkerGroupExt};
+use gym_core::group::{
+    Dispatch, ExitCause, FailureKind, RankOutcome, RankState, RunningCall, WorkerGroup, WorkerGroupExt,
+};
+use gym_core::transport::TransportPolicy;
 use rustix::process::Signal;
+use tokio::io::{AsyncBufReadExt, BufReader};
+use tokio::time::timeout;
 
-use super::types::{Deafen, Describe, Hold, Job, Work};
-use super::{LONG, freeze, group, options, pid, signal, spec, start, status, stop, until};
+use super::types::{Compute, Deafen, Describe, Hold, Job, Work};
+use super::{LONG, alive, freeze, group, options, pid, signal, spec, start, status, stop, until};
 
 const MIB: u64 = 1 << 20;
 
@@ -139,4 +145,102 @@ pub(crate) async fn a_rank_that_hangs_is_named_by_the_failed_call_and_comes_back
     let error = group.restart_workers(&cx, [7]).await.expect_err("no such rank");
     assert_eq!(error.to_string(), "restart ranks of policy: the group has no rank 7; it has ranks 0 to 1");
     stop(&group).await;
+}
+
+/// A rank with one thread, which a method blocks: it sends heartbeats, tells its status, and answers in the end.
+pub(crate) async fn heartbeats_go_on_while_a_method_computes(policy: Option<TransportPolicy>) {
+    let (mut spec, mut options) = (spec("obedient", 1), attentive());
+    spec.variables.insert("TOKIO_WORKER_THREADS".to_owned(), "1".to_owned());
+    if let Some(policy) = &policy {
+        options.transports = options.transports.with_policy(policy.clone());
+    }
+    spec.transport_policy = policy;
+    let group = start(spec, options).await.expect("starts");
+    let folder = tempfile::tempdir().expect("a folder");
+    let end = folder.path().join("end");
+    let call = group.call(Compute, end.to_string_lossy().into_owned()).deadline(LONG).start().await.expect("started");
+    let blocked = |calls: &[RunningCall]| calls.iter().any(|call| call.method == "compute" && call.blocked_ms > 200);
+    until("a heartbeat says that it blocks its thread", || blocked(&status(&group, 0).running)).await;
+    let asked = group.ask_hosts(&CallContext::within(LONG)).await.swap_remove(0).expect("a status");
+    assert!(blocked(&asked.running), "{asked:?}");
+    assert_eq!(status(&group, 0).state, RankState::Healthy);
+    let late =
+        group.call(Describe, ()).deadline(Duration::from_millis(200)).await.expect_err("it computes").to_string();
+    let hint = "it has blocked its thread for ";
+    assert!(late.contains(hint) && late.contains("declare the method `blocking`"), "{late}");
+    std::fs::write(end, "").expect("writes");
+    call.await.expect("it answers");
+    let ranks = group.call(Describe, ()).deadline(LONG).await.expect("answers").into_values();
+    assert_eq!(ranks[0].incarnation, 1);
+    stop(&group).await;
+}
+
+pub(crate) async fn a_rank_that_computes_on_its_only_thread_is_not_silent() {
+    heartbeats_go_on_while_a_method_computes(None).await;
+}
+
+pub(crate) async fn a_silent_rank_loses_its_call_and_the_usual_recovery_restarts_it() {
+    let mut options = attentive();
+    (options.silence_max, options.silence_restart) = (Duration::from_secs(3), Duration::from_secs(5));
+    let group = group(2, options).await;
+    let hours = Job { ms: 3_600_000, tells: false };
+    let running = group.call(Work, hours).deadline(LONG).start().await.expect("started");
+    freeze(pid(&group, 1)).await;
+    let error = running.await.expect_err("a rank is silent");
+    assert_eq!(error.first().and_then(RankOutcome::kind), Some(FailureKind::Silent), "{error:?}");
+    assert_eq!(error.unanswered().collect::<Vec<_>>(), [1], "{error:?}");
+    let again = group.call(Describe, ()).deadline(LONG).await.expect_err("it is suspect");
+    assert_eq!(again.unanswered().collect::<Vec<_>>(), [1], "{again:?}");
+    for error in [error, again] {
+        let text = error.to_string();
+        assert!(text.contains("rank 1 failed: ") && text.contains("no heartbeat for "), "{text}");
+        let stopped = format!("process {} is stopped (SIGSTOP); kill -CONT continues it", pid(&group, 1));
+        // A process of another machine is not seen.
+        assert!(text.contains(&stopped) || std::env::var_os("GYM_WORKERS_ON").is_some(), "{text}");
+        assert!(
+            text.ends_with("; fix: kill and restart what is silent: `group.restart_workers(cx, error.unanswered())`"),
+            "{text}"
+        );
+    }
+    // Nobody names the rank.
+    let cx = CallContext::within(LONG);
+    assert_eq!(group.restart_failed_workers(&cx).await.expect("restarts"), [1]);
+    let ranks = group.call(Describe, ()).deadline(LONG).await.expect("all answer").into_values();
+    assert_eq!(ranks.iter().map(|rank| rank.incarnation).collect::<Vec<_>>(), [1, 2]);
+    stop(&group).await;
+}
+
+/// The process that is paused: calls ranks that answer after its pause.
+pub(crate) async fn paused_controller() {
+    let mut options = attentive();
+    options.silence_max = Duration::from_secs(3);
+    let group = group(2, options).await;
+    println!("pid {}", pid(&group, 0));
+    let running = group.call(Work, Job { ms: 8_000, tells: false }).deadline(LONG);
+    let ended = running.await.map(|_| ()).map_err(|error| error.to_string());
+    let states: Vec<RankState> = group.worker_status().iter().map(|rank| rank.state).collect();
+    println!("pid {}", i32::from(ended.is_ok() && states == [RankState::Healthy; 2]));
+    stop(&group).await;
+}
+
+pub(crate) async fn a_pause_of_the_controller_says_nothing_about_its_ranks() {
+    let mut controller = tokio::process::Command::new(std::env::current_exe().expect("own path"))
+        .arg("be-paused")
+        .stdout(Stdio::piped())
+        .kill_on_drop(true)
+        .spawn()
+        .expect("starts");
+    let mut lines = BufReader::new(controller.stdout.take().expect("piped")).lines();
+    let mut number = async || -> i32 {
+        let line = timeout(LONG, lines.next_line()).await.expect("in time").expect("reads").expect("a line");
+        line.strip_prefix("pid ").and_then(|number| number.parse().ok()).expect("a number")
+    };
+    assert!(alive(number().await));
+    let id = i32::try_from(controller.id().expect("runs")).expect("fits");
+    freeze(id).await;
+    // Longer than a silent rank is trusted.
+    tokio::time::sleep(Duration::from_secs(5)).await;
+    signal(id, Signal::CONT);
+    assert_eq!(number().await, 1, "the call ended well, and both ranks are healthy");
+    assert!(timeout(LONG, controller.wait()).await.expect("in time").expect("ends").success());
 }

@@ -59,6 +59,9 @@ pub(crate) fn main() {
     if arguments.first().is_some_and(|role| role == "controller") {
         return run(failure::controller());
     }
+    if arguments.first().is_some_and(|role| role == "be-paused") {
+        return run(health::paused_controller());
+    }
     if arguments.first().is_some_and(|role| role == "be-node") {
         return run(nodes::agent(arguments[1..].to_vec()));
     }
@@ -112,6 +115,9 @@ pub(crate) fn main() {
         health::usage_is_measured_with_what_a_rank_started,
         health::a_stopped_process_is_stuck_and_recovers,
         health::a_rank_that_hangs_is_named_by_the_failed_call_and_comes_back_by_one_call,
+        health::a_rank_that_computes_on_its_only_thread_is_not_silent,
+        health::a_silent_rank_loses_its_call_and_the_usual_recovery_restarts_it,
+        health::a_pause_of_the_controller_says_nothing_about_its_ranks,
         health::a_call_without_progress_is_stuck_and_one_with_it_is_not,
         health::the_same_is_in_the_metrics,
         cluster::a_heterogeneous_cluster_is_placed_on_simulated_nodes_when_asked,
@@ -146,6 +152,7 @@ pub(crate) fn main() {
         ucx::ucx_that_cannot_be_had_as_required_starts_no_group,
         ucx::ucx_shared_memory_passes_the_suite_of_all_groups,
         ucx::ucx_tcp_passes_the_suite_of_all_groups,
+        ucx::ucx_heartbeats_go_on_while_a_method_computes,
     ]);
     #[cfg(feature = "ray")]
     cases.extend(cases![

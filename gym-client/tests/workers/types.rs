@@ -77,6 +77,7 @@ method!(Breed, "breed", (), u32);
 method!(Leave, "leave", i32, ());
 method!(Warm, "warm", bool, ());
 method!(Deafen, "deafen", (), ());
+method!(Compute, "compute", String, ());
 method!(Collapse, "collapse", (), ());
 method!(Meet, "meet", (), ());
 method!(Sum, "sum", ValueRef, u64);
@@ -129,7 +130,7 @@ impl Worker for Obedient {
 
     fn methods(methods: &mut Methods<Self>) {
         methods.shared(Describe).exclusive(Work).exclusive(Hold).exclusive(Breed).exclusive(Leave).exclusive(Warm);
-        methods.exclusive(Deafen).exclusive(Collapse).shared(Sum);
+        methods.exclusive(Deafen).exclusive(Compute).exclusive(Collapse).shared(Sum);
     }
 }
 
@@ -209,6 +210,16 @@ impl Handles<Deafen> for Obedient {
     /// Hears nothing and never comes back.
     async fn handle(&mut self, _: &CallContext, _: Payload<()>) -> Result<Payload<()>> {
         std::future::pending().await
+    }
+}
+
+impl Handles<Compute> for Obedient {
+    /// Blocks its thread until there is a file of that name.
+    async fn handle(&mut self, _: &CallContext, call: Payload<String>) -> Result<Payload<()>> {
+        while !std::fs::exists(&call.value).unwrap_or(true) {
+            std::thread::yield_now();
+        }
+        Ok(().into())
     }
 }
 

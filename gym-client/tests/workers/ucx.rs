@@ -88,3 +88,13 @@ async fn suite(level: Transport) {
     let paths = transports.paths();
     assert!(!paths.is_empty() && paths.iter().all(|path| path.transport == Some(level)), "{paths:?}");
 }
+
+pub(crate) async fn ucx_heartbeats_go_on_while_a_method_computes() {
+    if !there_is_ucx().await {
+        return;
+    }
+    for level in [gym_client::transport::SHM, gym_client::transport::UCX_TCP] {
+        let policy = gym_core::transport::TransportPolicy::of([level]).expect("a rung");
+        super::health::heartbeats_go_on_while_a_method_computes(Some(policy)).await;
+    }
+}

@@ -17,6 +17,14 @@ struct Meter {
     units: AtomicU64,
     /// Time of the last progress, in nanoseconds after `since`.
     advanced_ns: AtomicU64,
+    /// Begun and ended polls of the call: odd while a thread polls it. Written by that thread only.
+    polls: AtomicU64,
+}
+
+impl Meter {
+    fn new(since: Instant) -> Self {
+        Self { since, units: AtomicU64::new(0), advanced_ns: AtomicU64::new(0), polls: AtomicU64::new(0) }
+    }
 }
 
 impl CallProgress {
@@ -27,14 +35,14 @@ impl CallProgress {
     }
 
     pub(crate) fn watched_since(since: Instant) -> Self {
-        Self(Some(Arc::new(Meter { since, units: AtomicU64::new(0), advanced_ns: AtomicU64::new(0) })))
+        Self(Some(Arc::new(Meter::new(since))))
     }
 
     /// Reuses the memory for another call, unless another clone is alive.
     #[must_use]
     pub fn renewed(mut self, since: Instant) -> Option<Self> {
         let meter = Arc::get_mut(self.0.as_mut()?)?;
-        *meter = Meter { since, units: AtomicU64::new(0), advanced_ns: AtomicU64::new(0) };
+        *meter = Meter::new(since);
         Some(self)
     }
 
@@ -45,6 +53,22 @@ impl CallProgress {
             let now = meter.since.elapsed().as_nanos();
             meter.advanced_ns.store(u64::try_from(now).unwrap_or(u64::MAX), Ordering::Relaxed);
         }
+    }
+
+    /// Begins or ends a poll of the call. Only the thread that polls it calls this.
+    #[doc(hidden)]
+    pub fn count_poll(&self) {
+        if let Some(meter) = &self.0 {
+            // Not an atomic addition: no other thread writes.
+            meter.polls.store(meter.polls.load(Ordering::Relaxed).wrapping_add(1), Ordering::Relaxed);
+        }
+    }
+
+    /// Returns the number of begun and ended polls. If it is odd and stays the same, the call blocks the thread that polls it.
+    #[doc(hidden)]
+    #[must_use]
+    pub fn polls(&self) -> u64 {
+        self.0.as_ref().map_or(0, |meter| meter.polls.load(Ordering::Relaxed))
     }
 
     /// Units done so far; 0 if the call is not watched.

@@ -69,5 +69,7 @@ pub use call::{
 pub use health::RankState;
 pub use layout::dispatch::{Assignment, Dispatch, Free, PlanError};
 pub use layout::{Axis, LayoutError, Parallelism, RANKS_MAX, REPLICATED_AXES, Rank, RankLayout, SubLayout};
-pub use worker::host::{HostOptions, REPLY_METADATA, REPLY_NONE, RunningCall, STATUS_ROUTE, WorkerHost, WorkerStatus};
+pub use worker::host::{
+    CONTROL_ROUTE, HostOptions, REPLY_METADATA, REPLY_NONE, RunningCall, STATUS_ROUTE, WorkerHost, WorkerStatus,
+};
 pub use worker::{Handles, HandlesBlocking, HandlesShared, Method, Methods, Worker, WorkerEnv};

@@ -104,6 +104,9 @@ pub struct ConnectOptions {
     /// The requested transport, for a connector that has several: the connector fails, with the reason, rather than use another
     /// one. `None` selects the most preferred transport that works. A connector with one transport can ignore the field.
     pub transport: Option<Transport>,
+    /// `true` if the caller watches the peer in another way. A silent peer then ends the connection at neither end: the peer may compute for minutes on
+    /// the threads that serve its connections. Transports without heartbeats can ignore the field. Default: `false`.
+    pub watched: bool,
 }
 
 impl ConnectOptions {
@@ -111,6 +114,13 @@ impl ConnectOptions {
     #[must_use]
     pub fn to_incarnation(incarnation: Incarnation) -> Self {
         Self { incarnation: Some(incarnation), ..Self::default() }
+    }
+
+    /// Returns the options for a peer that is [watched](Self::watched) in another way.
+    #[must_use]
+    pub fn watched(mut self) -> Self {
+        self.watched = true;
+        self
     }
 
     /// Returns the options with this transport as the only allowed one.

@@ -141,7 +141,7 @@ impl FramedClient {
         let opening = async {
             let ByteStream { socket, received } = connecting.await?;
             let path = PathInfo::new(self.scheme, to.address(), true);
-            open(socket, &received, path, &self.config, Arc::clone(&self.pool)).await
+            open(socket, &received, path, (&self.config, options), Arc::clone(&self.pool)).await
         };
         let opened = cx.bound(Execution::NotStarted, async {
             tokio::time::timeout(patience, opening)

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
-use gym_core::transport::mux::{CallingEnd, MuxLink, heartbeat};
+use gym_core::transport::mux::{CallingEnd, ConnectionLimits, MuxLink, heartbeat};
 use gym_core::transport::{ConnectOptions, Connector, PathInfo, Transport};
 use gym_core::{CallContext, Channel, Code, Endpoint, Error, Execution, Request, Result};
 use tokio::time::Instant;
@@ -45,18 +45,19 @@ impl UcxConnector {
         Self { bootstrap, ucx: ucx.into() }
     }
 
-    /// Connects over the requested transport. Without one, tries shared memory, then the network.
+    /// Connects over the transport of the options. Without one, tries shared memory, then the network.
     async fn open(
         &self,
         cx: &CallContext,
         until: Instant,
         to: &Endpoint,
-        transport: Option<Transport>,
+        options: &ConnectOptions,
     ) -> Result<MuxLink<UcxSendQueue>> {
         let fabric = self.ucx.fabric().await?;
-        let error = match transport {
+        let limits = &self.ucx.config().limits.of_channel(options);
+        let error = match options.transport {
             Some(transport @ (crate::SHM | crate::RDMA | crate::UCX_TCP)) => {
-                return self.attempt(cx, until, fabric, to, transport).await;
+                return self.attempt(cx, until, fabric, to, (transport, limits)).await;
             }
             Some(other) => {
                 return Err(Error::not_started(
@@ -68,14 +69,14 @@ impl UcxConnector {
                 // Half of the time is left for the network if the peer does not respond.
                 let half = cx.remaining().min(time_left(until)) / 2;
                 let halftime = Instant::now() + half;
-                match with_timeout(half, self.attempt(cx, halftime, fabric, to, crate::SHM)).await {
+                match with_timeout(half, self.attempt(cx, halftime, fabric, to, (crate::SHM, limits))).await {
                     Ok(link) => return Ok(link),
                     Err(error) => error,
                 }
             }
         };
         tracing::debug!(%error, endpoint = %to, "shared memory unavailable; connecting over the network");
-        self.attempt(cx, until, fabric, to, crate::UCX_TCP).await.map_err(|last| {
+        self.attempt(cx, until, fabric, to, (crate::UCX_TCP, limits)).await.map_err(|last| {
             let reason = format!("{}; and no shared memory: {}", last.message(), error.message());
             Error::new(last.code(), last.execution(), reason)
         })
@@ -87,7 +88,7 @@ impl UcxConnector {
         until: Instant,
         fabric: &Fabric,
         to: &Endpoint,
-        transport: Transport,
+        (transport, limits): (Transport, &ConnectionLimits),
     ) -> Result<MuxLink<UcxSendQueue>> {
         let devices = Lanes::of(fabric.devices());
         if transport == crate::RDMA && !devices.rdma() {
@@ -101,8 +102,7 @@ impl UcxConnector {
             _ => None,
         };
         let worker = peer_worker.as_ref().map(|peer_worker| peer_worker.address().clone());
-        let request =
-            BootstrapRequest::new(ConnectionId::random(), &config.limits, host::identity(), time_left(until), worker);
+        let request = BootstrapRequest::new(ConnectionId::random(), limits, host::identity(), time_left(until), worker);
         let response = self.bootstrap(cx, to, &request).await;
         if let (Some(peer_worker), Err(error)) = (&peer_worker, &response)
             && error.execution() == Execution::NotStarted
@@ -119,7 +119,7 @@ impl UcxConnector {
         };
         let connect =
             Connect { id: request.id, token: response.token, peer: response.id, target, within: time_left(until) };
-        let (caller, established) = CallingEvents::new(config.limits.clone(), config.cut_bytes);
+        let (caller, established) = CallingEvents::new(limits.clone(), config.cut_bytes);
         let guard = ConnectGuard(Some(fabric.connect(connect, Arc::clone(&caller) as _)?));
         let EstablishedConnection { end, lanes } =
             established.await.unwrap_or_else(|_| Err(Error::unknown(Code::Unavailable, "the fabric has ended")))?;
@@ -134,7 +134,7 @@ impl UcxConnector {
         let path = PathInfo::new(SCHEME, to.address(), true).at(opened, lanes.to_string());
         self.ucx.watch(Arc::clone(&path.peer), end.sender());
         // Ends with the last channel and call, or with the connection.
-        tokio::spawn(exchange_heartbeats(Arc::clone(&end), caller, config.limits.clone(), fabric.clone()));
+        tokio::spawn(exchange_heartbeats(Arc::clone(&end), caller, limits.clone(), fabric.clone()));
         Ok(MuxLink::new(end, path))
     }
 
@@ -207,7 +207,7 @@ impl Drop for ConnectGuard {
 async fn exchange_heartbeats(
     end: Arc<CallingEnd<UcxSendQueue>>,
     caller: Arc<CallingEvents>,
-    limits: gym_core::transport::mux::ConnectionLimits,
+    limits: ConnectionLimits,
     fabric: Fabric,
 ) {
     // The first heartbeat is sent at once, so that its echo is the first measured round trip.
@@ -243,7 +243,7 @@ impl Connector for UcxConnector {
         }
         let timeout = self.ucx.config().connect_timeout;
         let opened = cx.bound(Execution::NotStarted, async {
-            with_timeout(timeout, self.open(cx, Instant::now() + timeout, to, options.transport)).await
+            with_timeout(timeout, self.open(cx, Instant::now() + timeout, to, options)).await
         });
         // No call has been sent, whatever the error.
         let link = opened

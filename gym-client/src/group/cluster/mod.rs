@@ -33,7 +33,7 @@ use crate::group::provision::{
     DEFAULT_START_TIMEOUT, LaunchSpec, NodeEvent, NodeStatus, Provisioner, RankPlace, Reservation, ReserveRequest,
     Variables,
 };
-use crate::group::supervise::{ClusterBinding, ClusterGroups, DEFAULT_MAX_RESTARTS, Group, GroupOptions};
+use crate::group::supervise::{ClusterBinding, ClusterGroups, Group, GroupOptions};
 use crate::group::usage::node::{NodeMonitor, NodeUsage};
 pub use file::ClusterFile;
 use lease::{BundleLeases, LeaseGate};
@@ -65,7 +65,7 @@ pub struct GroupRequest {
     pub init: Box<RawValue>,
     /// Assignment of workers to bundles. Default: one worker on each bundle.
     pub on: WorkersOn,
-    /// Memory limit, restarts and transport from a configuration; they take precedence over `options`. Default: none.
+    /// Memory limit, restarts and transport from a configuration. Its keys take precedence over `options`. Default: none.
     pub config: Option<WorkerGroupConfig>,
     /// Transports, heartbeats and restarts of the group.
     pub options: GroupOptions,
@@ -242,10 +242,7 @@ impl VirtualCluster {
             config.validate()?;
             spec.transport_policy = config.transport_policy().or(spec.transport_policy);
             spec.memory_limit_bytes = config.memory_limit;
-            options.restart_on_failure = config.restart_on_failure;
-            options.async_communication = config.async_communication;
-            options.balance = config.balancing().or(options.balance);
-            options.max_restarts = config.max_restarts.unwrap_or(DEFAULT_MAX_RESTARTS);
+            options.configured(&config);
         }
         if let Some(transport_policy) = &spec.transport_policy {
             transport_policy.check(&options.transports.known()).map_err(|error| error.about("worker group"))?;

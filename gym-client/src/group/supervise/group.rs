@@ -7,7 +7,7 @@ use std::time::Duration;
 use futures_util::future::join_all;
 use gym_core::group::watch;
 use gym_core::group::{Backlog, Balancer, Gate, GroupView, Member, Rank, RankExit, RankLayout, RankState, WorkerGroup};
-use gym_core::{CallContext, Code, Error, Execution, Result};
+use gym_core::{CallContext, Code, Error, Execution, Incarnation, Result};
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::Instant;
 use tokio_util::task::AbortOnDropHandle;
@@ -151,7 +151,7 @@ impl Group {
     }
 
     /// Restarts all exited ranks, waits until every rank accepts calls, and returns the restarted ranks. Returns an empty list if
-    /// no rank had exited.
+    /// no rank had exited. A silent rank counts as exited once it has been silent for [`GroupOptions::silence_restart`]: it is killed then.
     ///
     /// Works without `restart_on_failure`, too. Each restart counts against the budget. The pause of an automatic restart ends at
     /// once.
@@ -162,7 +162,7 @@ impl Group {
     pub async fn restart_failed_workers(&self, cx: &CallContext) -> Result<Vec<Rank>> {
         let subject = format!("restart the failed ranks of {}", self.shared.name);
         self.await_exits(cx).await;
-        let mut restarted = Vec::new();
+        let mut restarted = self.end_silent(cx).await.map_err(|error| error.about(subject.clone()))?;
         loop {
             let RestartReply { begun, refused } = self.ask_for_restarts().await?;
             restarted.extend(begun);
@@ -173,7 +173,11 @@ impl Group {
                 return Err(Error::not_started(Code::ResourceExhausted, message).about(subject));
             }
             match self.ready(cx).await {
-                Ok(()) => return Ok(restarted),
+                Ok(()) => {
+                    restarted.sort_unstable();
+                    restarted.dedup();
+                    return Ok(restarted);
+                }
                 // The exit of a rank was reported in the meantime. The next round restarts or rejects it, each rank at most once.
                 Err(error) if cx.check().is_ok() && error.failed().any(|rank| fresh(&rank, &restarted)) => {}
                 Err(error) => return Err(Error::from(error).about(subject)),
@@ -211,7 +215,18 @@ impl Group {
             };
             ranks.into_iter().map(incarnation_of).collect::<Result<_>>()?
         };
-        for (rank, incarnation) in &running {
+        self.end(cx, &running).await?;
+        // With `restart_on_failure`, their restarts may have begun already.
+        let mut restarted = self.restart_failed_workers(cx).await?;
+        restarted.extend(running.iter().map(|(rank, _)| *rank));
+        restarted.sort_unstable();
+        restarted.dedup();
+        Ok(restarted)
+    }
+
+    /// Kills these incarnations, and waits for their exits.
+    async fn end(&self, cx: &CallContext, running: &[(Rank, Incarnation)]) -> Result<()> {
+        for (rank, incarnation) in running {
             // A rank that has already exited needs no kill. Ranks tied to a killed one are killed with it.
             let _ = self.shared.deployment.kill(*rank, Some(*incarnation)).await;
         }
@@ -229,13 +244,38 @@ impl Group {
             seen.map(drop).map_err(|_| Error::internal("the group's supervisor is gone"))
         };
         let subject = || format!("restart ranks of {}: wait for their exits", self.shared.name);
-        cx.bound(Execution::Unknown, exits).await.map_err(|error| error.about(subject()))?;
-        // With `restart_on_failure`, their restarts may have begun already.
-        let mut restarted = self.restart_failed_workers(cx).await?;
-        restarted.extend(running.iter().map(|(rank, _)| *rank));
-        restarted.sort_unstable();
-        restarted.dedup();
-        Ok(restarted)
+        cx.bound(Execution::Unknown, exits).await.map_err(|error| error.about(subject()))
+    }
+
+    /// Waits until each suspect rank has a heartbeat again, or has been silent for [`GroupOptions::silence_restart`] and is killed. Returns the killed ranks.
+    async fn end_silent(&self, cx: &CallContext) -> Result<Vec<Rank>> {
+        let mut killed = Vec::new();
+        loop {
+            let (now, limit) = (Instant::now(), self.shared.options.silence_restart);
+            let (due, next) = {
+                let records = self.shared.records();
+                let silent = records.iter().filter(|record| record.state() == RankState::Suspect);
+                let silent: Vec<_> =
+                    silent.map(|record| (record.place.rank, record.incarnation, record.silence(now))).collect();
+                let due: Vec<_> = silent.iter().filter(|(.., silence)| *silence >= limit).copied().collect();
+                (due, silent.iter().map(|(.., silence)| limit.saturating_sub(*silence)).min())
+            };
+            let Some(next) = next else { return Ok(killed) };
+            if due.is_empty() {
+                let mut view = self.shared.view.subscribe();
+                view.borrow_and_update();
+                let change = async {
+                    let _ = tokio::time::timeout(next, view.changed()).await;
+                    Ok(())
+                };
+                cx.bound(Execution::NotStarted, change).await?;
+                continue;
+            }
+            tracing::warn!(group = %self.shared.name, ranks = ?due.iter().map(|(rank, ..)| *rank).collect::<Vec<_>>(), silent_seconds = limit.as_secs(), "ranks are killed, because they are silent");
+            killed.extend(due.iter().map(|(rank, ..)| *rank));
+            self.end(cx, &due.into_iter().map(|(rank, incarnation, _)| (rank, incarnation)).collect::<Vec<_>>())
+                .await?;
+        }
     }
 
     async fn ask_for_restarts(&self) -> Result<RestartReply> {

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use futures_util::future::BoxFuture;
 use gym_core::CallContext;
+use gym_core::group::cluster::WorkerGroupConfig;
 use gym_core::group::health::HealthPolicy;
 use gym_core::group::{GroupError, Method, RankLayout, WorkerGroupExt};
 use gym_core::registry::Balance;
@@ -38,8 +39,12 @@ pub struct GroupOptions {
     pub backoff_max: Duration,
     /// Pause between two heartbeats of each rank. The default is 5 s.
     pub heartbeat: Duration,
-    /// A rank without a heartbeat for this long is suspect and gets no calls until the next heartbeat. The default is 15 s.
+    /// A rank without a heartbeat for this long is suspect: its running calls fail, and it gets no calls until the next heartbeat. The default is 15 s.
+    /// A rank sends heartbeats while its methods compute, so a silent one is stopped, hangs in the kernel, or is cut off.
     pub silence_max: Duration,
+    /// A rank without a heartbeat for this long has failed: [`Group::restart_failed_workers`](crate::group::Group::restart_failed_workers) kills and restarts
+    /// it. The default is 30 s.
+    pub silence_restart: Duration,
     /// A call without progress for this long is stuck; see [`CallContext::progress`]. The supervisor then writes a warning, and kills no rank. The
     /// default is 300 s, half of a call's default deadline.
     pub stall: Duration,
@@ -68,12 +73,22 @@ impl GroupOptions {
             backoff_max: Duration::from_secs(30),
             heartbeat: Duration::from_secs(5),
             silence_max: Duration::from_secs(15),
+            silence_restart: Duration::from_secs(30),
             stall: Duration::from_secs(300),
             prepare_timeout: DEFAULT_START_TIMEOUT,
             async_communication: false,
             balance: None,
             on_restart: None,
         }
+    }
+
+    /// Replaces the options that a configuration has keys for; a key that it leaves out changes nothing.
+    pub(crate) fn configured(&mut self, config: &WorkerGroupConfig) {
+        let WorkerGroupConfig { restart_on_failure, max_restarts, async_communication, .. } = config;
+        self.restart_on_failure = restart_on_failure.unwrap_or(self.restart_on_failure);
+        self.max_restarts = max_restarts.unwrap_or(self.max_restarts);
+        self.async_communication = async_communication.unwrap_or(self.async_communication);
+        self.balance = config.balancing().or(self.balance.take());
     }
 
     /// Restarts ranks that end, each at most `max_restarts` times.
@@ -109,5 +124,34 @@ impl fmt::Debug for GroupOptions {
             .field("max_restarts", &self.max_restarts)
             .field("on_restart", &self.on_restart.is_some())
             .finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_key_that_a_configuration_leaves_out_changes_no_option() {
+        let chosen = || {
+            let mut options = GroupOptions::new(Transports::new()).restarting(7);
+            (options.async_communication, options.balance) = (true, Some(Balance::RoundRobin));
+            options
+        };
+        let facts = |options: &GroupOptions| {
+            let GroupOptions { restart_on_failure, max_restarts, async_communication, balance, .. } = options;
+            (*restart_on_failure, *max_restarts, *async_communication, balance.clone())
+        };
+        for (config, expected) in [
+            ("{}", facts(&chosen())),
+            (r#"{"memory_limit": "8GB", "restart_on_failure": null}"#, facts(&chosen())),
+            (r#"{"restart_on_failure": false}"#, (false, 7, true, Some(Balance::RoundRobin))),
+            (r#"{"max_restarts": 0, "async_communication": false}"#, (true, 0, false, Some(Balance::RoundRobin))),
+            (r#"{"load_balancing_strategy": "least_pending"}"#, (true, 7, true, Some(Balance::LeastPending))),
+        ] {
+            let mut options = chosen();
+            options.configured(&serde_json::from_str(config).expect("a configuration"));
+            assert_eq!(facts(&options), expected, "{config}");
+        }
     }
 }

@@ -51,27 +51,32 @@ pub(crate) struct RankRecord {
 /// The last heartbeat of a rank's current incarnation, and its process on this machine, shared with the views of its group.
 #[derive(Debug, Default)]
 struct LastReport {
-    heartbeat: Mutex<Option<(Instant, WorkerStatus)>>,
+    /// The status is known from the first probe on.
+    heartbeat: Mutex<Option<(Instant, Option<WorkerStatus>)>>,
     pid: OnceLock<u32>,
 }
 
 impl LastReport {
-    fn lock(&self) -> MutexGuard<'_, Option<(Instant, WorkerStatus)>> {
+    fn lock(&self) -> MutexGuard<'_, Option<(Instant, Option<WorkerStatus>)>> {
         self.heartbeat.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl RankMonitor for LastReport {
     fn last_status(&self) -> Option<(WorkerStatus, Duration)> {
-        self.lock().as_ref().map(|(at, status)| (status.clone(), at.elapsed()))
+        self.lock().as_ref().and_then(|(at, status)| Some((status.clone()?, at.elapsed())))
+    }
+
+    fn silent_for(&self) -> Option<Duration> {
+        self.lock().as_ref().map(|(at, _)| at.elapsed())
     }
 
     fn pid(&self) -> Option<u32> {
         self.pid.get().copied()
     }
 
-    fn fix(&self) -> Option<&'static str> {
-        Some("raise the deadline, or kill and restart them: `group.restart_workers(cx, error.unanswered())`")
+    fn restart(&self) -> Option<&'static str> {
+        Some("`group.restart_workers(cx, error.unanswered())`")
     }
 }
 
@@ -195,6 +200,7 @@ impl RankRecord {
         self.channel = Some(channel);
         self.control = Some(control);
         self.last_heartbeat = Some(now);
+        *self.reported.lock() = Some((now, self.report.clone()));
     }
 
     /// Records the result of `on_restart`.
@@ -224,7 +230,7 @@ impl RankRecord {
         let before = self.state();
         if let Some(report) = answer {
             self.last_heartbeat = Some(now);
-            *self.reported.lock() = Some((now, report.clone()));
+            *self.reported.lock() = Some((now, Some(report.clone())));
             self.report = Some(report);
             self.note(HealthEvent::Probed { ok: true }, options);
         } else if self.silence(now) > options.silence_max {
@@ -242,6 +248,16 @@ impl RankRecord {
         }
     }
 
+    /// Moves the last heartbeat by a pause of this process, in which no rank was asked.
+    pub(crate) fn forgive(&mut self, pause: Duration) {
+        if let Some(heartbeat) = &mut self.last_heartbeat {
+            *heartbeat += pause;
+        }
+        if let Some((heartbeat, _)) = &mut *self.reported.lock() {
+            *heartbeat += pause;
+        }
+    }
+
     /// Returns the time since the last heartbeat; zero for a rank that is not connected.
     pub(crate) fn silence(&self, now: Instant) -> Duration {
         self.last_heartbeat.map_or(Duration::ZERO, |last_heartbeat| now.duration_since(last_heartbeat))
@@ -249,9 +265,9 @@ impl RankRecord {
 
     pub(crate) fn member(&self) -> Member {
         let member = Member::starting(self.place.rank, self.incarnation).in_state(self.state());
-        let mut member = match &self.channel {
-            Some(channel) => member.reached_over(channel.clone()),
-            None => member,
+        let mut member = match (&self.channel, &self.control) {
+            (Some(channel), Some(control)) => member.reached_over(channel.clone()).asked_over(control.clone()),
+            _ => member,
         }
         .monitored_by(Arc::clone(&self.reported) as _);
         member.exit.clone_from(&self.exit);

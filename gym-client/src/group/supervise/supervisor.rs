@@ -9,9 +9,12 @@ use futures_util::stream::BoxStream;
 use futures_util::{FutureExt, StreamExt};
 use gym_core::group::health::HealthEvent;
 use gym_core::group::watch;
-use gym_core::group::{Backlog, ExitCause, Gate, GroupView, Rank, RankExit, RankState, STATUS_ROUTE, WorkerStatus};
-use gym_core::transport::ConnectOptions;
-use gym_core::{CallContext, Channel, Endpoint, Error, Incarnation, Request, Result, Route};
+use gym_core::group::{
+    Backlog, CONTROL_ROUTE, ExitCause, Gate, GroupView, Rank, RankExit, RankState, RunningCall, STATUS_ROUTE,
+    WorkerStatus,
+};
+use gym_core::transport::{ConnectOptions, TransportPolicy};
+use gym_core::{CallContext, Channel, Code, Endpoint, Error, Incarnation, Request, Response, Result, Route};
 use tokio::sync::{mpsc, oneshot};
 use tokio::task::JoinSet;
 use tokio::time::{Instant, MissedTickBehavior, sleep};
@@ -22,6 +25,7 @@ use crate::group::supervise::options::GroupOptions;
 use crate::group::supervise::record::{self, AfterExit, RankRecord};
 use crate::group::supervise::status::{self, StuckChange, StuckRank};
 use crate::group::supervise::subset::RankSubset;
+use crate::transport::Transports;
 
 /// Time to connect to a rank that has reported its endpoints.
 const CONNECT_WAIT: Duration = Duration::from_secs(10);
@@ -31,6 +35,11 @@ const EXIT_NEWS: Duration = Duration::from_secs(1);
 const RECONNECT_EVERY: Duration = Duration::from_secs(1);
 /// Time for a status request, which takes microseconds; the limit leaves time for a machine that swaps.
 const PROBE_WAIT: Duration = Duration::from_secs(2);
+
+/// A turn of the supervisor that is later than this was delayed by a pause of the process, and not by a busy machine.
+const PAUSE_MIN: Duration = Duration::from_secs(1);
+/// A method that has blocked its thread for this long is named in the log, once.
+const BLOCKED_MIN: Duration = Duration::from_secs(10);
 
 /// State shared by the group and its supervisor.
 #[derive(Debug)]
@@ -120,6 +129,14 @@ impl GroupStop {
     }
 }
 
+/// What the supervisor's task has to do next.
+enum Turn {
+    Event(RankEvent),
+    Done(std::result::Result<JobResult, tokio::task::JoinError>),
+    Command(SupervisorCommand),
+    Tick,
+}
+
 /// Result of a job of the supervisor.
 enum JobResult {
     Connected(Rank, Incarnation, Result<RankChannels>),
@@ -138,6 +155,8 @@ struct RankChannels {
     calls: Channel,
     control: Channel,
     endpoints: Vec<Endpoint>,
+    /// Where the rank serves its status on a thread of its own; empty if it does not.
+    control_endpoints: Vec<Endpoint>,
 }
 
 pub(super) struct GroupSupervisor {
@@ -146,11 +165,19 @@ pub(super) struct GroupSupervisor {
     /// Tied ranks that are restarting, and those of them that must restart once more.
     restarting: BTreeSet<u32>,
     again: BTreeSet<u32>,
+    /// The methods that block their thread, as far as the log has named them.
+    blocking_methods: BTreeSet<String>,
 }
 
 impl GroupSupervisor {
     pub(super) fn new(shared: Arc<GroupState>) -> Self {
-        Self { shared, jobs: JoinSet::new(), restarting: BTreeSet::new(), again: BTreeSet::new() }
+        Self {
+            shared,
+            jobs: JoinSet::new(),
+            restarting: BTreeSet::new(),
+            again: BTreeSet::new(),
+            blocking_methods: BTreeSet::new(),
+        }
     }
 
     /// Runs until it or the deployment is dropped.
@@ -161,26 +188,41 @@ impl GroupSupervisor {
     ) {
         let mut tick = tokio::time::interval(self.shared.options.heartbeat);
         tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let mut last_turn = Instant::now();
         loop {
-            tokio::select! { biased;
+            let turn = tokio::select! { biased;
                 event = events.next() => match event {
-                    Some(event) => self.on_event(event),
+                    Some(event) => Turn::Event(event),
                     None => return,
                 },
-                Some(done) = self.jobs.join_next(), if !self.jobs.is_empty() => match done {
-                    Ok(done) => self.done(done),
-                    Err(error) => tracing::error!(group = %self.shared.name, %error, "supervisor job failed"),
-                },
-                Some(command) = commands.recv() => match command {
-                    SupervisorCommand::RestartFailed(reply) => {
-                        let _ = reply.send(self.restart_failed());
-                    }
-                },
-                _ = tick.tick() => {
+                Some(done) = self.jobs.join_next(), if !self.jobs.is_empty() => Turn::Done(done),
+                Some(command) = commands.recv() => Turn::Command(command),
+                _ = tick.tick() => Turn::Tick,
+            };
+            self.forgive_pause(last_turn.elapsed());
+            match turn {
+                Turn::Event(event) => self.on_event(event),
+                Turn::Done(Ok(done)) => self.done(done),
+                Turn::Done(Err(error)) => tracing::error!(group = %self.shared.name, %error, "supervisor job failed"),
+                Turn::Command(SupervisorCommand::RestartFailed(reply)) => {
+                    let _ = reply.send(self.restart_failed());
+                }
+                Turn::Tick => {
                     self.report_stuck();
                     self.probe_all();
                 }
             }
+            last_turn = Instant::now();
+        }
+    }
+
+    /// Moves the heartbeats of all ranks by a pause of this process, which was suspended, stopped, or computed on all threads: such a pause says nothing
+    /// about ranks. Without one, the supervisor has a turn at each heartbeat.
+    fn forgive_pause(&self, since_last_turn: Duration) {
+        let pause = since_last_turn.saturating_sub(self.shared.options.heartbeat);
+        if pause >= PAUSE_MIN {
+            tracing::warn!(group = %self.shared.name, pause_seconds = pause.as_secs(), "this process was paused: heartbeats of its ranks count from now on");
+            self.shared.records().iter_mut().for_each(|record| record.forgive(pause));
         }
     }
 
@@ -208,7 +250,7 @@ impl GroupSupervisor {
             }
             RankEvent::Ready { rank, incarnation, endpoints } => {
                 let transports = options.transports;
-                let connecting = async move { connect(&transports, incarnation, endpoints).await };
+                let connecting = async move { RankChannels::open(&transports, incarnation, endpoints).await };
                 self.spawn(connecting, move |connected| JobResult::Connected(rank, incarnation, connected));
             }
             RankEvent::Draining { rank, incarnation } => {
@@ -243,17 +285,23 @@ impl GroupSupervisor {
     fn keep(&mut self, rank: Rank, incarnation: Incarnation, channels: RankChannels) {
         let (mut view, transports) = (self.shared.view.subscribe(), self.shared.options.transports.clone());
         let group = Arc::clone(&self.shared.name);
+        let states = self.shared.view.subscribe();
         let again = async move {
-            let RankChannels { calls, control, endpoints } = channels;
-            tokio::select! { biased;
-                _ = calls.closed() => {}
-                _ = control.closed() => {}
-            }
-            drop((calls, control));
+            let calls_end = tokio::select! { biased;
+                _ = channels.calls.closed() => true,
+                _ = channels.control.closed() => false,
+            };
             // The exit of a rank is reported some time after its connections have broken.
             sleep(EXIT_NEWS).await;
             loop {
-                match connect(&transports, incarnation, endpoints.clone()).await {
+                // After a long silence, the connection for calls may wait for minutes before it sends again.
+                let silent = states.borrow().member(rank).is_none_or(|member| member.state == RankState::Suspect);
+                let opened = if calls_end || silent {
+                    channels.reopen(&transports, incarnation).await
+                } else {
+                    channels.reopen_control(&transports, incarnation).await
+                };
+                match opened {
                     Ok(channels) => return channels,
                     Err(error) => {
                         tracing::warn!(%group, rank, %incarnation, %error, "a rank cannot be reached; trying again")
@@ -355,6 +403,7 @@ impl GroupSupervisor {
                 }
             }
             JobResult::Probed(rank, incarnation, answer) => {
+                self.name_blocking_methods(answer.as_ref());
                 let changed = {
                     let mut records = self.shared.records();
                     let record = records.get_mut(rank as usize).filter(|record| record.incarnation == incarnation);
@@ -502,6 +551,21 @@ impl GroupSupervisor {
         }
     }
 
+    /// Writes a warning for each method that blocks its thread, once.
+    fn name_blocking_methods(&mut self, status: Option<&WorkerStatus>) {
+        let blocks = |call: &&RunningCall| Duration::from_millis(call.blocked_ms) >= BLOCKED_MIN;
+        for call in status.into_iter().flat_map(|status| &status.running).filter(blocks) {
+            if self.blocking_methods.insert(call.method.clone()) {
+                tracing::warn!(
+                    group = %self.shared.name,
+                    method = call.method,
+                    blocked_seconds = call.blocked_ms / 1_000,
+                    "an async method blocks its thread: its other calls wait, and none ends at its deadline; declare it `blocking`"
+                );
+            }
+        }
+    }
+
     /// Probes every connected rank that is not being probed.
     fn probe_all(&mut self) {
         let mut probes: Vec<(Rank, Incarnation, Channel)> = Vec::new();
@@ -518,14 +582,59 @@ impl GroupSupervisor {
     }
 }
 
-async fn connect(
-    transports: &crate::transport::Transports,
+impl RankChannels {
+    /// Connects to a rank for calls, and for heartbeats: where the rank serves its status on a thread of its own, or else where it serves calls.
+    async fn open(transports: &Transports, incarnation: Incarnation, endpoints: Vec<Endpoint>) -> Result<Self> {
+        let cx = CallContext::within(CONNECT_WAIT);
+        let calls = open_calls(&cx, transports, incarnation, &endpoints).await?;
+        let request = Request::get(cx.child(), Route::from_static(CONTROL_ROUTE));
+        let answer = calls.call(request).await.and_then(Response::into_result);
+        let control_endpoints = match answer {
+            // A host of another kind has no thread for heartbeats.
+            Ok(answer) => serde_json::from_slice(&answer.message.head.to_bytes()).unwrap_or_default(),
+            Err(error) if error.code() == Code::NotFound => Vec::new(),
+            Err(error) => return Err(error),
+        };
+        let control = open_control(&cx, transports, incarnation, (&endpoints, &control_endpoints)).await?;
+        Ok(Self { calls, control, endpoints, control_endpoints })
+    }
+
+    /// Opens both channels again.
+    async fn reopen(&self, transports: &Transports, incarnation: Incarnation) -> Result<Self> {
+        let cx = CallContext::within(CONNECT_WAIT);
+        let calls = open_calls(&cx, transports, incarnation, &self.endpoints).await?;
+        Ok(Self { calls, ..self.reopen_control(transports, incarnation).await? })
+    }
+
+    /// Opens the channel for heartbeats again.
+    async fn reopen_control(&self, transports: &Transports, incarnation: Incarnation) -> Result<Self> {
+        let cx = CallContext::within(CONNECT_WAIT);
+        let control = open_control(&cx, transports, incarnation, (&self.endpoints, &self.control_endpoints)).await?;
+        Ok(Self { control, ..self.clone() })
+    }
+}
+
+/// Connects for calls. Heartbeats tell whether the rank lives, so its silence on this connection, while a method computes, tells nothing.
+async fn open_calls(
+    cx: &CallContext,
+    transports: &Transports,
     incarnation: Incarnation,
-    endpoints: Vec<Endpoint>,
-) -> Result<RankChannels> {
-    let cx = CallContext::within(CONNECT_WAIT);
+    endpoints: &[Endpoint],
+) -> Result<Channel> {
+    transports.connect_ordered(cx, endpoints, &ConnectOptions::to_incarnation(incarnation).watched()).await
+}
+
+async fn open_control(
+    cx: &CallContext,
+    transports: &Transports,
+    incarnation: Incarnation,
+    (endpoints, control_endpoints): (&[Endpoint], &[Endpoint]),
+) -> Result<Channel> {
     let options = ConnectOptions::to_incarnation(incarnation);
-    let calls = transports.connect_ordered(&cx, &endpoints, &options).await?;
-    let control = transports.connect(&cx, &endpoints, &options).await?;
-    Ok(RankChannels { calls, control, endpoints })
+    if control_endpoints.is_empty() {
+        return transports.connect(cx, endpoints, &options).await;
+    }
+    // The policy is about the paths of calls.
+    let transports = transports.clone().with_policy(TransportPolicy::unconfigured()).aside();
+    transports.connect(cx, control_endpoints, &options).await
 }

@@ -234,12 +234,10 @@ fn closed<M: Method>(
             Err(error) => error,
             Ok(_) => Error::not_started(Code::Cancelled, format!("not called because rank {first} takes no calls")),
         };
-        let mut outcome = RankOutcome::new(member.rank, member.incarnation, Err(error));
-        outcome.exit = member.exit.clone().filter(|exit| exit.incarnation == member.incarnation.0);
-        Some(outcome)
+        Some(RankOutcome::new(member.rank, member.incarnation, Err(error)).seen_in(view))
     });
     let cause = Error::not_started(cause.code(), cause.message().to_owned());
-    GroupError::new::<M>(group, cause, Some(first), outcomes.collect())
+    GroupError::new::<M>(group, cause, Some(first), outcomes.collect()).with_restart(view)
 }
 
 /// Arguments for one rank after another: serialized at most once if they are the same for all.

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use crate::base::error::{Code, Error, Execution};
 use crate::group::batch::Payload;
-use crate::group::call::{ExitCause, RankExit};
+use crate::group::call::{ExitCause, GroupView, RankExit};
 use crate::group::layout::Rank;
 use crate::group::worker::Method;
 use crate::message::Incarnation;
@@ -26,8 +26,8 @@ struct Inner {
     outcomes: Vec<RankOutcome>,
     /// Other items of the same list have been started.
     others_started: bool,
-    /// What ends ranks that hang.
-    fix: Option<&'static str>,
+    /// The call that ends ranks that hang.
+    restart: Option<&'static str>,
 }
 
 /// The outcome of a group call at one rank.
@@ -39,6 +39,8 @@ pub struct RankOutcome {
     pub incarnation: Incarnation,
     /// The exit of that incarnation, if it ended with this call.
     pub exit: Option<Arc<RankExit>>,
+    /// The rank had been silent for longer than its supervisor waits.
+    silent: bool,
     answer: Result<Answer, Error>,
 }
 
@@ -55,6 +57,8 @@ pub enum FailureKind {
     Exception,
     /// The deadline passed before the rank replied.
     Timeout,
+    /// The rank has sent no heartbeat for so long that it is suspect: it is stopped, hangs, or is cut off.
+    Silent,
     /// The rank was ended because it exceeded its memory limit.
     MemoryLimitExceeded,
     /// The rank is unreachable or accepts no calls.
@@ -71,7 +75,18 @@ pub enum FailureKind {
 
 impl RankOutcome {
     pub(crate) fn new(rank: Rank, incarnation: Incarnation, answer: Result<Answer, Error>) -> Self {
-        Self { rank, incarnation, exit: None, answer }
+        Self { rank, incarnation, exit: None, silent: false, answer }
+    }
+
+    /// Adds what the view of the group knows of the rank.
+    pub(crate) fn seen_in(mut self, view: &GroupView) -> Self {
+        let (Some(member), Some(error)) = (view.member(self.rank), self.error()) else { return self };
+        let (code, execution) = (error.code(), error.execution());
+        if code == Code::Unavailable {
+            self.exit = member.exit.clone().filter(|exit| exit.incarnation == self.incarnation.0);
+        }
+        self.silent = execution != Execution::Finished && member.is_silent(self.incarnation);
+        self
     }
 
     /// Returns the error of the rank; `None` if the rank replied.
@@ -103,6 +118,9 @@ impl RankOutcome {
                 ExitCause::MemoryLimitExceeded => FailureKind::MemoryLimitExceeded,
             });
         }
+        if self.silent {
+            return Some(FailureKind::Silent);
+        }
         Some(match (error.code(), error.execution()) {
             (Code::DataLoss, Execution::Finished | Execution::Unknown) => FailureKind::BadReply,
             (_, Execution::Finished) => FailureKind::Exception,
@@ -130,7 +148,16 @@ impl GroupError {
     pub(crate) fn new<M: Method>(group: &str, cause: Error, first: Option<Rank>, outcomes: Vec<RankOutcome>) -> Self {
         let (method, idempotent) = (M::NAME, M::IDEMPOTENT);
         let group = group.to_owned();
-        Self(Box::new(Inner { group, method, idempotent, cause, first, outcomes, others_started: false, fix: None }))
+        Self(Box::new(Inner {
+            group,
+            method,
+            idempotent,
+            cause,
+            first,
+            outcomes,
+            others_started: false,
+            restart: None,
+        }))
     }
 
     /// Records that `others` items of the list, besides the failed one, were started.
@@ -140,10 +167,11 @@ impl GroupError {
         self
     }
 
-    /// Sets what ends ranks that hang.
+    /// Takes from the view of the group which call ends ranks that hang.
     #[must_use]
-    pub(crate) fn with_fix(mut self, fix: Option<&'static str>) -> Self {
-        self.0.fix = fix;
+    pub(crate) fn with_restart(mut self, view: &GroupView) -> Self {
+        let restart = self.unanswered().find_map(|rank| view.member(rank)?.monitor.as_ref()?.restart());
+        self.0.restart = restart;
         self
     }
 
@@ -184,14 +212,12 @@ impl GroupError {
         self.0.outcomes.iter().find(|outcome| outcome.rank == rank)
     }
 
-    /// Returns the ranks that had not answered when the deadline passed, ascending. Their process may hang: the supervised group of
-    /// `gym-client` kills and restarts them by `Group::restart_workers(cx, error.unanswered())`.
+    /// Returns the ranks that had not answered when the deadline passed, and those that are silent, ascending. Their process may hang: the supervised
+    /// group of `gym-client` kills and restarts them by `Group::restart_workers(cx, error.unanswered())`.
     pub fn unanswered(&self) -> impl Iterator<Item = Rank> {
-        self.0
-            .outcomes
-            .iter()
-            .filter(|outcome| outcome.kind() == Some(FailureKind::Timeout))
-            .map(|outcome| outcome.rank)
+        let unanswered =
+            |outcome: &&RankOutcome| matches!(outcome.kind(), Some(FailureKind::Timeout | FailureKind::Silent));
+        self.0.outcomes.iter().filter(unanswered).map(|outcome| outcome.rank)
     }
 
     /// Reports whether any rank may have run the call: `NotStarted` if none can have, `Finished` if every rank replied, otherwise
@@ -216,7 +242,7 @@ impl GroupError {
 
 impl fmt::Display for GroupError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Inner { group, method, cause, first, outcomes, fix, .. } = &*self.0;
+        let Inner { group, method, cause, first, outcomes, restart, .. } = &*self.0;
         write!(f, "call {method} of {group}: ")?;
         if let Some(rank) = first {
             write!(f, "rank {rank} failed: ")?;
@@ -230,7 +256,10 @@ impl fmt::Display for GroupError {
             write!(f, " ({answered} of {} ranks answered)", outcomes.len())?;
         }
         if first.is_some() || cause.code() != Code::DeadlineExceeded {
-            return Ok(());
+            return match restart {
+                Some(restart) => write!(f, "; fix: kill and restart what is silent: {restart}"),
+                None => Ok(()),
+            };
         }
         let late = || outcomes.iter().filter(|outcome| outcome.kind() == Some(FailureKind::Timeout));
         for outcome in late().take(LATE_SHOWN) {
@@ -243,8 +272,8 @@ impl fmt::Display for GroupError {
             0 => {}
             others => write!(f, "; and {others} other ranks")?,
         }
-        match fix {
-            Some(fix) => write!(f, "; fix: {fix}"),
+        match restart {
+            Some(restart) => write!(f, "; fix: raise the deadline, or kill and restart them: {restart}"),
             None => Ok(()),
         }
     }

@@ -328,9 +328,12 @@ pub(crate) fn may_answer(view: &GroupView, rank: Rank, incarnation: Incarnation)
 
 /// Returns the error of a rank that can no longer reply.
 pub(crate) fn no_answer(view: &GroupView, rank: Rank, incarnation: Incarnation) -> Error {
-    let now = view
-        .member(rank)
-        .map_or("gone", |member| if member.incarnation == incarnation { member.state.as_str() } else { "replaced" });
+    let now = match view.member(rank) {
+        None => "gone",
+        Some(member) if member.is_silent(incarnation) => return Error::unknown(Code::Unavailable, member.silence()),
+        Some(member) if member.incarnation == incarnation => member.state.as_str(),
+        Some(_) => "replaced",
+    };
     Error::unknown(Code::Unavailable, format!("the rank is {now}; it has not answered"))
 }
 
@@ -436,12 +439,7 @@ impl<M: Method> Call<M> {
             .map(|Slot { rank, incarnation, answer, .. }| {
                 let answer = answer.unwrap_or_else(|| Err(Error::internal("no outcome")));
                 let answer = answer.map(|payload| -> Answer { payload.map(|payload| Arc::new(payload) as _) });
-                let mut outcome = RankOutcome::new(rank, incarnation, answer);
-                if outcome.error().is_some_and(|error| error.code() == Code::Unavailable) {
-                    let exit = view.member(rank).and_then(|member| member.exit.clone());
-                    outcome.exit = exit.filter(|exit| exit.incarnation == incarnation.0);
-                }
-                outcome
+                RankOutcome::new(rank, incarnation, answer).seen_in(&view)
             })
             .collect();
         let execution = |outcomes: &[RankOutcome]| {
@@ -449,9 +447,7 @@ impl<M: Method> Call<M> {
             if started { Execution::Unknown } else { Execution::NotStarted }
         };
         let cause = first_cause.unwrap_or_else(|| Error::new(code, execution(&outcomes), why));
-        let error = GroupError::new::<M>(&self.group, cause, first_rank, outcomes);
-        let fix = error.unanswered().find_map(|rank| view.member(rank)?.monitor.as_ref()?.fix());
-        error.with_fix(fix)
+        GroupError::new::<M>(&self.group, cause, first_rank, outcomes).with_restart(&view)
     }
 
     /// Waits briefly until the view reports the exit of a disconnected rank.
@@ -489,6 +485,9 @@ fn unanswered<M: Method>(view: &GroupView, slot: &Slot<M::Reply>, waited: Durati
                 0 => write!(text, ", without progress"),
                 units => write!(text, ", the last progress ({units} units) {} ago", since(call.still_ms)),
             };
+            if let Some(blocks) = call.blocks(age) {
+                let _ = write!(text, ", and {blocks}");
+            }
         }
         None => text.push_str("; it runs no call"),
     }

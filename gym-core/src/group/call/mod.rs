@@ -146,7 +146,7 @@ impl<G: WorkerGroup + ?Sized> WorkerGroupExt for G {}
 async fn request_statuses(view: &GroupView, cx: &CallContext) -> Vec<Result<WorkerStatus>> {
     join_all(view.members().iter().map(|member| async {
         match &member.channel {
-            Some(channel) => request_status(channel, cx).await,
+            Some(channel) => request_status(member.control.as_ref().unwrap_or(channel), cx).await,
             None => {
                 let why = format!("rank {} is {} and has no address", member.rank, member.state);
                 Err(Error::not_started(Code::Unavailable, why))

@@ -8,6 +8,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use crate::base::error::{Code, Error};
+use crate::base::unusual_process_state;
 use crate::group::health::RankState;
 use crate::group::layout::Rank;
 use crate::group::worker::host::WorkerStatus;
@@ -35,6 +36,8 @@ pub struct Member {
     pub state: RankState,
     /// The channel to the rank; `None` while the rank has no address.
     pub channel: Option<Channel>,
+    /// The channel to the rank's status, if it has one of its own.
+    pub(crate) control: Option<Channel>,
     /// The exit of the last incarnation that ended.
     pub exit: Option<Arc<RankExit>>,
     /// `true` if the node of the rank is about to be taken away. The rank accepts calls; balancers choose others if they can.
@@ -49,13 +52,18 @@ pub trait RankMonitor: fmt::Debug + Send + Sync {
     /// Returns the last known status of the rank, and its age; `None` before the first one.
     fn last_status(&self) -> Option<(WorkerStatus, Duration)>;
 
+    /// Returns the time since the last heartbeat; `None` before the rank was reached.
+    fn silent_for(&self) -> Option<Duration> {
+        None
+    }
+
     /// Returns the process of the rank on this machine, if it is known.
     fn pid(&self) -> Option<u32> {
         None
     }
 
-    /// Returns what ends a rank that hangs; `None` if nothing does.
-    fn fix(&self) -> Option<&'static str> {
+    /// Returns the call that ends ranks that hang; `None` if nothing does.
+    fn restart(&self) -> Option<&'static str> {
         None
     }
 }
@@ -143,6 +151,7 @@ impl Member {
             incarnation,
             state: RankState::Starting,
             channel: None,
+            control: None,
             exit: None,
             draining: false,
             monitor: None,
@@ -171,6 +180,14 @@ impl Member {
         self
     }
 
+    /// Returns the member with this channel to its status, fenced to the rank's incarnation.
+    #[doc(hidden)]
+    #[must_use]
+    pub fn asked_over(mut self, control: Channel) -> Self {
+        self.control = Some(control.fenced(Some(self.incarnation)));
+        self
+    }
+
     /// Returns the member with the exit of its last incarnation.
     #[must_use]
     pub fn ended(mut self, exit: RankExit) -> Self {
@@ -182,15 +199,42 @@ impl Member {
     pub(crate) fn open(&self) -> Result<&Channel, Error> {
         match &self.channel {
             Some(channel) if self.state == RankState::Healthy => Ok(channel),
+            _ if self.state == RankState::Suspect => {
+                let text = format!("the rank is suspect and takes no calls: {}", self.silence());
+                Err(Error::not_started(Code::Unavailable, text))
+            }
             _ => Err(Error::not_started(Code::Unavailable, format!("the rank is {} and takes no calls", self.state))),
         }
     }
 
-    /// Returns `true` if a call that was sent to `incarnation` can still be answered.
+    /// Returns `true` if a call that was sent to `incarnation` can still be answered, as far as is known. A suspect rank has been silent for as long as a
+    /// call may wait for it.
     pub(crate) fn may_answer(&self, incarnation: Incarnation) -> bool {
-        let alive =
-            matches!(self.state, RankState::Healthy | RankState::Suspect | RankState::Stale | RankState::Starting);
+        let alive = matches!(self.state, RankState::Healthy | RankState::Stale | RankState::Starting);
         self.incarnation == incarnation && alive
+    }
+
+    /// Returns `true` if `incarnation` has been silent for so long that the rank is suspect.
+    pub(crate) fn is_silent(&self, incarnation: Incarnation) -> bool {
+        self.incarnation == incarnation && self.state == RankState::Suspect
+    }
+
+    /// Describes the silence of a suspect rank, with the state of its process if that is on this machine.
+    pub(crate) fn silence(&self) -> String {
+        let monitor = self.monitor.as_ref();
+        let mut text = match monitor.and_then(|monitor| monitor.silent_for()) {
+            Some(silence) => format!("no heartbeat for {:.1} s", silence.as_secs_f64()),
+            None => "no heartbeat".to_owned(),
+        };
+        if let Some(pid) = monitor.and_then(|monitor| monitor.pid()) {
+            match unusual_process_state(pid) {
+                Some(state) => text.push_str(&format!("; process {pid} {state}")),
+                None => text.push_str(&format!(
+                    "; process {pid} runs: its machine is overloaded, or its memory is swapped out"
+                )),
+            }
+        }
+        text
     }
 }
 

@@ -8,7 +8,7 @@ use crate::registry::Balance;
 use crate::transport::TransportPolicy;
 
 /// Configuration of a worker group. The fields are the keys; an unknown key is an error that lists the known ones. All are
-/// optional.
+/// optional: a key that is left out changes nothing of what the program chose.
 #[derive(Clone, Debug, Default, PartialEq, Deserialize)]
 #[cfg_attr(feature = "schemars", derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields, default)]
@@ -18,15 +18,15 @@ pub struct WorkerGroupConfig {
     #[serde(deserialize_with = "memory")]
     #[cfg_attr(feature = "schemars", schemars(with = "Option<WrittenMemory>"))]
     pub memory_limit: Option<u64>,
-    /// Restarts a worker automatically after it ends. The default is `false`.
-    pub restart_on_failure: bool,
-    /// Maximum restarts of each worker over the lifetime of the group. The default is 3.
+    /// Restarts a worker automatically after it ends. The default is the program's choice, otherwise `false`.
+    pub restart_on_failure: Option<bool>,
+    /// Maximum restarts of each worker over the lifetime of the group. The default is the program's choice, otherwise 3.
     pub max_restarts: Option<u32>,
     /// Compresses gradients on the wire. Not implemented; the default is `false`.
     pub enable_gradient_compression: bool,
     /// Starts calls when they are submitted, instead of when they are awaited, so that the program can work meanwhile, as
-    /// `GroupCall::submit` does. The default is `false`.
-    pub async_communication: bool,
+    /// `GroupCall::submit` does. The default is the program's choice, otherwise `false`.
+    pub async_communication: Option<bool>,
     /// Balances calls that can run on any worker. The default is `false`.
     pub enable_load_balancing: bool,
     /// The balancing strategy; `least_outstanding` is another name of `least_pending`, and `affinity` is rejected, because calls of a group

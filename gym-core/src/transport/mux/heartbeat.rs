@@ -14,6 +14,10 @@ const BEATS: u32 = 3;
 /// Minimum time after which an end gives up, regardless of its limits. It prevents an end from sending more than ten heartbeats a
 /// second to a peer that announces a shorter time.
 const SILENCE_MIN: Duration = Duration::from_millis(300);
+/// A time that no end waits out. In a handshake, the longest one is `u64::MAX` milliseconds.
+const ENDLESS: Duration = Duration::from_millis(u64::MAX);
+/// Stands for [`ENDLESS`] in the pause between two heartbeats, which also keep a connection open across routers.
+const SILENCE_USUAL: Duration = Duration::from_secs(15);
 
 /// Records whether the peer has sent anything since the last check.
 #[derive(Debug, Default)]
@@ -26,10 +30,10 @@ impl PeerActivity {
     }
 }
 
-/// Sends heartbeats, and returns an error when the peer has sent nothing for `silence_max`.
+/// Sends heartbeats, and returns an error when the peer has sent nothing for `silence_max`. Never returns if this time has no end at one of both ends.
 ///
 /// Calls `each_beat` at every heartbeat, for periodic checks of the transport. That is at least three times in the shorter
-/// `silence_max` of both ends, which counts as at least 300 ms.
+/// `silence_max` of both ends, which counts as at least 300 ms, and as 15 s if it has no end.
 ///
 /// The function counts heartbeats, not time: an end that was itself stopped for a minute first reads the data that has arrived
 /// meanwhile.
@@ -40,15 +44,17 @@ pub async fn heartbeat(
     theirs: &Handshake,
     each_beat: impl Fn(),
 ) -> Error {
-    let silence_max = ours.silence_max.max(SILENCE_MIN);
-    let beat = silence_max.min(theirs.silence_max.max(SILENCE_MIN)) / BEATS;
-    let beats_max = silence_max.as_nanos().div_ceil(beat.as_nanos());
+    let endless = ours.silence_max.max(theirs.silence_max) >= ENDLESS;
+    let bounded = |silence: Duration| if silence >= ENDLESS { SILENCE_USUAL } else { silence.max(SILENCE_MIN) };
+    let silence_max = bounded(ours.silence_max);
+    let beat = silence_max.min(bounded(theirs.silence_max)) / BEATS;
+    let beats_max = if endless { u128::MAX } else { silence_max.as_nanos().div_ceil(beat.as_nanos()) };
     let mut silent = 0;
     loop {
         sleep(beat).await;
         sender.post_heartbeat();
         each_beat();
-        silent = if activity.0.swap(false, Relaxed) { 0 } else { silent + 1 };
+        silent = if activity.0.swap(false, Relaxed) { 0 } else { silent + 1_u128 };
         if silent >= beats_max {
             return Error::unknown(
                 Code::Unavailable,

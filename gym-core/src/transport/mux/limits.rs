@@ -7,6 +7,7 @@ use bytes::{Buf, BufMut, Bytes, BytesMut};
 use super::header::{malformed, number32, number64, size};
 use crate::base::error::Result;
 use crate::message::frame;
+use crate::transport::ConnectOptions;
 
 const MAGIC: u32 = u32::from_le_bytes(*b"GYMC");
 const VERSION: u32 = 1;
@@ -38,10 +39,20 @@ pub struct ConnectionLimits {
     ///
     /// Each end sends a heartbeat at least three times within this time. Values below 300 ms count as 300 ms at both ends, so
     /// that no peer can request more than ten heartbeats a second.
+    ///
+    /// [`Duration::MAX`] at either end: silence ends the connection at neither end. For a peer that is watched in another way
+    /// ([`ConnectOptions::watched`](crate::transport::ConnectOptions::watched)).
     pub silence_max: Duration,
 }
 
 impl ConnectionLimits {
+    /// Returns the limits of a connection with these options.
+    #[must_use]
+    pub fn of_channel(&self, options: &ConnectOptions) -> Self {
+        let silence_max = if options.watched { Duration::MAX } else { self.silence_max };
+        Self { silence_max, ..self.clone() }
+    }
+
     /// Returns the limits of one message.
     #[must_use]
     pub fn message_limits(&self) -> frame::MessageLimits {

@@ -5,8 +5,8 @@ use std::time::Duration;
 use futures_util::future::join_all;
 use gym_client::Transports;
 use gym_client::registry::local_programs;
-use gym_core::base::host_name;
 use gym_core::base::waits::{ProcessWaits, WAITS_ROUTE, WaitReport};
+use gym_core::base::{host_name, unusual_process_state};
 use gym_core::registry::Instance;
 use gym_core::{CallContext, Endpoint, Error, Result};
 use serde::Serialize;
@@ -97,7 +97,7 @@ fn reason(address: &Address, error: &Error) -> String {
     }
     let state = address.pid.filter(|_| is_here(&address.url)).and_then(state);
     match state {
-        Some(state) => state.to_owned(),
+        Some(state) => state,
         None if error.code() == gym_core::Code::DeadlineExceeded => {
             format!("no answer within {} s: its threads are blocked, or it cannot be reached", ASK_TIMEOUT.as_secs())
         }
@@ -113,18 +113,8 @@ fn is_here(url: &str) -> bool {
 }
 
 /// Describes a process of this machine that should answer; `None` if it runs as usual.
-pub(super) fn state(pid: u32) -> Option<&'static str> {
-    let Ok(stat) = std::fs::read_to_string(format!("/proc/{pid}/stat")) else {
-        return Some("its process has ended");
-    };
-    // The name in parentheses can contain anything, so the state is looked for behind it.
-    match stat.rsplit_once(") ")?.1.chars().next()? {
-        'T' => Some("its process is stopped (SIGSTOP); kill -CONT continues it"),
-        't' => Some("its process is stopped by a debugger"),
-        'Z' | 'X' => Some("its process has ended"),
-        'D' => Some("its process waits for a disk or a device"),
-        _ => None,
-    }
+pub(super) fn state(pid: u32) -> Option<String> {
+    Some(format!("its process {}", unusual_process_state(pid)?))
 }
 
 /// Adds the state of the processes that a wait is for, if they are on this machine.

@@ -4,10 +4,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::FutureExt as _;
-use gym_core::transport::PathInfo;
+
 use gym_core::transport::mux::{
     CallingEnd, ConnectionLimits, MuxLink, PeerActivity, ResponseHeader, heartbeat, malformed,
 };
+use gym_core::transport::{ConnectOptions, PathInfo};
 use gym_core::{Code, Error, Result};
 use tokio::io::AsyncReadExt;
 use tokio::task::JoinSet;
@@ -27,17 +28,18 @@ pub(crate) async fn open(
     socket: Socket,
     received: &[u8],
     path: PathInfo,
-    config: &FramesConfig,
+    (config, options): (&FramesConfig, &ConnectOptions),
     pool: Arc<ReceiveBufferPool>,
 ) -> Result<MuxLink<FrameSendQueue>> {
     let (mut read, write) = socket.split();
     let send_queue = FrameSendQueue::new(write);
-    send_queue.post_urgent(greeting_frame(&config.limits));
+    let limits = config.limits.of_channel(options);
+    send_queue.post_urgent(greeting_frame(&limits));
     let mut decoder = Decoder::new(config.limits.message_limits(), Arc::clone(&pool), received);
     let theirs = greeting(&mut read, &mut decoder).await?;
-    let end = CallingEnd::new(send_queue, &config.limits, theirs);
+    let end = CallingEnd::new(send_queue, &limits, theirs);
     // The task ends when the client end does: with the last channel and call, or with the connection.
-    tokio::spawn(drive(Arc::clone(&end), read, decoder, pool, config.limits.clone()).boxed());
+    tokio::spawn(drive(Arc::clone(&end), read, decoder, pool, (limits, config.limits.silence_max)).boxed());
     Ok(MuxLink::new(end, path))
 }
 
@@ -47,14 +49,14 @@ async fn drive(
     read: ReadHalf,
     decoder: Decoder,
     pool: Arc<ReceiveBufferPool>,
-    limits: ConnectionLimits,
+    (limits, unused_max): (ConnectionLimits, Duration),
 ) {
     let heard = PeerActivity::default();
     let mut writer = JoinSet::new();
     let writing = Arc::clone(&end);
     // Runs in a separate task, so that both directions can be busy at once.
     writer.spawn(async move { writing.sender().run().await }.boxed());
-    let trim = || pool.trim(limits.silence_max);
+    let trim = || pool.trim(unused_max);
     let error = tokio::select! {
         biased;
         () = end.over() => Error::unknown(Code::Unavailable, "the channel was closed"),

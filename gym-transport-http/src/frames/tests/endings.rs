@@ -17,11 +17,11 @@ use crate::frames::config::FramesConfig;
 use crate::frames::{FRAMES_SCHEME, FramesConnector, UnixListener};
 
 /// Returns a channel to a peer that has completed its handshake, and the raw socket of that peer.
-async fn greeted() -> (Channel, UnixStream) {
+async fn greeted(options: &ConnectOptions) -> (Channel, UnixStream) {
     let (near, mut far) = UnixStream::pair().unwrap();
     let config = FramesConfig::default();
     far.write_all(&greeting_frame(&config.limits)).await.unwrap();
-    let link = open(near, &config, &ReceiveBufferPool::new(0)).await;
+    let link = open(near, (&config, options), &ReceiveBufferPool::new(0)).await;
     let mut theirs = vec![0; greeting_frame(&config.limits).len()];
     far.read_exact(&mut theirs).await.unwrap();
     (Channel::new(link), far)
@@ -35,7 +35,7 @@ const GONE: (Code, Execution) = (Code::Unavailable, Execution::Unknown);
 
 #[tokio::test(start_paused = true)]
 async fn a_peer_that_is_stopped_is_missed_and_its_calls_end() {
-    let (channel, far) = greeted().await;
+    let (channel, far) = greeted(&ConnectOptions::default()).await;
     let began = tokio::time::Instant::now();
     let mut request = post("/hold");
     request.context = CallContext::within(Duration::from_secs(3_600));
@@ -46,6 +46,16 @@ async fn a_peer_that_is_stopped_is_missed_and_its_calls_end() {
     assert_eq!(facts(&channel.closed().await), GONE);
     let silence_max = ConnectionLimits::default().silence_max;
     assert!((silence_max..silence_max * 2).contains(&began.elapsed()), "{:?}", began.elapsed());
+    drop(far);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_stopped_peer_that_is_watched_in_another_way_keeps_its_calls() {
+    let (channel, far) = greeted(&ConnectOptions::default().watched()).await;
+    let mut request = post("/compute");
+    request.context = CallContext::within(Duration::from_secs(3_600));
+    let error = channel.call(request).await.unwrap_err();
+    assert_eq!(error.code(), Code::DeadlineExceeded, "{error}");
     drop(far);
 }
 
@@ -63,7 +73,7 @@ async fn a_peer_that_lives_and_has_nothing_to_say_is_kept() {
 
 #[tokio::test(start_paused = true)]
 async fn a_peer_that_stops_reading_holds_nobody_beyond_the_deadline() {
-    let (channel, mut far) = greeted().await;
+    let (channel, mut far) = greeted(&ConnectOptions::default()).await;
     let alive = tokio::spawn(async move {
         // The peer is alive, but does not read.
         while far.write_all(&bare(FrameKind::Heartbeat, 0)).await.is_ok() {
@@ -85,7 +95,7 @@ async fn a_peer_that_stops_reading_holds_nobody_beyond_the_deadline() {
 
 #[tokio::test]
 async fn a_peer_that_is_killed_is_missed_at_once() {
-    let (channel, far) = greeted().await;
+    let (channel, far) = greeted(&ConnectOptions::default()).await;
     let reply = channel.start(post("/hold")).await.unwrap();
     drop(far);
     assert_eq!(facts(&soon(reply).await.unwrap_err()), GONE);
@@ -122,7 +132,7 @@ async fn a_hostile_server_ends_its_calls_with_a_typed_error() {
         }),
     ];
     for (what, bytes) in cases {
-        let (channel, mut far) = greeted().await;
+        let (channel, mut far) = greeted(&ConnectOptions::default()).await;
         let mut request = post("/hold");
         request.context.reply_bytes_max = 1_000;
         let reply = channel.start(request).await.unwrap();
@@ -135,7 +145,7 @@ async fn a_hostile_server_ends_its_calls_with_a_typed_error() {
 
 #[tokio::test]
 async fn an_answer_that_is_cut_off_or_comes_twice_is_never_taken_for_one() {
-    let (channel, mut far) = greeted().await;
+    let (channel, mut far) = greeted(&ConnectOptions::default()).await;
     let reply = channel.start(post("/hold")).await.unwrap();
     let whole = answer(1, 1_000);
     far.write_all(&whole[..whole.len() - 1]).await.unwrap();
@@ -144,7 +154,7 @@ async fn an_answer_that_is_cut_off_or_comes_twice_is_never_taken_for_one() {
     assert_eq!(facts(&error), GONE);
     assert!(error.to_string().contains("middle of an answer"), "{error}");
 
-    let (channel, mut far) = greeted().await;
+    let (channel, mut far) = greeted(&ConnectOptions::default()).await;
     let (first, second) = (channel.start(post("/1")).await.unwrap(), channel.start(post("/2")).await.unwrap());
     far.write_all(&[answer(1, 10), answer(1, 11), answer(99, 12), answer(2, 13)].concat()).await.unwrap();
     assert_eq!(soon(first).await.unwrap().message.segments[0].len(), 10);

@@ -9,9 +9,9 @@ use std::time::Duration;
 
 use ::bytes::BytesMut;
 use gym_core::message::PeerInfo;
-use gym_core::transport::PathInfo;
 use gym_core::transport::mux::MuxLink;
 use gym_core::transport::mux::header::{put_request, put_response};
+use gym_core::transport::{ConnectOptions, PathInfo};
 use gym_core::{CallContext, CancelToken, Channel, Handler, Message, Request, Response, Result, Route, Verb};
 use tokio::net::UnixStream;
 use tokio::sync::Semaphore;
@@ -53,7 +53,7 @@ async fn joined(caller: FramesConfig, server: FramesConfig, handler: impl Handle
     let serving = serve(Socket::Unix(far), &[], listener.clone(), Arc::new(handler), peer, CancelToken::new());
     let serving = tokio::spawn(serving);
     let caller_pool = ReceiveBufferPool::new(caller.pool_bytes_max);
-    let channel = Channel::new(open(near, &caller, &caller_pool).await);
+    let channel = Channel::new(open(near, (&caller, &ConnectOptions::default()), &caller_pool).await);
     Joined { channel, caller_pool, listener, serving }
 }
 
@@ -71,7 +71,11 @@ fn response_frame(call: u64, response: &Response) -> BytesMut {
     framed(FrameKind::Response, call, put_response(FRAME_BYTES, response))
 }
 
-async fn open(near: UnixStream, config: &FramesConfig, pool: &Arc<ReceiveBufferPool>) -> MuxLink<FrameSendQueue> {
+async fn open(
+    near: UnixStream,
+    config: (&FramesConfig, &ConnectOptions),
+    pool: &Arc<ReceiveBufferPool>,
+) -> MuxLink<FrameSendQueue> {
     let path = PathInfo::new("unix+frames", "/pair", true);
     soon(calling::open(Socket::Unix(near), &[], path, config, Arc::clone(pool))).await.unwrap()
 }

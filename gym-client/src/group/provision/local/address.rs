@@ -7,10 +7,10 @@ use std::path::{Path, PathBuf};
 
 use std::sync::Arc;
 
-use gym_core::base::temporary_folder;
+use gym_core::base::{is_out_of_descriptors, temporary_folder};
 use gym_core::group::Rank;
 use gym_core::transport::{ListenOptions, Listener, TransportPolicy};
-use gym_core::{Error, Handler, Incarnation, Result};
+use gym_core::{Code, Error, Execution, Handler, Incarnation, Result};
 use serde::{Deserialize, Serialize};
 
 use crate::transport::Transports;
@@ -43,10 +43,7 @@ impl ListenAddresses {
             None
         } else {
             let parent = temporary_folder(PARENT_BYTES_MAX);
-            Some(SocketDirectory::create(&parent).map_err(|error| {
-                let text = "no folder for the workers' sockets can be made here\n  fix: set TMPDIR to a folder that can be written to";
-                Error::internal(text).about(parent.display().to_string()).caused_by(error)
-            })?)
+            Some(SocketDirectory::create(&parent).map_err(|error| no_folder(&parent, error))?)
         };
         Ok(Self { transports, host, directory })
     }
@@ -59,6 +56,15 @@ impl ListenAddresses {
 }
 
 impl ListenAddress {
+    /// Returns the address at which the same worker listens for heartbeats: over the transports that need no configuration.
+    pub(crate) fn for_control(&self, transports: &Transports) -> Self {
+        let transports = transports.clone().with_policy(TransportPolicy::unconfigured());
+        let allowed = transports.known().into_iter().filter(|transport| transports.policy().allows(*transport));
+        let names = allowed.map(|transport| transport.as_str().to_owned()).collect();
+        let socket = self.socket.as_ref().map(|socket| socket.with_added_extension(CONTROL_EXTENSION));
+        Self { transports: names, host: self.host.clone(), socket }
+    }
+
     /// Listens at this address over the transports of this program. Returns the handler to serve: `handler`, or `handler` behind
     /// the routes that peers need to connect.
     pub(crate) async fn open(
@@ -88,10 +94,23 @@ pub(crate) struct SocketDirectory {
     _held: File,
 }
 
+fn no_folder(parent: &Path, error: io::Error) -> Error {
+    let error_of = |text: &str| Error::new(Code::ResourceExhausted, Execution::NotStarted, text.to_owned());
+    let text = match is_out_of_descriptors(&error) {
+        true => error_of("too many open files\n  fix: raise the limit (`ulimit -n`)"),
+        false => Error::internal(
+            "no folder for the workers' sockets can be made here\n  fix: set TMPDIR to a folder that can be written to",
+        ),
+    };
+    text.about(parent.display().to_string()).caused_by(error)
+}
+
 /// Prefix of the names of such directories.
 const PREFIX: &str = "gym-workers-";
-/// The path of a socket has at most 107 bytes. Below the folder, it has the directory's random name, and a rank with its incarnation.
-const PARENT_BYTES_MAX: usize = 107 - (1 + PREFIX.len() + 16) - (1 + 10 + 1 + 20);
+/// Distinguishes the socket for heartbeats from that for calls.
+const CONTROL_EXTENSION: &str = "c";
+/// The path of a socket has at most 107 bytes. Below the folder, it has the directory's random name, and a rank with its incarnation and an extension.
+const PARENT_BYTES_MAX: usize = 107 - (1 + PREFIX.len() + 16) - (1 + 10 + 1 + 20 + 1 + CONTROL_EXTENSION.len());
 
 impl SocketDirectory {
     fn create(parent: &Path) -> io::Result<Self> {

@@ -16,6 +16,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use futures_util::future::{join_all, try_join_all};
 use futures_util::stream::BoxStream;
+use gym_core::base::raise_descriptors;
 use gym_core::group::cluster::ProfilerRequest;
 use gym_core::group::{Rank, RankExit};
 use gym_core::transport::TransportPolicy;
@@ -134,6 +135,8 @@ impl PreparesRanks for Local {
             return Err(Error::not_started(Code::FailedPrecondition, message).about(subject));
         }
         let asked = |name: &str| spec.variables.get(name).cloned().or_else(|| std::env::var(name).ok());
+        // A rank takes seven: its output, its process, and its connections.
+        raise_descriptors();
         let profiler = ProfilerRequest::from_variables(asked)
             .map_err(|error| Error::invalid(error.to_string()).about(subject.clone()))?;
         let runner = profiler.and_then(|profiler| profiler.command_for(&spec.worker)).unwrap_or_default();

@@ -6,15 +6,18 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use gym_core::base::runtime_threads;
-use gym_core::group::{WorkerEnv, WorkerHost};
-use gym_core::transport::Listener;
-use gym_core::{CancelToken, Handler, Incarnation, Result};
+use gym_core::group::{STATUS_ROUTE, WorkerEnv, WorkerHost};
+use gym_core::transport::{Listener, handler_fn};
+use gym_core::{CancelToken, Code, Endpoint, Error, Handler, Incarnation, Request, Result};
 use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::oneshot;
 
+use crate::group::provision::local::address::ListenAddress;
 use crate::group::provision::local::affinity::bind_to_gpu;
 use crate::group::provision::local::handshake::{ASSIGNMENT_VARIABLE, HandshakeReply, WORKER_ROLE, WorkerAssignment};
 use crate::group::provision::variables::process_variables;
 use crate::group::provision::workers::Workers;
+use crate::transport::Transports;
 
 /// Time for running calls after a worker process was asked to exit. The launcher's own grace period takes precedence if it is
 /// shorter.
@@ -81,9 +84,51 @@ impl Workers {
         env.incarnation = Incarnation(incarnation);
         env.variables = process_variables();
         let host = self.kind(&worker)?.start(env, init).await?;
+        let control = serve_status(address.for_control(&self.transports()), self.transports(), host.clone()).await?;
+        host.set_control(control);
         let (listener, handler) = address.open(&self.transports(), Arc::new(host.clone())).await?;
         Ok((host, listener, handler))
     }
+}
+
+/// Serves the status of a worker on a thread with I/O of its own, so that a method that computes on the threads of the runtime delays no heartbeat. The
+/// thread ends with the process. Returns its endpoints; none if no transport of this program listens without a configuration.
+async fn serve_status(address: ListenAddress, transports: Transports, host: WorkerHost) -> Result<Vec<Endpoint>> {
+    let handler = Arc::new(handler_fn(move |request: Request| {
+        let host = host.clone();
+        async move {
+            match request.route.path() {
+                STATUS_ROUTE => host.handle(request).await,
+                _ => Err(Error::not_started(Code::NotFound, format!("only {STATUS_ROUTE} is served here"))),
+            }
+        }
+    }));
+    let (opened, opening) = oneshot::channel();
+    let serving = move || {
+        let runtime = match tokio::runtime::Builder::new_current_thread().enable_all().build() {
+            Ok(runtime) => runtime,
+            Err(error) => {
+                return drop(
+                    opened.send(Err(Error::internal("cannot start a runtime for heartbeats").caused_by(error))),
+                );
+            }
+        };
+        runtime.block_on(async {
+            match address.open(&transports, handler).await {
+                Ok((listener, handler)) => {
+                    let _ = opened.send(Ok(listener.endpoints().to_vec()));
+                    let ended = gym_core::transport::serve(listener, handler, CancelToken::new(), Duration::ZERO).await;
+                    eprintln!("gym worker: the listener for heartbeats has ended: {ended:?}");
+                }
+                Err(error) if error.code() == Code::Unimplemented => drop(opened.send(Ok(Vec::new()))),
+                Err(error) => drop(opened.send(Err(error))),
+            }
+        });
+    };
+    let spawned = std::thread::Builder::new().name("gym-heartbeat".to_owned()).spawn(serving);
+    spawned.map_err(|error| Error::internal("cannot start the thread for heartbeats").caused_by(error))?;
+    let endpoints = opening.await.map_err(|_| Error::internal("the thread for heartbeats has ended"))?;
+    endpoints.map_err(|error| error.about("listen for heartbeats"))
 }
 
 /// Returns `true` if [`Workers::enter`] ran in this process, so that running the program again does not run its `main` twice.

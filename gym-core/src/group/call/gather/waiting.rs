@@ -75,6 +75,9 @@ impl RanksWait {
         if status.waiting > 0 {
             let _ = write!(text, ", {} wait", status.waiting);
         }
+        if let Some(blocks) = status.running.iter().find_map(|call| call.blocks(age)) {
+            let _ = write!(text, "; {blocks}");
+        }
         if age > Duration::from_secs(3) {
             let _ = write!(text, "; its last heartbeat was {:.1} s ago", age.as_secs_f64());
         }

@@ -4,8 +4,9 @@
 //! position in the queue, and no lock is held while a call runs.
 
 use std::panic::AssertUnwindSafe;
-use std::pin::pin;
+use std::pin::{Pin, pin};
 use std::sync::Arc;
+use std::task::{Context, Poll};
 
 use futures_util::FutureExt;
 use futures_util::future::BoxFuture;
@@ -13,6 +14,7 @@ use tokio::task::JoinSet;
 use tokio::time::sleep_until;
 
 use crate::base::error::{Code, Error, Execution, Result};
+use crate::base::progress::CallProgress;
 use crate::group::worker::host::call::StartedCall;
 use crate::group::worker::host::call_queue::CallQueue;
 use crate::group::worker::host::executor::{Executor, WorkerSetup, panic_text};
@@ -73,9 +75,27 @@ pub(crate) fn launch<W: Worker + Send + Sync>(setup: WorkerSetup<W>) -> BoxFutur
     })
 }
 
+/// A call that counts its polls, which tells whether it blocks the thread that polls it.
+struct CountsPolls<'p, F> {
+    call: F,
+    progress: &'p CallProgress,
+}
+
+impl<F: Future + Unpin> Future for CountsPolls<'_, F> {
+    type Output = F::Output;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        self.progress.count_poll();
+        let polled = Pin::new(&mut self.call).poll(cx);
+        self.progress.count_poll();
+        polled
+    }
+}
+
 /// Runs an exclusive call to its end, even if it is cancelled. At the deadline, cancels the handler and answers the caller.
 async fn exclusive(mut started: StartedCall, context: &CallContext, call: BoxFuture<'_, Result<Message>>) {
-    let mut call = pin!(AssertUnwindSafe(call).catch_unwind());
+    let call = AssertUnwindSafe(call).catch_unwind();
+    let mut call = pin!(CountsPolls { call, progress: &context.progress });
     let in_time = tokio::select! {
         biased;
         result = &mut call => Some(result),
@@ -95,9 +115,10 @@ async fn exclusive(mut started: StartedCall, context: &CallContext, call: BoxFut
 
 /// Runs a shared call until it ends, its deadline passes, or it is cancelled.
 async fn run_shared(started: StartedCall, context: CallContext, call: BoxFuture<'static, Result<Message>>) {
+    let call = CountsPolls { call: AssertUnwindSafe(call).catch_unwind(), progress: &context.progress };
     let result = tokio::select! {
         biased;
-        result = AssertUnwindSafe(call).catch_unwind() => result.unwrap_or_else(|panic| Err(panicked(&*panic))),
+        result = call => result.unwrap_or_else(|panic| Err(panicked(&*panic))),
         () = context.cancel.cancelled() => Err(Error::unknown(Code::Cancelled, "the caller has left")),
         () = async { sleep_until(context.deadline).await } => Err(deadline_passed()),
     };

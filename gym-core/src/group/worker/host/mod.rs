@@ -18,7 +18,7 @@ mod stats;
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
 use futures_util::future::BoxFuture;
@@ -38,10 +38,12 @@ use crate::base::cancel::CancelToken;
 use crate::base::error::{Code, Error, Result};
 use crate::group::worker::{Methods, PREFIX, Worker, WorkerEnv};
 use crate::message::{Request, Response, Verb};
-use crate::transport::Handler;
+use crate::transport::{Endpoint, Handler};
 
 /// The route of the [`WorkerStatus`] as JSON, which the host returns at once, whatever the worker is doing.
 pub const STATUS_ROUTE: &str = "/worker/status";
+/// The route of the endpoints that serve [`STATUS_ROUTE`] on a thread of their own, as a JSON list; 404 at a host without them.
+pub const CONTROL_ROUTE: &str = "/worker/control";
 
 /// Limits of a [`WorkerHost`].
 #[derive(Clone, Debug)]
@@ -77,6 +79,8 @@ struct Core {
     executor: Mutex<Option<Executor>>,
     kill_handle: KillHandle,
     killed: CancelToken,
+    /// Where the status is served on a thread of its own.
+    control: OnceLock<Vec<Endpoint>>,
 }
 
 impl WorkerHost {
@@ -109,6 +113,7 @@ impl WorkerHost {
             kill_handle: executor.kill_handle(),
             executor: Mutex::new(Some(executor)),
             killed: CancelToken::new(),
+            control: OnceLock::new(),
         })))
     }
 
@@ -122,6 +127,12 @@ impl WorkerHost {
     #[must_use]
     pub fn methods(&self) -> &[&'static str] {
         &self.0.methods
+    }
+
+    /// Sets the endpoints that [`CONTROL_ROUTE`] tells: those of a listener on a thread with I/O of its own, which serves [`STATUS_ROUTE`] of this host
+    /// whatever the worker's methods do to the threads of the runtime. Only the first call has an effect.
+    pub fn set_control(&self, endpoints: Vec<Endpoint>) {
+        let _ = self.0.control.set(endpoints);
     }
 
     /// Reports what the worker is doing. Never waits for the worker.
@@ -252,11 +263,15 @@ impl Core {
         Ok(response)
     }
 
-    /// Serves the status route; any other route is an error.
+    /// Serves the routes of the host itself; any other route is an error.
     fn other(&self, request: &Request) -> Result<BoxFuture<'static, Result<Response>>> {
-        if request.verb == Verb::Get && request.route.path() == STATUS_ROUTE {
-            let text = serde_json::to_vec(&self.stats.status())
-                .map_err(|error| Error::internal("the status cannot be written").caused_by(error))?;
+        let written = match (request.verb, request.route.path(), self.control.get()) {
+            (Verb::Get, STATUS_ROUTE, _) => Some(serde_json::to_vec(&self.stats.status())),
+            (Verb::Get, CONTROL_ROUTE, Some(endpoints)) => Some(serde_json::to_vec(endpoints)),
+            _ => None,
+        };
+        if let Some(written) = written {
+            let text = written.map_err(|error| Error::internal("the status cannot be written").caused_by(error))?;
             return Ok(Box::pin(async move { Ok(Response::json(text)) }));
         }
         Err(Error::not_started(

@@ -2,6 +2,7 @@
 
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 use tokio::time::Instant;
@@ -44,6 +45,24 @@ pub struct RunningCall {
     pub progress: u64,
     /// Time since the last reported progress, in milliseconds.
     pub still_ms: u64,
+    /// Time for which the method is known to have blocked its thread, in milliseconds: since the first status that saw it. 0 for a method that awaits,
+    /// and for a `blocking` method.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub blocked_ms: u64,
+}
+
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde calls it so")]
+fn is_zero(number: &u64) -> bool {
+    *number == 0
+}
+
+impl RunningCall {
+    /// Says that the method blocks its thread, with the fix; `None` if it does not. The status is `age` old.
+    pub(crate) fn blocks(&self, age: Duration) -> Option<String> {
+        let blocked = Duration::from_millis(self.blocked_ms).checked_add(age).filter(|_| self.blocked_ms > 0)?;
+        let fix = "declare the method `blocking`, so that its calls end at their deadlines";
+        Some(format!("it has blocked its thread for {:.1} s at least: {fix}", blocked.as_secs_f64()))
+    }
 }
 
 /// The call statistics of one host, which also bound its calls.
@@ -76,6 +95,20 @@ struct Entry {
     method: &'static str,
     since: Instant,
     progress: CallProgress,
+    /// The polls of the call when they had last changed, as far as a status has seen it.
+    polled: (u64, Instant),
+}
+
+impl Entry {
+    /// Returns how long the call has been polled once, as far as is known.
+    fn blocked_for(&mut self) -> Duration {
+        let (polls, now) = (self.progress.polls(), Instant::now());
+        if polls % 2 == 1 && polls == self.polled.0 {
+            return now.saturating_duration_since(self.polled.1);
+        }
+        self.polled = (polls, now);
+        Duration::ZERO
+    }
 }
 
 /// A call was rejected because `calls_max` calls run or wait.
@@ -124,13 +157,14 @@ impl CallStats {
 
     pub(crate) fn status(&self) -> WorkerStatus {
         let ms = |duration: std::time::Duration| u64::try_from(duration.as_millis()).unwrap_or(u64::MAX);
-        let running: Vec<RunningCall> = (self.running().entries.iter())
+        let running: Vec<RunningCall> = (self.running().entries.iter_mut())
             .map(|entry| RunningCall {
                 number: entry.number,
                 method: entry.method.to_owned(),
                 elapsed_ms: ms(entry.since.elapsed()),
                 progress: entry.progress.units(),
                 still_ms: ms(entry.progress.still_for()),
+                blocked_ms: ms(entry.blocked_for()),
             })
             .collect();
         WorkerStatus {
@@ -164,7 +198,7 @@ impl AdmissionPermit {
         let progress = renewed.unwrap_or_else(|| CallProgress::watched_since(since));
         let number = running.next;
         running.next += 1;
-        running.entries.push(Entry { number, method, since, progress: progress.clone() });
+        running.entries.push(Entry { number, method, since, progress: progress.clone(), polled: (0, since) });
         drop(running);
         (progress, RunningEntry { permit: self, number })
     }

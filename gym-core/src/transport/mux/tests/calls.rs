@@ -8,8 +8,8 @@ use tokio::sync::Notify;
 use super::*;
 use crate::base::error::{Code, Execution};
 use crate::message::{Response, Route, Status, Verb};
-use crate::transport::handler_fn;
 use crate::transport::mux::header::put_request;
+use crate::transport::{ConnectOptions, handler_fn};
 
 fn code_and_execution(error: &Error) -> (Code, Execution) {
     (error.code(), error.execution())
@@ -405,4 +405,20 @@ async fn a_peer_that_tolerates_little_silence_gets_at_most_ten_heartbeats_a_seco
     let began = tokio::time::Instant::now();
     heartbeat(&FakeSender::default(), &PeerActivity::default(), &brief, &Handshake::of(&brief), || {}).await;
     assert_eq!(began.elapsed().as_millis(), 300);
+}
+
+#[tokio::test(start_paused = true)]
+async fn silence_ends_no_connection_of_which_one_end_watches_the_other_in_another_way() {
+    let watched = ConnectionLimits::default().of_channel(&ConnectOptions::default().watched());
+    let day = Duration::from_secs(86_400);
+    for (ours, theirs) in [(&watched, &ConnectionLimits::default()), (&ConnectionLimits::default(), &watched)] {
+        let mut announced = BytesMut::new();
+        Handshake::of(theirs).put(&mut announced);
+        let theirs = Handshake::read(announced.freeze()).expect("a handshake");
+        let (sender, activity) = (FakeSender::default(), PeerActivity::default());
+        let beating = heartbeat(&sender, &activity, ours, &theirs, || {});
+        assert!(tokio::time::timeout(day, beating).await.is_err(), "its peer is silent for a day");
+        let beats = sender.0.lock().unwrap().posted.len() as u64;
+        assert_eq!(beats, day.as_secs() / 5, "the connection is kept open");
+    }
 }
