@@ -7,6 +7,7 @@ mod ops;
 mod packed;
 mod packing;
 mod shard;
+mod sides;
 
 use gym_core::Result;
 use gym_core::group::{Batch, JsonRows, Ragged, Sharded, Sharding, Tensor};

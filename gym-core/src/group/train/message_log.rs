@@ -50,7 +50,7 @@ impl LoggedMessage {
 /// `DataLoss` in these cases:
 /// - no item was generated;
 /// - a prompt does not begin with the tokens of earlier items;
-/// - a generated token has no log-prob, or one that is not a number.
+/// - a generated token has no log-prob, or one that is not a finite number; a number beyond an `f32` is read as an infinity.
 pub fn message_log(output: &[OutputTokens], prompt_tokens: Option<usize>) -> Result<Vec<LoggedMessage>> {
     let lost = |message: String| Error::not_started(Code::DataLoss, message).about("read the tokens of an answer");
     let (mut seen, mut log) = (Vec::new(), Vec::new());
@@ -63,10 +63,10 @@ pub fn message_log(output: &[OutputTokens], prompt_tokens: Option<usize>) -> Res
             )));
         };
         let (tokens, log_probs) = (&item.generation_token_ids, &item.generation_log_probs);
-        if tokens.len() != log_probs.len() || log_probs.iter().any(|log_prob| log_prob.is_nan()) {
+        if tokens.len() != log_probs.len() || log_probs.iter().any(|log_prob| !log_prob.is_finite()) {
             let (tokens, log_probs) = (tokens.len(), log_probs.len());
             return Err(lost(format!(
-                "item {at} has {tokens} generated tokens and {log_probs} log-probs, all to be numbers"
+                "item {at} has {tokens} generated tokens and {log_probs} log-probs, all to be finite numbers"
             )));
         }
         log.push(LoggedMessage::Given(given.to_vec()));
@@ -127,7 +127,11 @@ mod tests {
         short.generation_log_probs.pop();
         let mut none = item(&[1], &[2]);
         none.generation_log_probs[0] = f32::NAN;
-        for output in [short, none] {
+        // A text with this number is refused; a value becomes an infinity.
+        let mut infinite = serde_json::json!({ "prompt_token_ids": [1], "generation_token_ids": [2] });
+        infinite["generation_log_probs"] = vec![-1e300].into();
+        let infinite: OutputTokens = serde_json::from_value(infinite).unwrap();
+        for output in [short, none, infinite] {
             assert_eq!(message_log(&[output], None).unwrap_err().code(), Code::DataLoss);
         }
     }

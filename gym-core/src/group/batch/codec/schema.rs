@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use crate::base::error::{Code, Error, Result};
-use crate::group::batch::tensor::{DType, Tensor};
+use crate::group::batch::tensor::{DType, Side, Tensor};
 use crate::group::batch::{Batch, Column, JsonRows, MicroBatches, Offsets, Packed, Ragged, Segment, SegmentId};
 
 /// Description of the segments of a batch.
@@ -48,6 +48,9 @@ pub enum ColumnSchema {
         dtype: DType,
         /// Sizes of the dimensions; the first one is the number of rows.
         shape: Vec<usize>,
+        /// The side on which dimension 1 is padded, if it is known.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        padding: Option<Side>,
     },
     /// Two segments: the boundaries of the rows, then the elements of all rows.
     Ragged {
@@ -98,7 +101,8 @@ impl Batch {
             match column {
                 Column::Dense(tensor) => {
                     segments.push(tensor.bytes().clone());
-                    ColumnSchema::Dense { name, dtype: tensor.dtype(), shape: tensor.shape().to_vec() }
+                    let (dtype, shape, padding) = (tensor.dtype(), tensor.shape().to_vec(), tensor.padding_side());
+                    ColumnSchema::Dense { name, dtype, shape, padding }
                 }
                 Column::Ragged(ragged) => {
                     let values = ragged.values();
@@ -165,9 +169,13 @@ impl ColumnSchema {
         let mut next =
             |name: &str| segments.next().ok_or_else(|| lost(format!("no segment is left for column {name:?}")));
         let (name, column) = match self {
-            Self::Dense { name, dtype, shape } => {
-                let bytes = next(&name)?;
-                (name, Tensor::new(dtype, shape, bytes).map(Column::Dense))
+            Self::Dense { name, dtype, shape, padding } => {
+                let tensor = Tensor::new(dtype, shape, next(&name)?);
+                let tensor = tensor.and_then(|tensor| match padding {
+                    Some(side) => tensor.padded_on(side),
+                    None => Ok(tensor),
+                });
+                (name, tensor.map(Column::Dense))
             }
             Self::Ragged { name, dtype, shape } => {
                 let (offsets, bytes) = (next(&name)?, next(&name)?);

@@ -8,7 +8,8 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use crate::base::error::{Code, Error, Result};
 use crate::group::batch::rows::concat::common_metadata;
-use crate::group::batch::tensor::{Scalar, Tensor};
+use crate::group::batch::rows::sides::common_side;
+use crate::group::batch::tensor::{Scalar, Side, Tensor};
 use crate::group::batch::{Batch, Column, Padding};
 
 /// Options of [`Batch::from_batches`]. The defaults pad with 0 and reject missing columns.
@@ -36,12 +37,12 @@ impl Assembly {
 impl Batch {
     /// Concatenates the rows of all parts, in order. The columns are sorted by name.
     ///
-    /// Dense columns of two or more dimensions are padded on the right of dimension 1 to the widest part; all others are
-    /// concatenated unchanged. Parts without rows are skipped, whatever columns they have, unless no part has rows.
+    /// Dense columns of two or more dimensions are padded in dimension 1 to the widest part, on the side on which they are padded
+    /// already ([`Batch::truncate`] says how it is found). All others are concatenated unchanged. Parts without rows are skipped, whatever columns they have, unless no part has rows.
     ///
     /// # Errors
     /// `NotFound` if a part that has rows lacks a column that another one has. `InvalidArgument` if columns of one name have
-    /// different kinds, types, or sizes beyond dimension 1.
+    /// different kinds, types, sizes beyond dimension 1, or sides of padding.
     pub fn from_batches(parts: &[Self], assembly: &Assembly) -> Result<Self> {
         let mut filled: Vec<(usize, &Self)> = parts.iter().enumerate().filter(|(_, part)| part.rows() > 0).collect();
         if filled.is_empty() {
@@ -53,7 +54,9 @@ impl Batch {
             let padding = assembly.padding.get(name).copied().unwrap_or(Scalar::Int(0));
             let columns = columns_of(&filled, name, assembly)?;
             let columns: Vec<&Column> = columns.iter().map(AsRef::as_ref).collect();
-            let column = put_together(&columns, padding).map_err(|error| error.about(format!("column {name:?}")))?;
+            let sides = filled.iter().map(|(_, part)| part.side_of(name)).collect::<Result<Vec<_>>>()?;
+            let column =
+                put_together(&columns, &sides, padding).map_err(|error| error.about(format!("column {name:?}")))?;
             whole.insert(name, column)?;
         }
         whole.metadata = common_metadata(&filled.iter().map(|(_, part)| *part).collect::<Vec<_>>()).into();
@@ -76,18 +79,18 @@ fn columns_of<'a>(parts: &[(usize, &'a Batch)], name: &str, assembly: &Assembly)
     Ok(parts.iter().filter_map(column).collect())
 }
 
-fn put_together(columns: &[&Column], padding: Scalar) -> Result<Column> {
+fn put_together(columns: &[&Column], sides: &[Option<Side>], padding: Scalar) -> Result<Column> {
     let tensors: Option<Vec<&Tensor>> = columns.iter().map(|column| column.dense().ok()).collect();
     match tensors {
         Some(tensors) if tensors.iter().any(|tensor| tensor.shape().len() > 1) => {
-            pad(&tensors, padding).map(Column::Dense)
+            pad(&tensors, sides, padding).map(Column::Dense)
         }
         _ => Column::concat(columns),
     }
 }
 
-/// Concatenates the rows of all tensors in one pass, padded on the right of dimension 1 to the widest tensor.
-fn pad(tensors: &[&Tensor], padding: Scalar) -> Result<Tensor> {
+/// Concatenates the rows of all tensors in one pass, padded in dimension 1 to the widest tensor.
+fn pad(tensors: &[&Tensor], sides: &[Option<Side>], padding: Scalar) -> Result<Tensor> {
     let first = tensors[0];
     let alike = |tensor: &&&Tensor| {
         tensor.dtype() == first.dtype()
@@ -101,8 +104,10 @@ fn pad(tensors: &[&Tensor], padding: Scalar) -> Result<Tensor> {
     let step = first.dtype().size() * first.shape()[2..].iter().product::<usize>();
     let rows: Vec<&[u8]> = tensors.iter().flat_map(|tensor| rows_of(tensor)).collect();
     let shape = [rows.len(), width].into_iter().chain(first.shape()[2..].iter().copied()).collect::<Vec<_>>();
-    let block = Padding::right(padding).block(first.dtype(), width, step, rows.into_iter())?;
-    Tensor::new(first.dtype(), shape, block.into())
+    let side = common_side(&tensors.iter().map(|tensor| tensor.rows()).zip(sides.iter().copied()).collect::<Vec<_>>())?;
+    let padding = Padding::new(padding, side.unwrap_or_default());
+    let block = padding.block(first.dtype(), width, step, rows.into_iter())?;
+    Ok(Tensor::new(first.dtype(), shape, block.into())?.with_side(side))
 }
 
 fn rows_of(tensor: &Tensor) -> impl Iterator<Item = &[u8]> {

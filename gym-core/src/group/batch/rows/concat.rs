@@ -6,6 +6,7 @@ use bytes::{Bytes, BytesMut};
 use serde_json::{Map, Value};
 
 use crate::base::error::{Error, Result};
+use crate::group::batch::rows::sides::common_side;
 use crate::group::batch::tensor::Tensor;
 use crate::group::batch::{Batch, Column, JsonRows, Offsets, Packed, Ragged};
 
@@ -15,7 +16,8 @@ impl Batch {
     /// The columns have the order of the first part. Metadata entries are kept if they are equal in all parts.
     ///
     /// # Errors
-    /// `InvalidArgument` if the parts have different columns, or columns of different kinds, types or row shapes.
+    /// `InvalidArgument` if the parts have different columns, or columns of different kinds, types or row shapes; also if columns
+    /// of one name are padded on different sides.
     pub fn concat(parts: &[Self]) -> Result<Self> {
         let parts: Vec<&Self> = parts.iter().filter(|part| !part.is_empty()).collect();
         let Some((first, rest)) = parts.split_first() else { return Ok(Self::empty()) };
@@ -79,9 +81,10 @@ pub(crate) fn concat_tensors(parts: &[&Tensor]) -> Result<Tensor> {
     {
         return Err(Error::invalid(format!("{odd:?} does not fit under {first:?}; pad it first")));
     }
+    let side = common_side(&parts.iter().map(|part| (part.rows(), part.padding_side())).collect::<Vec<_>>())?;
     let mut shape = first.shape().to_vec();
     shape[0] = parts.iter().map(|part| part.rows()).sum();
-    Tensor::new(first.dtype(), shape, concat_bytes(parts.iter().map(|part| part.bytes())))
+    Ok(Tensor::new(first.dtype(), shape, concat_bytes(parts.iter().map(|part| part.bytes())))?.with_side(side))
 }
 
 fn concat_bytes<'a>(parts: impl Iterator<Item = &'a Bytes> + Clone) -> Bytes {

@@ -1,4 +1,4 @@
-//! Operations on the rows of a batch: select, concatenate, pad, assemble, validate, and move to a device.
+//! Operations on the rows of a batch: select, concatenate, pad, truncate, assemble, validate, and move to a device.
 
 mod assemble;
 pub(super) mod concat;
@@ -6,8 +6,10 @@ mod device;
 mod media;
 mod pad;
 pub(super) mod select;
+mod sides;
+mod truncate;
 mod validate;
 
 pub use assemble::Assembly;
 pub use device::Device;
-pub use pad::{Padding, Side};
+pub use pad::Padding;

@@ -1,21 +1,9 @@
 //! Padding of rows of unequal lengths, in one pass, and masks that mark the real elements.
 
-use std::sync::Arc;
-
 use crate::base::error::{Error, Result};
 use crate::group::batch::rows::select::try_vec;
-use crate::group::batch::tensor::{DType, Element, Scalar, Tensor};
-use crate::group::batch::{Batch, Column, Ragged};
-
-/// The side on which padding is added.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
-pub enum Side {
-    /// Before the elements: for prompts of a generation, whose last tokens must be aligned.
-    Left,
-    /// After the elements: for all data of a training step.
-    #[default]
-    Right,
-}
+use crate::group::batch::tensor::{DType, Element, Scalar, Side, Tensor};
+use crate::group::batch::{Batch, Ragged};
 
 /// Options for padding rows of unequal lengths.
 ///
@@ -99,6 +87,8 @@ impl Batch {
     /// - `{name}_lengths`, `I32`: the number of elements of each row;
     /// - `{name}_mask`, `BOOL`, `[rows, width]`: true for real elements.
     ///
+    /// The padded columns know the side of their padding ([`Tensor::padding_side`]).
+    ///
     /// ```
     /// use gym_core::group::{Batch, Padding};
     /// # fn main() -> gym_core::Result<()> {
@@ -116,30 +106,9 @@ impl Batch {
         let rows = rows.iter().map(|row| T::bytes_of(row.as_ref()));
         let block = padding.block(T::DTYPE, width, T::DTYPE.size(), rows)?;
         Self::empty()
-            .with(name, Tensor::new(T::DTYPE, [lengths.len(), width], block.into())?)?
+            .with(name, Tensor::new(T::DTYPE, [lengths.len(), width], block.into())?.padded_on(padding.side)?)?
             .with(format!("{name}_lengths"), lengths_tensor(&lengths)?)?
             .with(format!("{name}_mask"), Tensor::mask(&lengths, width, padding.side)?)
-    }
-
-    /// Narrows dimension `dimension` to `length` in every dense column that has it. Other columns are unchanged.
-    ///
-    /// # Errors
-    /// `InvalidArgument` for dimension 0, which counts the rows, and if a column has less than `length` in this dimension.
-    pub fn truncate(&self, dimension: usize, length: usize) -> Result<Self> {
-        if dimension == 0 {
-            return Err(Error::invalid("truncate of dimension 0, which counts the rows; slice the batch instead"));
-        }
-        let narrow = |(name, column): &(Arc<str>, Column)| -> Result<(Arc<str>, Column)> {
-            let column = match column {
-                Column::Dense(tensor) if tensor.shape().len() > dimension => {
-                    let narrowed = tensor.narrow(dimension, length);
-                    Column::Dense(narrowed.map_err(|error| error.about(format!("truncate column {name:?}")))?)
-                }
-                other => other.clone(),
-            };
-            Ok((Arc::clone(name), column))
-        };
-        Ok(Self { columns: self.columns.iter().map(narrow).collect::<Result<_>>()?, ..self.clone() })
     }
 }
 
@@ -157,7 +126,7 @@ impl Ragged {
         });
         let block = padding.block(values.dtype(), width, step, rows)?;
         let shape = [self.rows(), width].into_iter().chain(values.shape()[1..].iter().copied());
-        Tensor::new(values.dtype(), shape.collect::<Vec<_>>(), block.into())
+        Tensor::new(values.dtype(), shape.collect::<Vec<_>>(), block.into())?.padded_on(padding.side)
     }
 
     /// Returns the number of elements of each row, as `I32` of shape `[rows]`.
@@ -186,7 +155,7 @@ impl Tensor {
             mask.extend(std::iter::repeat_n(real, first));
             mask.extend(std::iter::repeat_n(!real, width - first));
         }
-        Self::from_vec([lengths.len(), width], mask)
+        Self::from_vec([lengths.len(), width], mask)?.padded_on(side)
     }
 }
 
@@ -202,31 +171,9 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::group::batch::tests::every_kind;
 
     fn elements(batch: &Batch, name: &str) -> Vec<i64> {
         batch.column(name).unwrap().dense().unwrap().view::<i64>().unwrap().into_owned()
-    }
-
-    #[test]
-    fn c058_truncate_narrows_the_dense_columns_that_have_the_dimension() {
-        let wide = Tensor::from_vec([2, 4], (0..8_i64).collect()).unwrap();
-        let batch = every_kind(2).with("wide", wide).unwrap();
-        let cut = batch.truncate(1, 2).unwrap();
-        assert_eq!(elements(&cut, "wide"), [0, 1, 4, 5]);
-        for same in ["x", "tokens", "note"] {
-            assert_eq!(cut.column(same).unwrap(), batch.column(same).unwrap());
-        }
-        assert!(batch.truncate(1, 3).unwrap_err().to_string().contains("matrix"));
-        assert!(batch.truncate(0, 1).is_err());
-    }
-
-    #[test]
-    fn truncate_narrows_an_inner_dimension_row_by_row() {
-        let cube = Tensor::from_vec([2, 2, 3], (0..12_i64).collect()).unwrap();
-        let batch = Batch::empty().with("cube", cube).unwrap();
-        assert_eq!(elements(&batch.truncate(2, 1).unwrap(), "cube"), [0, 3, 6, 9]);
-        assert_eq!(batch.truncate(2, 0).unwrap().column("cube").unwrap().dense().unwrap().shape(), [2, 2, 0]);
     }
 
     #[test]

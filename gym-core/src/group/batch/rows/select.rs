@@ -115,7 +115,7 @@ fn select_tensor(tensor: &Tensor, positions: &[usize]) -> Result<Tensor> {
     let spans = positions.iter().map(|position| position * row..(position + 1) * row);
     let mut shape = tensor.shape().to_vec();
     shape[0] = positions.len();
-    Tensor::new(tensor.dtype(), shape, gather(tensor.bytes(), spans)?)
+    Ok(Tensor::new(tensor.dtype(), shape, gather(tensor.bytes(), spans)?)?.with_side(tensor.padding_side()))
 }
 
 /// Concatenates these spans of `bytes`.

@@ -79,7 +79,7 @@ fn parts_of(column: &ColumnSchema) -> Vec<Part> {
     let part = |name, dtype, shape| Part { name, dtype, shape, is_boundaries: false };
     let boundaries = |name: &str| Part { is_boundaries: true, ..part(format!("{name}.offsets"), DType::U64, None) };
     match column {
-        ColumnSchema::Dense { name, dtype, shape } => vec![part(name.clone(), *dtype, Some(shape.clone()))],
+        ColumnSchema::Dense { name, dtype, shape, .. } => vec![part(name.clone(), *dtype, Some(shape.clone()))],
         ColumnSchema::Ragged { name, dtype, shape } => {
             vec![boundaries(name), part(format!("{name}.values"), *dtype, Some(shape.clone()))]
         }

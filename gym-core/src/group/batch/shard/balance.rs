@@ -69,7 +69,8 @@ pub struct DynamicBatching {
     pub max_tokens_per_microbatch: usize,
     /// The length of a micro-batch is a multiple of this number, or the width of the input if that is smaller.
     pub sequence_length_round: NonZeroUsize,
-    /// The column whose dimension 1 limits the length of rows. It must be dense to have an effect; a ragged column has no width.
+    /// The column whose dimension 1 is the width: no row is longer, and only dense columns of this width become narrower. A ragged
+    /// column has no width, so no column becomes narrower.
     pub input_key: String,
     /// The column with the length of each row: integers of shape `[rows]`, or a ragged column.
     pub input_lengths_key: String,
@@ -124,7 +125,7 @@ impl Batch {
     /// `InvalidArgument` in these cases:
     /// - the numbers of rows are not divisible as requested;
     /// - uneven shards are combined with a batch size or dynamic batching;
-    /// - a row is longer than a micro-batch may be;
+    /// - a row is longer than a micro-batch may be, or than the input is wide; packing knows the input of `{input}_lengths`;
     /// - packing needs more rows;
     /// - the length column does not contain lengths.
     pub fn shard_by_batch_size(&self, sharding: &Sharding) -> Result<Sharded> {
@@ -152,13 +153,16 @@ impl Batch {
             Balance::Dynamic(batching) => {
                 let lengths = self.column(&batching.input_lengths_key)?.lengths()?;
                 let width = self.column(&batching.input_key)?.width();
+                check_lengths(&lengths, &batching.input_lengths_key, width)?;
                 let pieces = chunks.map(|chunk| batching.plan(chunk, &lengths, width, shards));
-                self.planned(RowShape::Padded, shards, pieces.collect::<Result<_>>()?)
+                self.planned(RowShape::Padded, width, shards, pieces.collect::<Result<_>>()?)
             }
             Balance::Packed(packing) => {
                 let lengths = self.column(&packing.input_lengths_key)?.lengths()?;
+                let input = packing.input_lengths_key.strip_suffix("_lengths").and_then(|input| self.get(input));
+                check_lengths(&lengths, &packing.input_lengths_key, input.and_then(Column::width))?;
                 let pieces = chunks.map(|chunk| packing.plan(chunk, &lengths, shards));
-                self.planned(RowShape::Packed, shards, pieces.collect::<Result<_>>()?)
+                self.planned(RowShape::Packed, None, shards, pieces.collect::<Result<_>>()?)
             }
         }
     }
@@ -188,7 +192,13 @@ impl Batch {
     }
 
     /// Builds the shards of a plan, which lists the piece of each shard for each chunk.
-    fn planned(&self, row_shape: RowShape, shards: usize, chunks: Vec<Vec<Piece>>) -> Result<Sharded> {
+    fn planned(
+        &self,
+        row_shape: RowShape,
+        width: Option<usize>,
+        shards: usize,
+        chunks: Vec<Vec<Piece>>,
+    ) -> Result<Sharded> {
         let mut order = Vec::with_capacity(self.rows());
         let mut made = Vec::with_capacity(shards);
         let mut chunks: Vec<VecDeque<Piece>> = chunks.into_iter().map(VecDeque::from).collect();
@@ -199,10 +209,21 @@ impl Batch {
                 order.extend(rows);
             }
             let mut shard = self.select(&order[begin..])?;
-            shard.micro_batches = Some(Arc::new(MicroBatches { row_shape, chunks: plan }));
+            shard.micro_batches = Some(Arc::new(MicroBatches { row_shape, width, chunks: plan }));
             made.push(shard);
         }
         Ok(Sharded { shards: made, order })
+    }
+}
+
+/// Rejects rows that are longer than the input is wide.
+fn check_lengths(lengths: &[usize], key: &str, width: Option<usize>) -> Result<()> {
+    match lengths.iter().zip(0..).find(|(length, _)| width.is_some_and(|width| **length > width)) {
+        Some((length, row)) => {
+            let width = width.unwrap_or_default();
+            Err(Error::invalid(format!("row {row} has {length} elements by column {key:?}, the input is {width} wide")))
+        }
+        None => Ok(()),
     }
 }
 

@@ -44,6 +44,9 @@ pub enum RowShape {
 pub struct MicroBatches {
     /// The form in which the rows of a micro-batch are combined.
     pub row_shape: RowShape,
+    /// The width of the input column (dynamic batching). Only dense columns of this width become narrower; without it, none does.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub width: Option<usize>,
     /// The chunks, in the order of the global batches.
     pub chunks: Vec<MicroBatchChunk>,
 }
@@ -116,7 +119,7 @@ impl Batch {
         };
         let start = plan.chunks[..index].iter().map(|chunk| chunk.rows).sum::<usize>();
         let mut batch = self.slice(start..start + chunk.rows)?;
-        let plan = MicroBatches { row_shape: plan.row_shape, chunks: vec![chunk.clone()] };
+        let plan = MicroBatches { chunks: vec![chunk.clone()], ..*plan };
         batch.micro_batches = Some(Arc::new(plan));
         Ok(batch)
     }
@@ -135,12 +138,14 @@ impl Batch {
         Ok((0..rows / size).map(move |index| self.slice_rows(index * size..(index + 1) * size)))
     }
 
-    /// Iterates over the micro-batches of the batch's plan. Padded micro-batches are narrowed along dimension 1 to their length,
-    /// which copies them; packed ones share the memory.
+    /// Iterates over the micro-batches of the batch's plan. In padded micro-batches, the dense columns of the input's width are
+    /// narrowed along dimension 1 to the length of the micro-batch, which copies them, as [`Self::truncate`] does: padding is
+    /// removed on its side. A column that has the width of the input by chance needs another shape, such as `[rows, 1, width]`.
+    /// Packed micro-batches share the memory; their rows keep their padding, on its side.
     ///
     /// # Errors
     /// `FailedPrecondition` if the batch has no plan, or a plan of several global batches; select one with [`Self::get_batch`]
-    /// first. An item is an error if a column is narrower than the length of the micro-batch.
+    /// first. An item is an error if [`Self::truncate`] would refuse it.
     pub fn iter_planned_micro_batches(&self) -> Result<impl ExactSizeIterator<Item = Result<Self>> + '_> {
         let refuse = |what: String| Error::not_started(Code::FailedPrecondition, what);
         let plan = self.micro_batches().ok_or_else(|| {
@@ -152,7 +157,9 @@ impl Batch {
         Ok(chunk.micro_batches.iter().map(move |micro| {
             let rows = self.slice(micro.rows.clone())?;
             match plan.row_shape {
-                RowShape::Padded => rows.truncate(1, micro.length),
+                RowShape::Padded => {
+                    plan.width.map_or_else(|| Ok(rows.clone()), |width| rows.narrow_width(width, micro.length))
+                }
                 RowShape::Packed => Ok(rows),
             }
         }))

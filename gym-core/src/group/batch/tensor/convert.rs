@@ -3,7 +3,8 @@
 use half::{bf16, f16};
 
 use crate::base::error::{Error, Result};
-use crate::group::batch::tensor::{DType, Tensor};
+use crate::group::batch::tensor::scalar::round;
+use crate::group::batch::tensor::{DType, Side, Tensor};
 
 impl Tensor {
     /// Returns the elements of an integer or `BOOL` tensor.
@@ -27,25 +28,28 @@ impl Tensor {
         })
     }
 
-    /// Returns the elements of a tensor of any type; integers beyond 2⁵³ are rounded.
+    /// Returns the elements of a tensor of any type.
     ///
     /// # Errors
-    /// `DataLoss` if the bytes are not valid elements of the type.
+    /// `InvalidArgument` for an integer that a double cannot represent, such as 2⁵³ + 1; `DataLoss` if the bytes are not valid
+    /// elements of the type.
     pub fn to_f64s(&self) -> Result<Vec<f64>> {
         Ok(match self.dtype() {
             DType::F16 => self.view::<u16>()?.iter().map(|bits| f16::from_bits(*bits).to_f64()).collect(),
             DType::Bf16 => self.view::<u16>()?.iter().map(|bits| bf16::from_bits(*bits).to_f64()).collect(),
             DType::F32 => self.view::<f32>()?.iter().map(|x| f64::from(*x)).collect(),
             DType::F64 => self.view::<f64>()?.into_owned(),
-            DType::U64 => self.view::<u64>()?.iter().map(|x| *x as f64).collect(),
-            _ => self.to_i64s()?.into_iter().map(|x| x as f64).collect(),
+            DType::U64 => self.view::<u64>()?.iter().map(|x| exact(i128::from(*x))).collect::<Result<_>>()?,
+            _ => self.to_i64s()?.into_iter().map(|x| exact(i128::from(x))).collect::<Result<_>>()?,
         })
     }
 
     /// Converts the elements to another float type, rounded to nearest. Returns the tensor itself, shared, if it has that type.
+    /// NaN and infinities stay what they are.
     ///
     /// # Errors
-    /// `InvalidArgument` if either type is not a float type.
+    /// `InvalidArgument` if either type is not a float type, and for a finite number beyond the largest one of the type, which
+    /// would become an infinity.
     pub fn to_float(&self, dtype: DType) -> Result<Self> {
         if !self.dtype().is_float() || !dtype.is_float() {
             return Err(Error::invalid(format!("{} as {dtype}: only float types are converted", self.dtype())));
@@ -55,10 +59,13 @@ impl Tensor {
         }
         // From F64 to a 16-bit type, the value is rounded twice, as in numpy and torch.
         let wide = self.to_f64s()?;
+        if let Some((at, x)) = wide.iter().enumerate().find(|(_, x)| round(**x, dtype).is_none()) {
+            return Err(Error::invalid(format!("element {at}, {x:e}, is beyond the largest {dtype}")));
+        }
         #[allow(clippy::cast_possible_truncation)] // Rounding to the type is what is asked for.
         let narrow = wide.iter().map(|x| *x as f32);
         let (shape, bits) = (self.shape().to_vec(), |of: fn(f32) -> u16| narrow.clone().map(of).collect::<Vec<_>>());
-        match dtype {
+        let converted = match dtype {
             DType::F16 => {
                 Self::from_vec(shape, bits(|x| f16::from_f32(x).to_bits())).map(|tensor| tensor.relabelled(dtype))
             }
@@ -67,7 +74,8 @@ impl Tensor {
             }
             DType::F32 => Self::from_vec(shape, narrow.collect()),
             _ => Self::from_vec(shape, wide),
-        }
+        };
+        Ok(converted?.with_side(self.padding_side()))
     }
 
     /// Changes the type to another one of the same size, without changing the bytes.
@@ -75,12 +83,12 @@ impl Tensor {
         Self { dtype, ..self }
     }
 
-    /// Returns the first `length` steps of a dimension after the first. Copies them, unless the dimension has exactly `length`
-    /// steps.
+    /// Returns the first or, for `Left`, the last `length` steps of a dimension after the first. Copies them, unless the dimension
+    /// has exactly `length` steps.
     ///
     /// # Errors
     /// `InvalidArgument` if the dimension does not exist, or has less than `length` steps.
-    pub(crate) fn narrow(&self, dimension: usize, length: usize) -> Result<Self> {
+    pub(crate) fn narrow(&self, dimension: usize, length: usize, padding: Side) -> Result<Self> {
         let size = *self
             .shape()
             .get(dimension)
@@ -97,10 +105,19 @@ impl Tensor {
         let mut kept = Vec::with_capacity(crate::group::batch::tensor::bytes_of_shape(self.dtype(), &shape)?);
         // An empty step has no bytes to copy, and chunks of no bytes cannot be counted.
         for run in self.bytes().chunks(step.saturating_mul(size).max(1)) {
-            kept.extend_from_slice(&run[..step * length]);
+            let begin = if padding == Side::Left { run.len() - step * length } else { 0 };
+            kept.extend_from_slice(&run[begin..begin + step * length]);
         }
-        Self::new(self.dtype(), shape, kept.into())
+        Ok(Self::new(self.dtype(), shape, kept.into())?.with_side(self.padding_side()))
     }
+}
+
+/// Returns an integer as a double, unless that would be another number.
+fn exact(integer: i128) -> Result<f64> {
+    let double = integer as f64;
+    (double as i128 == integer)
+        .then_some(double)
+        .ok_or_else(|| Error::invalid(format!("{integer} is no double; read it with to_i64s or view")))
 }
 
 #[cfg(test)]
@@ -131,5 +148,45 @@ mod tests {
         }
         assert_eq!(exact.to_float(DType::F32).unwrap().bytes().as_ptr(), exact.bytes().as_ptr());
         assert!(exact.to_float(DType::I32).is_err());
+    }
+
+    #[test]
+    fn a_number_that_the_type_cannot_represent_is_refused_and_never_an_infinity() {
+        let one = |x: f64| Tensor::from_vec([2], vec![1.0, x]).unwrap();
+        for (x, dtype, fits) in [
+            (1e300, DType::F32, false),
+            (-1e300, DType::F32, false),
+            (f64::from(f32::MAX), DType::F32, true),
+            (3.403e38, DType::F32, false),
+            (70_000.0, DType::F16, false),
+            (-65_520.0, DType::F16, false),
+            (65_519.0, DType::F16, true),
+            (70_000.0, DType::Bf16, true),
+            (f64::from(f32::MAX), DType::Bf16, false),
+            (1e300, DType::Bf16, false),
+            (f64::INFINITY, DType::F16, true),
+            (f64::NEG_INFINITY, DType::Bf16, true),
+            (f64::NAN, DType::F32, true),
+            (1e-300, DType::F32, true),
+        ] {
+            let converted = one(x).to_float(dtype);
+            let text = converted.as_ref().map_or_else(ToString::to_string, |_| String::new());
+            assert_eq!(converted.is_ok(), fits, "{x} as {dtype}");
+            assert!(fits || (text.contains("element 1") && text.contains(dtype.as_str())), "{text}");
+            if let Ok(converted) = converted {
+                let back = converted.to_f64s().unwrap()[1];
+                assert_eq!((back.is_nan(), back.is_infinite()), (x.is_nan(), x.is_infinite()), "{x} as {dtype}");
+            }
+        }
+    }
+
+    #[test]
+    fn an_integer_that_is_no_double_is_refused() {
+        let signed = |x: i64| Tensor::from_vec([1], vec![x]).unwrap().to_f64s().ok();
+        let unsigned = |x: u64| Tensor::from_vec([1], vec![x]).unwrap().to_f64s().ok();
+        assert_eq!(signed(1 << 53), Some(vec![9_007_199_254_740_992.0]));
+        assert_eq!([signed((1 << 53) + 1), signed(i64::MAX), signed(-(1 << 53) - 1)], [const { None }; 3]);
+        assert_eq!((signed(i64::MIN), unsigned(1 << 63)), (Some(vec![-(2_f64.powi(63))]), Some(vec![2_f64.powi(63)])));
+        assert_eq!([unsigned(u64::MAX), unsigned((1 << 53) + 1)], [const { None }; 2]);
     }
 }

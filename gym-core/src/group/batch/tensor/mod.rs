@@ -8,6 +8,7 @@ mod convert;
 mod dtype;
 mod element;
 mod scalar;
+mod side;
 
 use std::borrow::Cow;
 use std::fmt;
@@ -19,18 +20,20 @@ pub(crate) use block::copy_into_block;
 pub use dtype::DType;
 pub use element::Element;
 pub use scalar::Scalar;
+pub use side::Side;
 
 use crate::base::error::{Code, Error, Result};
 
 #[cfg(target_endian = "big")]
 compile_error!("tensors lie in memory as they travel, little-endian; this host is big-endian");
 
-/// Element type, shape and shared row-major bytes. Cheap to clone.
+/// Element type, shape, shared row-major bytes, and the side of the padding if it is known. Cheap to clone.
 #[derive(Clone, PartialEq)]
 pub struct Tensor {
     dtype: DType,
     shape: Vec<usize>,
     bytes: Bytes,
+    side: Option<Side>,
 }
 
 impl Tensor {
@@ -45,7 +48,7 @@ impl Tensor {
             let found = bytes.len();
             return Err(Error::invalid(format!("{dtype} of shape {shape:?} takes {expected} bytes, got {found}")));
         }
-        Ok(Self { dtype, shape, bytes })
+        Ok(Self { dtype, shape, bytes, side: None })
     }
 
     /// Creates a tensor from a vector, without a copy.
@@ -63,7 +66,7 @@ impl Tensor {
     pub fn zeros(dtype: DType, shape: impl Into<Vec<usize>>) -> Result<Self> {
         let shape = shape.into();
         let bytes = Bytes::from(vec![0; bytes_of_shape(dtype, &shape)?]);
-        Ok(Self { dtype, shape, bytes })
+        Ok(Self { dtype, shape, bytes, side: None })
     }
 
     /// Returns the type of the elements.
@@ -138,21 +141,27 @@ impl Tensor {
         let row = self.row_bytes();
         let mut shape = self.shape.clone();
         shape[0] = rows.len();
-        Self { dtype: self.dtype, shape, bytes: self.bytes.slice(rows.start * row..rows.end * row) }
+        Self { shape, bytes: self.bytes.slice(rows.start * row..rows.end * row), ..*self }
     }
 
-    /// Returns a tensor with the same bytes and another shape.
+    /// Returns a tensor with the same bytes and another shape. The side of the padding stays known if the first two dimensions
+    /// stay.
     ///
     /// # Errors
     /// `InvalidArgument` if the shape has another number of elements.
     pub fn reshape(&self, shape: impl Into<Vec<usize>>) -> Result<Self> {
-        Self::new(self.dtype, shape, self.bytes.clone())
+        let reshaped = Self::new(self.dtype, shape, self.bytes.clone())?;
+        let padded = reshaped.shape.get(..2).is_some_and(|first| self.shape.get(..2) == Some(first));
+        Ok(reshaped.with_side(self.side.filter(|_| padded)))
     }
 }
 
 impl fmt::Debug for Tensor {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Tensor({} {:?})", self.dtype, self.shape)
+        match self.side {
+            Some(Side::Left) => write!(f, "Tensor({} {:?}, padded on the left)", self.dtype, self.shape),
+            _ => write!(f, "Tensor({} {:?})", self.dtype, self.shape),
+        }
     }
 }
 
