@@ -22,6 +22,7 @@ use std::time::Duration;
 use futures_util::future::join_all;
 use futures_util::stream::BoxStream;
 use gym_core::group::Gate;
+use gym_core::group::batch::json;
 use gym_core::group::cluster::{
     ClusterSpec, ModelSpan, NodeResources, Placement, WorkerGroupConfig, WorkerPlacement, WorkersOn, engine_port,
 };
@@ -61,7 +62,7 @@ pub struct GroupRequest {
     pub name: String,
     /// Name under which the worker type is registered.
     pub worker: String,
-    /// Value from which each worker is created, as JSON.
+    /// Value from which each worker is created, as JSON. [`json::to_raw`] also writes numbers that are not finite.
     pub init: Box<RawValue>,
     /// Assignment of workers to bundles. Default: one worker on each bundle.
     pub on: WorkersOn,
@@ -86,8 +87,8 @@ impl GroupRequest {
         init: &impl Serialize,
         options: GroupOptions,
     ) -> Result<Self> {
-        let init = serde_json::value::to_raw_value(init)
-            .map_err(|error| Error::invalid("init cannot be written as JSON").caused_by(error))?;
+        let init =
+            json::to_raw(init).map_err(|error| Error::invalid("init cannot be written as JSON").caused_by(error))?;
         Ok(Self {
             name: name.into(),
             worker: worker.into(),
@@ -296,10 +297,13 @@ fn rank_place(place: WorkerPlacement, world_size: u32, engines: Option<u32>, one
 #[cfg(test)]
 mod tests {
     use gym_core::group::cluster::PlacementStrategy;
+    use gym_core::group::{Handles, Method, Methods, Payload, Worker, WorkerEnv};
+    use gym_core::transport::InProcess;
+    use serde::Deserialize;
 
     use super::*;
-    use crate::group::provision::Local;
-    use crate::group::provision::Workers;
+    use crate::Transports;
+    use crate::group::provision::{Local, RankOverrides, WorkerKind, Workers};
 
     fn nodes_of(
         colocated: Option<bool>,
@@ -311,6 +315,54 @@ mod tests {
         spec.enable_colocation = colocated;
         let cluster = VirtualCluster::new(spec, Local::new(Workers::new())).unwrap().simulate_nodes(&[4, 4]);
         made(cluster, &span)
+    }
+
+    #[derive(Debug, Serialize, Deserialize)]
+    struct Settings {
+        clip: f32,
+        warm: Option<f64>,
+        seed: u64,
+    }
+
+    /// A worker whose start tells its settings in an error.
+    struct Telling;
+
+    #[derive(Clone, Copy, Debug)]
+    struct Nothing;
+
+    impl Method for Nothing {
+        const NAME: &'static str = "nothing";
+        type Args = ();
+        type Reply = ();
+    }
+
+    impl Worker for Telling {
+        type Init = Settings;
+
+        fn start(_: WorkerEnv, settings: Settings) -> Result<Self> {
+            Err(Error::invalid(format!("{settings:?}")))
+        }
+
+        fn methods(methods: &mut Methods<Self>) {
+            methods.exclusive(Nothing);
+        }
+    }
+
+    impl Handles<Nothing> for Telling {
+        async fn handle(&mut self, _: &CallContext, _: Payload<()>) -> Result<Payload<()>> {
+            Ok(().into())
+        }
+    }
+
+    #[tokio::test]
+    async fn an_init_keeps_numbers_that_are_not_finite_also_below_added_keys() {
+        let settings = Settings { clip: f32::INFINITY, warm: Some(f64::NAN), seed: 1 };
+        let options = GroupOptions::new(Transports::from_features(InProcess::new()));
+        let request = GroupRequest::new("group", "telling", &settings, options).unwrap();
+        let init = RankOverrides::default().with_init("seed", 7).over(&request.init).unwrap();
+        let started = WorkerKind::of::<Telling>().start(WorkerEnv::new("group", 0, 1), init).await;
+        let told = started.err().expect("the worker refuses to start").to_string();
+        assert!(told.contains("Settings { clip: inf, warm: Some(NaN), seed: 7 }"), "{told}");
     }
 
     #[tokio::test]

@@ -154,7 +154,8 @@ pub struct LaunchSpec {
     pub group: Arc<str>,
     /// Name under which the worker type is registered in [`Workers`](crate::group::Workers).
     pub worker: String,
-    /// Value from which each worker is created, as JSON.
+    /// Value from which each worker is created, as JSON. [`json::to_raw`](gym_core::group::batch::json::to_raw) also writes numbers
+    /// that are not finite.
     pub init: Box<RawValue>,
     /// The place of each rank, in rank order, from 0.
     pub ranks: Vec<RankPlace>,

@@ -5,6 +5,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use futures_util::future::BoxFuture;
+use gym_core::group::batch::json;
 use gym_core::group::{HostOptions, Worker, WorkerEnv, WorkerHost};
 use gym_core::transport::{InProcess, TransportPolicy};
 use gym_core::{Code, Error, Result};
@@ -77,7 +78,7 @@ impl WorkerKind {
         let start =
             |env: WorkerEnv, init: Box<RawValue>, host: HostOptions| -> BoxFuture<'static, Result<WorkerHost>> {
                 Box::pin(async move {
-                    let init = serde_json::from_str::<W::Init>(init.get()).map_err(|error| {
+                    let init = json::read::<W::Init>(init.get().as_bytes()).map_err(|error| {
                         let wanted = std::any::type_name::<W::Init>();
                         Error::invalid(format!("the worker's init is not a {wanted}: {error}"))
                             .about(format!("start rank {} of {}", env.rank, env.group))

@@ -24,11 +24,13 @@
 //! | module | purpose |
 //! |---|---|
 //! | [`tensor`] | dense blocks of numbers |
+//! | [`json`] | JSON text of arguments, replies and rows |
 //! | [`packing`] | sequences that share a bin of fixed capacity |
 //! | [`safetensors`] | batches and tensors in files |
 
 mod codec;
 mod column;
+pub mod json;
 mod metadata;
 pub mod packing;
 mod rows;
@@ -191,7 +193,7 @@ impl Batch {
         &self.metadata
     }
 
-    /// Returns the metadata of the batch, to change it.
+    /// Returns the metadata of the batch, to change it. A [`Value`] holds no number that is not finite: `json!(f64::NAN)` is null.
     pub fn metadata_mut(&mut self) -> &mut Map<String, Value> {
         self.metadata.to_mut()
     }

@@ -15,7 +15,7 @@ use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
 use crate::base::error::{Code, Error, Execution, Result};
-use crate::group::batch::{Batch, Payload, Uneven};
+use crate::group::batch::{Batch, Payload, Uneven, json};
 use crate::group::call::gather::{CallResult, RankCall, Terms, gather, take_single};
 use crate::group::call::single::SingleRankCall;
 use crate::group::call::{Backlog, Gate, Gathered, GroupError, GroupView, RankOutcome, WorkerGroup};
@@ -267,7 +267,7 @@ impl<A: serde::Serialize + Clone + Send + Sync + 'static> EachArgs<A> {
                     let text = match text {
                         Some(text) => text,
                         none => {
-                            let value = args.as_ref().map(serde_json::value::to_raw_value).transpose();
+                            let value = args.as_ref().map(json::to_raw).transpose();
                             let value = value.map_err(|error| {
                                 Error::invalid("the arguments cannot be written as JSON").caused_by(error)
                             })?;

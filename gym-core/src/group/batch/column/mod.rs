@@ -10,6 +10,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use crate::base::error::{Code, Error, Result};
+use crate::group::batch::json::{self, Marking};
 use crate::group::batch::tensor::{DType, Element, Tensor, check_range};
 
 pub use offsets::Offsets;
@@ -226,7 +227,8 @@ impl JsonRows {
         Ok(Self { text, offsets })
     }
 
-    /// Serializes each value as one row.
+    /// Serializes each value as one row. [`Self::read`] returns its numbers as they are, even if JSON has no such number; [`json`] has
+    /// their text.
     ///
     /// # Errors
     /// `InvalidArgument`, with the row, if a value cannot be serialized as JSON.
@@ -234,7 +236,7 @@ impl JsonRows {
         let (mut text, mut lengths) = (Vec::new(), Vec::new());
         for value in values {
             let begin = text.len();
-            serde_json::to_writer(&mut text, &value)
+            serde_json::to_writer(&mut text, &Marking(&value))
                 .map_err(|error| Error::invalid(format!("row {} is not JSON", lengths.len())).caused_by(error))?;
             lengths.push(text.len() - begin);
         }
@@ -268,12 +270,12 @@ impl JsonRows {
         Ok(self.text.slice(self.offsets.row(row)))
     }
 
-    /// Deserializes one row as a `T`.
+    /// Deserializes one row as a `T`. A number that is not finite is read from the text that [`json`] gives it.
     ///
     /// # Errors
     /// `InvalidArgument` if there is no such row; `DataLoss` if its text is not a `T`.
     pub fn read<T: DeserializeOwned>(&self, row: usize) -> Result<T> {
-        serde_json::from_slice(&self.row(row)?).map_err(|error| {
+        json::read(&self.row(row)?).map_err(|error| {
             Error::not_started(Code::DataLoss, format!("row {row} is not what is asked for")).caused_by(error)
         })
     }

@@ -2,7 +2,7 @@
 
 use futures_util::future::join_all;
 
-use super::workers::{Advance, Echo, EchoShared, Echoed, Hold, HoldShared, Note, Notes};
+use super::workers::{Advance, Echo, EchoShared, Echoed, Figures, Hold, HoldShared, Limit, Measure, Note, Notes};
 use super::{FAR, GroupFixture, GroupSetup, TestWorkerKind, far, line, run_cases, square, start, until, until_running};
 use crate::base::error::Code;
 use crate::group::batch::tensor::Tensor;
@@ -15,6 +15,7 @@ pub(super) async fn run(fixture: &dyn GroupFixture) {
     run_cases!(fixture;
         a_call_reaches_every_rank_and_its_answers_come_in_rank_order,
         arguments_of_its_own_reach_each_rank,
+        numbers_that_are_not_finite_arrive_as_they_are_in_both_directions,
         arguments_for_more_or_fewer_ranks_are_refused_before_anybody_is_called,
         a_batch_is_sharded_over_one_axis_and_replicated_over_the_other,
         of_a_free_axis_only_the_first_rank_is_called_or_the_others_without_data,
@@ -53,6 +54,27 @@ async fn arguments_of_its_own_reach_each_rank(fixture: &dyn GroupFixture) {
     let names: Vec<String> = ["a", "b", "c", "d"].map(String::from).to_vec();
     let answers = tested.group().call_each(Echo, names.clone()).deadline(FAR).await.unwrap();
     assert_eq!(answers.into_values().into_iter().map(|echoed| echoed.text).collect::<Vec<_>>(), names);
+}
+
+async fn numbers_that_are_not_finite_arrive_as_they_are_in_both_directions(fixture: &dyn GroupFixture) {
+    let tested = line(fixture, 3).await;
+    let figures = [f64::NAN, f64::INFINITY, f64::NEG_INFINITY].map(|number| {
+        // A text that looks like a number of the head's JSON stays a text.
+        let word = Limit::Word(format!("\0{number}"));
+        let by_name = [("at most", Limit::Number(number)), ("word", word)];
+        let by_name = by_name.map(|(name, limit)| (name.to_owned(), (number as f32, limit))).into();
+        Figures { loss: number as f32, clip: Some(number), by_name }
+    });
+    let group = tested.group();
+    let own = group.call_each(Measure, figures.to_vec()).deadline(FAR).await.unwrap().into_values();
+    let same = group.call(Measure, figures[0].clone()).deadline(FAR).await.unwrap().into_values();
+    let one = group.call(Measure, figures[1].clone()).dispatch(Dispatch::rank(1)).deadline(FAR).start().await.unwrap();
+    let one = one.await.unwrap().into_values();
+    let sent = figures.iter().chain([&figures[0]; 3]).chain([&figures[1]]);
+    for (sent, (seen, back)) in sent.zip(own.into_iter().chain(same).chain(one)) {
+        let sent = format!("{sent:?}");
+        assert_eq!((&seen, format!("{back:?}")), (&sent, sent.clone()));
+    }
 }
 
 async fn arguments_for_more_or_fewer_ranks_are_refused_before_anybody_is_called(fixture: &dyn GroupFixture) {

@@ -1,6 +1,7 @@
 //! The workers that the cases call. They tell what they saw through their own methods, so that they may live in another process.
 
 use std::cell::RefCell;
+use std::collections::BTreeMap;
 use std::rc::Rc;
 
 use serde::{Deserialize, Serialize};
@@ -30,6 +31,8 @@ methods! {
     Echo = "test.echo": String => Echoed;
     /// The same beside other calls.
     EchoShared = "test.echo_shared": String => Echoed;
+    /// Gives numbers back, with what the worker saw of them.
+    Measure = "test.measure": Figures => (String, Figures);
     /// Writes a number into the worker's log.
     Note = "test.note": u64 => ();
     /// The log.
@@ -56,6 +59,22 @@ pub(super) struct Echoed {
     pub(super) rows: usize,
 }
 
+/// Numbers in the places where values have them.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(super) struct Figures {
+    pub(super) loss: f32,
+    pub(super) clip: Option<f64>,
+    pub(super) by_name: BTreeMap<String, (f32, Limit)>,
+}
+
+/// A number that serde reads without knowing its type, or a text.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(untagged)]
+pub(super) enum Limit {
+    Number(f64),
+    Word(String),
+}
+
 fn echo(env: &WorkerEnv, call: Payload<String>) -> Payload<Echoed> {
     let (rank, world_size, incarnation) = (env.rank, env.world_size, env.incarnation.0);
     let rows = call.batch.rows();
@@ -78,7 +97,7 @@ impl Worker for TestWorker {
 
     fn methods(methods: &mut Methods<Self>) {
         methods.exclusive(Echo).shared(EchoShared).exclusive(Note).exclusive(Notes).exclusive(Hold);
-        methods.shared(HoldShared).exclusive(FailOn).exclusive(Panic).exclusive(Advance);
+        methods.shared(HoldShared).exclusive(Measure).exclusive(FailOn).exclusive(Panic).exclusive(Advance);
     }
 }
 
@@ -91,6 +110,12 @@ impl Handles<Echo> for TestWorker {
 impl HandlesShared<EchoShared> for TestWorker {
     async fn handle(&self, _: &CallContext, call: Payload<String>) -> Result<Payload<Echoed>> {
         Ok(echo(&self.env, call))
+    }
+}
+
+impl Handles<Measure> for TestWorker {
+    async fn handle(&mut self, _: &CallContext, call: Payload<Figures>) -> Result<Payload<(String, Figures)>> {
+        Ok((format!("{:?}", call.value), call.value).into())
     }
 }
 
