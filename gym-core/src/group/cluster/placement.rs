@@ -11,7 +11,7 @@ use crate::base::error::{Code, Error, Result};
 /// The resources of a node.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NodeResources {
-    /// The name of the node.
+    /// The name of the node. Several nodes of one machine are named `share@machine`.
     pub name: String,
     /// Number of CPUs; `None` if they are not counted.
     pub cpus: Option<u32>,
@@ -41,6 +41,20 @@ impl NodeResources {
     #[must_use]
     pub fn simulated(name: impl Into<String>, gpus: u32) -> Self {
         Self { name: name.into(), cpus: None, gpus: Devices::Simulated(gpus), topology: Topology::default() }
+    }
+
+    /// Returns the name of the machine, on which engines are kept together.
+    fn machine(&self) -> &str {
+        self.name.rsplit_once('@').map_or(&self.name, |(_, machine)| machine)
+    }
+
+    /// Returns the position of a GPU in the order of bundles: its number, if the names of all GPUs are numbers; otherwise, such as for
+    /// UUIDs, its position in the list of the node.
+    fn gpu_position(&self, gpu: &str) -> Option<u32> {
+        let Devices::Named(names) = &self.gpus else { return None };
+        let numbers: Option<Vec<u32>> = names.iter().map(|name| name.parse().ok()).collect();
+        let at = names.iter().position(|name| name == gpu)?;
+        numbers.map_or(u32::try_from(at).ok(), |numbers| Some(numbers[at]))
     }
 
     fn gpu_count(&self) -> usize {
@@ -80,12 +94,15 @@ pub struct Placement {
     pub groups: Vec<PlacementGroup>,
     /// The bundles of a unified cluster in topological order, in which ranks are assigned to them.
     pub sorted: Option<Vec<u32>>,
+    /// The domain and the machine of each entry of `sorted`, numbered in this order.
+    pub(super) sites: Vec<[u32; 2]>,
     /// Number of GPUs of a physical node, for layouts that depend on it.
     pub gpus_per_node: u32,
 }
 
 /// Places the bundles of `spec` on `nodes`. If `unified`, each bundle is placed individually, and all belong to one group, for
-/// models that span nodes.
+/// models that span nodes. If such a cluster is packed, the bundles of each logical node still share a machine, as far as that is
+/// possible for all of them; otherwise, the bundles are on the machines with the most room.
 ///
 /// With a `segment_size`, only as many nodes are used as the spec has. They form whole segments
 /// of one domain each ([`select_segments`]); the other nodes remain for other clusters.
@@ -97,7 +114,12 @@ pub struct Placement {
 pub fn place(spec: &ClusterSpec, nodes: &[NodeResources], unified: bool) -> Result<Placement> {
     spec.validate()?;
     let allocation = Allocation::new(spec, nodes, &usable(spec, nodes)?);
-    place_by(spec, nodes, unified, |sets| allocation.assign(sets, spec.placement_group_strategy))
+    // Ranks that exchange most are consecutive, so what fits one machine should not be cut in two by the capacity that others have left.
+    let packed = unified && spec.placement_group_strategy == PlacementStrategy::Pack;
+    place_by(spec, nodes, unified, packed, |sets, single| {
+        let few = (packed && single).then(|| allocation.clone().try_each(sets, Preference::Largest, |_, _| true));
+        few.flatten().or_else(|| allocation.clone().assign(sets, spec.placement_group_strategy))
+    })
 }
 
 /// As [`place`], for an engine that has decided on the nodes: the first logical node of `spec` with bundles is placed on the first of `nodes`, and so
@@ -108,9 +130,9 @@ pub fn place(spec: &ClusterSpec, nodes: &[NodeResources], unified: bool) -> Resu
 pub fn place_each(spec: &ClusterSpec, nodes: &[NodeResources], unified: bool) -> Result<Placement> {
     spec.validate()?;
     let allocation = Allocation::new(spec, nodes, &vec![true; nodes.len()]);
-    place_by(spec, nodes, unified, |sets| {
+    place_by(spec, nodes, unified, false, |sets, _| {
         let in_order = |allocation: &Allocation, host: usize| host == allocation.assigned.len();
-        (sets.len() == nodes.len()).then(|| allocation.try_each(sets, false, in_order))?
+        (sets.len() == nodes.len()).then(|| allocation.clone().try_each(sets, Preference::Fullest, in_order))?
     })
 }
 
@@ -118,27 +140,21 @@ fn place_by(
     spec: &ClusterSpec,
     nodes: &[NodeResources],
     unified: bool,
-    assign: impl FnOnce(&[BundleSet]) -> Option<Allocation>,
+    together: bool,
+    assign: impl Fn(&[BundleSet], bool) -> Option<Allocation>,
 ) -> Result<Placement> {
     let ids = spec.gpus_of_nodes()?;
-    let (mut sets, mut node_of) = (Vec::new(), Vec::new());
-    for (node, &count) in (0..).zip(&spec.bundle_ct_per_node_list) {
-        let ids: Option<Vec<String>> = ids.as_ref().map(|ids| ids[node as usize].iter().map(u32::to_string).collect());
-        let (many, each) = if unified { (count, 1) } else { (u32::from(count > 0), count) };
-        for set in 0..many as usize {
-            let ids = ids.as_ref().map(|ids| if unified { ids[set..=set].to_vec() } else { ids.clone() });
-            sets.push(BundleSet { bundles: each as usize, ids });
-            node_of.push(node);
-        }
-    }
     check_totals(spec, nodes)?;
-    let Some(mut allocation) = assign(&sets) else {
+    let whole = if together { assign(&bundle_sets(spec, ids.as_deref(), false), false) } else { None };
+    let single = unified && whole.is_none();
+    let sets = bundle_sets(spec, ids.as_deref(), single);
+    let Some(mut allocation) = whole.or_else(|| assign(&sets, single)) else {
         check_ids(&sets, nodes)?;
         return Err(insufficient(spec, nodes, "they do not fit the nodes one by one"));
     };
     let mut groups: Vec<PlacementGroup> = Vec::new();
     for (set, (host, gpus)) in std::mem::take(&mut allocation.assigned).into_iter().enumerate() {
-        let node = node_of[set];
+        let node = sets[set].node;
         if !unified || groups.is_empty() {
             let kind = if unified { "unified".to_owned() } else { format!("node{node}") };
             let name = if spec.name.is_empty() { kind } else { format!("{}-{kind}", spec.name) };
@@ -152,8 +168,26 @@ fn place_by(
         }
     }
     let gpus_per_node = spec.num_gpus_per_node.get();
-    let sorted = if unified { Some(sort(&groups[0], nodes, spec)?) } else { None };
-    Ok(Placement { groups, sorted, gpus_per_node })
+    let (sorted, sites) = if unified {
+        sort(&groups[0], nodes, spec).map(|(sorted, sites)| (Some(sorted), sites))?
+    } else {
+        (None, Vec::new())
+    };
+    Ok(Placement { groups, sorted, sites, gpus_per_node })
+}
+
+/// Returns the sets of bundles to place: the bundles of each logical node together, or each one alone.
+fn bundle_sets(spec: &ClusterSpec, ids: Option<&[Vec<u32>]>, single: bool) -> Vec<BundleSet> {
+    let mut sets = Vec::new();
+    for (node, &count) in (0..).zip(&spec.bundle_ct_per_node_list) {
+        let ids: Option<Vec<String>> = ids.map(|ids| ids[node as usize].iter().map(u32::to_string).collect());
+        let (many, each) = if single { (count, 1) } else { (u32::from(count > 0), count) };
+        for set in 0..many as usize {
+            let ids = ids.as_ref().map(|ids| if single { ids[set..=set].to_vec() } else { ids.clone() });
+            sets.push(BundleSet { node, bundles: each as usize, ids });
+        }
+    }
+    sets
 }
 
 /// Returns, for each node, whether its bundles may be used.
@@ -170,14 +204,14 @@ fn usable(spec: &ClusterSpec, nodes: &[NodeResources]) -> Result<Vec<bool>> {
     Ok((0..nodes.len()).map(|at| selected.contains(&at)).collect())
 }
 
-fn sort(group: &PlacementGroup, nodes: &[NodeResources], spec: &ClusterSpec) -> Result<Vec<u32>> {
-    let locations: Vec<BundleLocation> = (group.bundles.iter())
-        .map(|bundle| BundleLocation {
-            node: nodes[bundle.host].name.clone(),
-            gpu: bundle.gpu.as_ref().and_then(|gpu| gpu.parse().ok()).unwrap_or(bundle.index),
-            topology: nodes[bundle.host].topology.clone(),
-        })
-        .collect();
+/// Returns the bundles in topological order, and the domain and machine of each.
+fn sort(group: &PlacementGroup, nodes: &[NodeResources], spec: &ClusterSpec) -> Result<(Vec<u32>, Vec<[u32; 2]>)> {
+    let location = |bundle: &PlacedBundle| {
+        let node = &nodes[bundle.host];
+        let gpu = bundle.gpu.as_ref().and_then(|gpu| node.gpu_position(gpu)).unwrap_or(bundle.index);
+        BundleLocation { node: node.machine().to_owned(), gpu, topology: node.topology.clone() }
+    };
+    let locations: Vec<BundleLocation> = group.bundles.iter().map(location).collect();
     let segments = spec.segment_size.and_then(|size| {
         let nodes = NonZeroUsize::new(size.get() as usize)?;
         Some(Segments { nodes, gpus_per_node: NonZeroUsize::new(spec.num_gpus_per_node.get() as usize)? })
@@ -187,7 +221,15 @@ fn sort(group: &PlacementGroup, nodes: &[NodeResources], spec: &ClusterSpec) -> 
         let lost = locations.len() - order.len();
         return Err(insufficient(spec, nodes, &format!("{lost} bundles are in no whole segment of their domain")));
     }
-    Ok(order.into_iter().map(|at| at as u32).collect())
+    let mut site = [0, 0];
+    let mut sites = vec![site; order.len()];
+    for at in 1..order.len() {
+        let (before, this) = (&locations[order[at - 1]], &locations[order[at]]);
+        site[0] += u32::from(before.topology.domain != this.topology.domain);
+        site[1] += u32::from((&before.topology, &before.node) != (&this.topology, &this.node));
+        sites[at] = site;
+    }
+    Ok((order.into_iter().map(|at| at as u32).collect(), sites))
 }
 
 fn check_totals(spec: &ClusterSpec, nodes: &[NodeResources]) -> Result<()> {
@@ -249,8 +291,21 @@ fn offered(nodes: &[NodeResources]) -> String {
 
 /// Bundles that must be placed on one machine.
 struct BundleSet {
+    /// The logical node of the spec.
+    node: u32,
     bundles: usize,
     ids: Option<Vec<String>>,
+}
+
+/// The host that is preferred among those that fit.
+#[derive(Clone, Copy, PartialEq)]
+enum Preference {
+    /// The one with the fewest sets.
+    Even,
+    /// One in use, then the one with the least free capacity.
+    Fullest,
+    /// One in use, then the one with the most free capacity: single bundles are then on the fewest hosts.
+    Largest,
 }
 
 /// The free capacity of the nodes, and the bundle sets assigned so far.
@@ -319,33 +374,40 @@ impl Allocation {
 
     fn assign(self, sets: &[BundleSet], strategy: PlacementStrategy) -> Option<Self> {
         match strategy {
-            PlacementStrategy::StrictPack => {
-                (0..self.hosts.len()).find_map(|only| self.clone().try_each(sets, false, |_, host| host == only))
-            }
+            PlacementStrategy::StrictPack => (0..self.hosts.len())
+                .find_map(|only| self.clone().try_each(sets, Preference::Fullest, |_, host| host == only)),
             // Uses the smallest free machine that is large enough: with one set for each machine, this succeeds whenever a
             // placement exists.
             PlacementStrategy::StrictSpread => {
-                self.try_each(sets, false, |allocation, host| allocation.hosts[host].sets == 0)
+                self.try_each(sets, Preference::Fullest, |allocation, host| allocation.hosts[host].sets == 0)
             }
             PlacementStrategy::Spread => {
-                let spread = self.clone().try_each(sets, true, |_, _| true);
+                let spread = self.clone().try_each(sets, Preference::Even, |_, _| true);
                 spread.or_else(|| self.assign(sets, PlacementStrategy::Pack))
             }
             PlacementStrategy::Pack => {
-                let in_order = self.clone().try_each(sets, false, |_, _| true);
+                let in_order = self.clone().try_each(sets, Preference::Fullest, |_, _| true);
                 in_order.or_else(|| self.largest_first(sets))
             }
         }
     }
 
-    /// Assigns each bundle set, in order, to the host with the least free capacity that fits it. If `even`, to the host with the
-    /// fewest sets.
-    fn try_each(mut self, sets: &[BundleSet], even: bool, allowed: impl Fn(&Self, usize) -> bool) -> Option<Self> {
+    /// Assigns each bundle set, in order, to the preferred host among those that fit it.
+    fn try_each(
+        mut self,
+        sets: &[BundleSet],
+        preference: Preference,
+        allowed: impl Fn(&Self, usize) -> bool,
+    ) -> Option<Self> {
         for set in sets {
             let fitting = (0..self.hosts.len()).filter(|host| allowed(&self, *host) && self.fits(*host, set));
             let best = fitting.min_by_key(|host| {
-                let sets = self.hosts[*host].sets;
-                (if even { sets } else { usize::from(sets == 0) }, self.free_bundles(*host), *host)
+                let (sets, free) = (self.hosts[*host].sets, self.free_bundles(*host));
+                match preference {
+                    Preference::Even => (sets, free, *host),
+                    Preference::Fullest => (usize::from(sets == 0), free, *host),
+                    Preference::Largest => (usize::from(sets == 0), usize::MAX - free, *host),
+                }
             })?;
             let taken = self.take(best, set);
             self.assigned.push(taken);

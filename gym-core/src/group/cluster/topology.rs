@@ -10,7 +10,7 @@ use crate::base::error::{Code, Error, Result};
 pub struct Topology {
     /// The NVLink domain.
     pub domain: Option<String>,
-    /// The position among the nodes, from 1.
+    /// The position among the nodes, or among those of the domain, from 1.
     pub rank: Option<u32>,
 }
 
@@ -19,7 +19,7 @@ pub struct Topology {
 pub struct BundleLocation {
     /// The name of the node.
     pub node: String,
-    /// The index of the GPU on its node.
+    /// The position of the GPU on its node.
     pub gpu: u32,
     /// The position of the node in the network.
     pub topology: Topology,
@@ -35,17 +35,18 @@ pub struct Segments {
 }
 
 /// Returns the bundles, as positions in `locations`, in the order in which ranks are assigned to them. The order is by domain
-/// (the one with the lowest rank first), rank and GPU. With `segments`, bundles that do not belong to a whole segment are
-/// dropped.
+/// (the one with the lowest rank first), rank, node and GPU. The bundles of a node are therefore adjacent, and so are the nodes of
+/// a domain. Domains of the same lowest rank, or without ranks, go by name, and so do nodes; numbers in names count as numbers, so
+/// `node2` precedes `node10`. An unknown rank comes first, and so does an unknown domain among those of the same
+/// lowest rank. With `segments`, bundles that do not belong to a whole segment
+/// are dropped. If no topology is known, `segments` has no effect.
 ///
-/// If no topology is known, the order is by node name and GPU, and `segments` has no effect.
+/// NeMo RL (`_sort_bundle_indices_by_topology`) orders by the domain's lowest rank, rank and GPU only. That interleaves the nodes of
+/// two domains that both count from 1, and all nodes without a rank, so engines span nodes for no reason. Without topology, it
+/// orders by Ray's node id, which is random; ours by name, which is the same in each run.
 #[must_use]
 pub fn order_bundles(locations: &[BundleLocation], segments: Option<Segments>) -> Vec<usize> {
     let mut order: Vec<usize> = (0..locations.len()).collect();
-    if locations.iter().all(|location| location.topology == Topology::default()) {
-        order.sort_by_key(|at| (&locations[*at].node, locations[*at].gpu));
-        return order;
-    }
     let mut first_rank: BTreeMap<&Option<String>, Option<u32>> = BTreeMap::new();
     let mut nodes: BTreeMap<&Option<String>, BTreeSet<&str>> = BTreeMap::new();
     for BundleLocation { node, topology: Topology { domain, rank }, .. } in locations {
@@ -53,11 +54,12 @@ pub fn order_bundles(locations: &[BundleLocation], segments: Option<Segments>) -
         *first = (*first).min(*rank);
         nodes.entry(domain).or_default().insert(node);
     }
-    order.sort_by_key(|at| {
-        let BundleLocation { gpu, topology: Topology { domain, rank }, .. } = &locations[*at];
-        (first_rank[domain], *rank, *gpu)
+    order.sort_by_cached_key(|at| {
+        let BundleLocation { node, gpu, topology: Topology { domain, rank } } = &locations[*at];
+        (first_rank[domain], domain.as_deref().map(natural), *rank, natural(node), *gpu)
     });
-    if let Some(Segments { nodes: segment, gpus_per_node }) = segments {
+    let known = locations.iter().any(|location| location.topology != Topology::default());
+    if let Some(Segments { nodes: segment, gpus_per_node }) = segments.filter(|_| known) {
         let whole = |domain| nodes[domain].len() / segment * segment.get() * gpus_per_node.get();
         let mut kept: BTreeMap<&Option<String>, usize> = BTreeMap::new();
         order.retain(|at| {
@@ -70,8 +72,28 @@ pub fn order_bundles(locations: &[BundleLocation], segments: Option<Segments>) -
     order
 }
 
+/// A part of a name. The digits of a number have no leading zeros, so the longer number is larger.
+#[derive(PartialEq, Eq, PartialOrd, Ord)]
+enum NamePart<'a> {
+    Number(usize, &'a [u8]),
+    Text(&'a [u8]),
+}
+
+/// Returns the key of a name in natural order: numbers count as numbers. Names that differ by leading zeros only differ.
+fn natural(name: &str) -> (Vec<NamePart<'_>>, &str) {
+    let parts = name.as_bytes().chunk_by(|a, b| a.is_ascii_digit() == b.is_ascii_digit());
+    let parts = parts.map(|bytes| match bytes[0].is_ascii_digit() {
+        false => NamePart::Text(bytes),
+        true => {
+            let zeros = bytes.iter().take_while(|digit| **digit == b'0').count();
+            NamePart::Number(bytes.len() - zeros, &bytes[zeros..])
+        }
+    });
+    (parts.collect(), name)
+}
+
 /// Selects `count` nodes in whole segments of `segment` nodes, each segment from one domain. Domains are used in the order of
-/// their lowest rank. Returns positions in `nodes`: the selected ones in topological order, and the others in their original
+/// their lowest rank, then of their name. Returns positions in `nodes`: the selected ones in topological order, and the others in their original
 /// order.
 ///
 /// # Errors
@@ -87,18 +109,18 @@ pub fn select_segments(nodes: &[Topology], segment: NonZeroUsize, count: usize) 
             domains.entry(domain).or_default().push(at);
         }
     }
-    let mut domains: Vec<Vec<usize>> = domains.into_values().collect();
-    for domain in &mut domains {
+    let mut domains: Vec<(&str, Vec<usize>)> = domains.into_iter().collect();
+    for (_, domain) in &mut domains {
         domain.sort_by_key(|at| nodes[*at].rank);
     }
-    domains.sort_by_key(|domain| nodes[domain[0]].rank);
+    domains.sort_by_cached_key(|(name, domain)| (nodes[domain[0]].rank, natural(name)));
     let mut selected = Vec::new();
-    for domain in &domains {
+    for (_, domain) in &domains {
         let whole = domain.len() / segment * segment.get();
         selected.extend(&domain[..whole.min(count - selected.len())]);
     }
     if selected.len() < count {
-        let sizes: Vec<usize> = domains.iter().map(Vec::len).collect();
+        let sizes: Vec<usize> = domains.iter().map(|(_, domain)| domain.len()).collect();
         return Err(Error::not_started(
             Code::ResourceExhausted,
             format!("cannot form {} segments of {segment} nodes: the domains have {sizes:?} nodes", count / segment),
@@ -136,6 +158,25 @@ mod tests {
             [("c", 0), ("a", 0), ("a", 1), ("b", 0)].map(|(node, gpu)| location(node, gpu, Topology::default()));
         assert_eq!(order_bundles(&locations, None), [1, 2, 3, 0]);
         assert!(order_bundles(&[], None).is_empty());
+    }
+
+    #[test]
+    fn numbers_in_names_count_as_numbers() {
+        let names =
+            ["10.0.0.9", "10.0.0.10", "a", "node2", "node02", "node10", "node10a", "node10b2", "node10b12", "nodeb"];
+        let mut shuffled = names;
+        shuffled.reverse();
+        shuffled.sort_by(|a, b| natural(a).cmp(&natural(b)));
+        let mut wanted = names;
+        wanted.swap(3, 4); // The names differ by zeros only.
+        assert_eq!(shuffled, wanted);
+    }
+
+    #[test]
+    fn domains_of_the_same_rank_are_selected_by_name() {
+        let rack = |name: &str| [topology(name, 1), topology(name, 2)];
+        let nodes = [rack("rack10"), rack("rack2")].concat();
+        assert_eq!(select_segments(&nodes, size(2), 2).unwrap().0, [2, 3]);
     }
 
     #[test]

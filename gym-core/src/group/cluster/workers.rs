@@ -133,9 +133,14 @@ impl Placement {
         })
     }
 
-    /// Creates tied groups of `size` consecutive bundles, for engines with that many GPUs. Groups do not span nodes; the
-    /// remaining bundles of a node are unused. In a unified cluster, the bundles are consecutive in topological order, and the
-    /// label is the machine of the first one.
+    /// Creates tied groups of `size` bundles, for engines with that many GPUs. Groups do not span nodes; the remaining bundles of a
+    /// node are unused.
+    ///
+    /// In a unified cluster, the bundles of a group are in topological order. A machine is cut into as many groups as fit it. The bundles
+    /// that remain on the machines of a domain make groups, and then those that remain in the domains. The order of the groups is
+    /// that of their first bundles, and the label is the number of its machine. NeMo RL cuts the whole order into consecutive
+    /// groups, so that one machine with a remainder makes the groups of all later ones span two machines. The number of groups is the
+    /// same.
     ///
     /// # Errors
     /// `InvalidArgument` if there is not enough capacity for one group.
@@ -143,10 +148,9 @@ impl Placement {
         let size = size.get() as usize;
         let tied: Vec<(u32, Vec<u32>)> = match &self.sorted {
             Some(sorted) => {
-                let host = |bundle: u32| self.groups[0].bundles[bundle as usize].host;
-                let hosts: std::collections::BTreeSet<usize> = sorted.iter().map(|bundle| host(*bundle)).collect();
-                let label = |bundle: u32| hosts.iter().take_while(|known| **known != host(bundle)).count() as u32;
-                sorted.chunks_exact(size).map(|bundles| (label(bundles[0]), bundles.to_vec())).collect()
+                let bundles =
+                    |engine: Vec<usize>| (self.sites[engine[0]][1], engine.into_iter().map(|at| sorted[at]).collect());
+                engines(&self.sites, size).into_iter().map(bundles).collect()
             }
             None => {
                 let node = |(node, group): (u32, &super::PlacementGroup)| -> Vec<(u32, Vec<u32>)> {
@@ -164,6 +168,23 @@ impl Placement {
         }
         Ok(WorkersOn::Tied(tied))
     }
+}
+
+/// Cuts positions into engines of `size`: within a machine, then within a domain, then across them.
+fn engines(sites: &[[u32; 2]], size: usize) -> Vec<Vec<usize>> {
+    let mut left: Vec<usize> = (0..sites.len()).collect();
+    let mut engines = Vec::new();
+    for level in [2, 1, 0] {
+        let mut rest = Vec::new();
+        for near in left.chunk_by(|a, b| sites[*a][..level] == sites[*b][..level]) {
+            let whole = near.chunks_exact(size);
+            rest.extend_from_slice(whole.remainder());
+            engines.extend(whole.map(<[usize]>::to_vec));
+        }
+        left = rest;
+    }
+    engines.sort_unstable();
+    engines
 }
 
 /// Returns the first rank of each tied group, by group. These ranks are called with data and have the list of the group's bundles.

@@ -153,6 +153,143 @@ fn segments_are_whole_nodes_of_one_domain_and_the_other_nodes_are_left_alone() {
     assert!(error.to_string().contains("no node has a known NVLink domain"), "c190: {error}");
 }
 
+/// Creates a node from `name`, `domain:name` or `domain:name:rank`, whose GPUs are listed in descending order.
+fn located(text: &str, count: u32) -> NodeResources {
+    let (domain, name, rank) = match text.split(':').collect::<Vec<_>>()[..] {
+        [name] => (None, name, None),
+        [domain, name] => (Some(domain), name, None),
+        [domain, name, rank] => (Some(domain), name, Some(rank.parse().unwrap())),
+        _ => panic!("{text}"),
+    };
+    let topology = Topology { domain: domain.filter(|domain| !domain.is_empty()).map(str::to_owned), rank };
+    NodeResources { topology, ..NodeResources::new(name, 64, gpus(0..count).into_iter().rev().collect()) }
+}
+
+/// Returns the machines and GPUs of each engine, such as `a.0-3` or `a.0,b.0`.
+fn engines_of(placement: &Placement, nodes: &[NodeResources], size: u32) -> Vec<String> {
+    let on = placement.tied_groups(std::num::NonZeroU32::new(size).unwrap()).unwrap();
+    let workers = placement.workers("vllm", &on).unwrap();
+    let engine = |workers: &[crate::group::cluster::WorkerPlacement]| -> String {
+        let machines = workers.chunk_by(|a, b| nodes[a.host].machine() == nodes[b.host].machine());
+        let text = |on: &[crate::group::cluster::WorkerPlacement]| {
+            let gpus: Vec<&str> = on.iter().map(|worker| worker.gpu.as_deref().unwrap()).collect();
+            let machine = nodes[on[0].host].machine();
+            if gpus.len() > 1 {
+                format!("{machine}.{}-{}", gpus[0], gpus[gpus.len() - 1])
+            } else {
+                format!("{machine}.{}", gpus[0])
+            }
+        };
+        machines.map(text).collect::<Vec<_>>().join(",")
+    };
+    workers.chunk_by(|a, b| a.group == b.group).map(engine).collect()
+}
+
+/// A case: what it is, the nodes and their GPUs, the size of an engine, and the engines.
+type Case<'a> = (&'a str, &'a [(&'a str, u32)], u32, &'a [&'a str]);
+
+#[test]
+fn an_engine_stays_on_one_node_and_in_one_domain_where_it_fits() {
+    let table: &[Case] = &[
+        (
+            "two domains that count from 1",
+            &[("B:b1:1", 4), ("A:a2:2", 4), ("A:a1:1", 4), ("B:b2:2", 4)],
+            4,
+            &["a1.0-3", "a2.0-3", "b1.0-3", "b2.0-3"],
+        ),
+        (
+            "two domains that count from 1, engines of two nodes",
+            &[("B:b1:1", 4), ("A:a2:2", 4), ("A:a1:1", 4), ("B:b2:2", 4)],
+            8,
+            &["a1.0-3,a2.0-3", "b1.0-3,b2.0-3"],
+        ),
+        (
+            "domains without ranks",
+            &[("B:n3", 4), ("A:n10", 4), ("B:n1", 4), ("A:n2", 4)],
+            4,
+            &["n2.0-3", "n10.0-3", "n1.0-3", "n3.0-3"],
+        ),
+        (
+            "one domain with ranks, one without",
+            &[("A:a2:2", 4), ("B:b2", 4), ("A:a1:1", 4), ("B:b1", 4)],
+            4,
+            &["b1.0-3", "b2.0-3", "a1.0-3", "a2.0-3"],
+        ),
+        ("one node without a domain", &[("A:a1:1", 4), ("x", 4), ("A:a2:2", 4)], 4, &["x.0-3", "a1.0-3", "a2.0-3"]),
+        ("two nodes with the same rank", &[("A:a2:1", 4), ("A:a1:1", 4)], 4, &["a1.0-3", "a2.0-3"]),
+        ("ranks without domains", &[(":n1:2", 4), (":n2:1", 4)], 4, &["n2.0-3", "n1.0-3"]),
+        ("no topology", &[("node10", 4), ("node2", 4)], 4, &["node2.0-3", "node10.0-3"]),
+        ("GPUs by number", &[("n", 11)], 11, &["n.0-10"]),
+        ("engines of two", &[("n1", 4), ("n2", 4)], 2, &["n1.0-1", "n1.2-3", "n2.0-1", "n2.2-3"]),
+        ("engines of four on nodes of eight", &[("n1", 8), ("n2", 8)], 4, &["n1.0-3", "n1.4-7", "n2.0-3", "n2.4-7"]),
+        ("engines of eight on nodes of eight", &[("n2", 8), ("n1", 8)], 8, &["n1.0-7", "n2.0-7"]),
+        ("engines of eight on nodes of four", &[("n2", 4), ("n1", 4)], 8, &["n1.0-3,n2.0-3"]),
+        (
+            "engines of eight on nodes of four and eight",
+            &[("n1", 4), ("n2", 8), ("n3", 4)],
+            8,
+            &["n1.0-3,n3.0-3", "n2.0-7"],
+        ),
+        ("remainders", &[("n1", 6), ("n2", 6)], 4, &["n1.0-3", "n1.4-5,n2.4-5", "n2.0-3"]),
+        (
+            "remainders of a domain",
+            &[("A:a1:1", 3), ("B:b1:1", 3), ("A:a2:2", 3), ("B:b2:2", 3)],
+            4,
+            &["a1.0-2,a2.0", "a2.1-2,b2.1-2", "b1.0-2,b2.0"],
+        ),
+    ];
+    for (what, nodes, size, engines) in table {
+        let nodes: Vec<NodeResources> = nodes.iter().map(|(text, count)| located(text, *count)).collect();
+        let counts: Vec<u32> = nodes.iter().map(|node| node.gpu_count() as u32).collect();
+        for strategy in [PlacementStrategy::Spread, PlacementStrategy::Pack] {
+            let placement = place(&spec(&counts, strategy), &nodes, true).unwrap();
+            assert_eq!(engines_of(&placement, &nodes, *size), *engines, "{what}, {strategy:?}");
+        }
+    }
+}
+
+#[test]
+fn gpus_whose_names_are_no_numbers_keep_the_order_of_their_node() {
+    let names = ["GPU-f", "GPU-0", "7", "GPU-a"].map(str::to_owned);
+    for strategy in [PlacementStrategy::Spread, PlacementStrategy::Pack] {
+        let nodes = ["n2", "n1"].map(|name| NodeResources::new(name, 64, names.to_vec()));
+        let placement = place(&spec(&[4, 4], strategy), &nodes, true).unwrap();
+        let workers = placement.workers("w", &crate::group::cluster::WorkersOn::EachBundle).unwrap();
+        let order: Vec<&str> = workers.iter().map(|worker| worker.gpu.as_deref().unwrap()).collect();
+        assert_eq!(order, [names.each_ref(), names.each_ref()].concat(), "{strategy:?}");
+    }
+}
+
+#[test]
+fn engines_stay_on_a_machine_that_has_a_node_for_each_bundle() {
+    let nodes: Vec<NodeResources> = (0..8)
+        .map(|at| NodeResources::new(format!("share000{at}@10.0.0.{}", 10 - at % 2), 1, vec![(at / 2).to_string()]))
+        .collect();
+    let placement = place_each(&spec(&[4, 4], PlacementStrategy::Spread), &nodes, true).unwrap();
+    assert_eq!(engines_of(&placement, &nodes, 4), ["10.0.0.9.0-3", "10.0.0.10.0-3"]);
+    let labels: Vec<u32> = placement
+        .workers("w", &placement.tied_groups(std::num::NonZeroU32::new(4).unwrap()).unwrap())
+        .unwrap()
+        .iter()
+        .map(|worker| worker.node)
+        .collect();
+    assert_eq!(labels, [0, 0, 0, 0, 1, 1, 1, 1]);
+}
+
+#[test]
+fn a_packed_unified_cluster_is_on_few_machines() {
+    let packed = |counts: &[u32], nodes: &[u32]| -> Vec<usize> {
+        let nodes: Vec<NodeResources> =
+            nodes.iter().zip(0..).map(|(gpus, at)| node(&format!("n{at}"), *gpus)).collect();
+        let placement = place(&spec(counts, PlacementStrategy::Pack), &nodes, true).unwrap();
+        placement.groups[0].bundles.iter().map(|bundle| bundle.host).collect()
+    };
+    assert_eq!(packed(&[4], &[2, 4]), [1; 4], "a machine that has room for all is not passed over");
+    assert_eq!(packed(&[2], &[8, 2]), [1; 2]);
+    assert_eq!(packed(&[8], &[2, 4, 4]), [1, 1, 1, 1, 2, 2, 2, 2]);
+    assert_eq!(packed(&[2, 2, 2], &[3, 3]), [0, 0, 0, 1, 1, 1]);
+}
+
 proptest::proptest! {
     /// With one machine for each logical node, the strict strategy succeeds whenever sorted sizes fit sorted machines.
     #[test]
@@ -188,5 +325,29 @@ proptest::proptest! {
             };
             proptest::prop_assert!(all.iter().all(offered_there));
         }
+    }
+
+    #[test]
+    fn as_many_engines_as_fit_stay_on_a_machine_and_none_is_lost(
+        nodes in proptest::collection::vec((0_u8..3, proptest::option::of(1_u32..4), 1_u32..9), 1..7), size in 1_u32..9, spread: bool,
+    ) {
+        let nodes: Vec<NodeResources> = nodes.into_iter().zip(0..).map(|((domain, rank, count), at)| {
+            let domain = (domain > 0).then(|| format!("d{domain}"));
+            NodeResources { topology: Topology { domain, rank }, ..node(&format!("n{at}"), count) }
+        }).collect();
+        let counts: Vec<u32> = nodes.iter().map(|node| node.gpu_count() as u32).collect();
+        proptest::prop_assume!(counts.iter().sum::<u32>() >= size);
+        let strategy = if spread { PlacementStrategy::Spread } else { PlacementStrategy::Pack };
+        let placement = place(&spec(&counts, strategy), &nodes, true).unwrap();
+        let hosts: Vec<usize> = placement.sorted.iter().flatten().map(|at| placement.groups[0].bundles[*at as usize].host).collect();
+        let runs: Vec<usize> = hosts.chunk_by(PartialEq::eq).map(|run| run[0]).collect();
+        proptest::prop_assert_eq!(runs.len(), nodes.len(), "the bundles of a node are adjacent");
+        let domains = runs.chunk_by(|a, b| nodes[*a].topology.domain == nodes[*b].topology.domain).count();
+        let known: BTreeSet<&Option<String>> = nodes.iter().map(|node| &node.topology.domain).collect();
+        proptest::prop_assert_eq!(domains, known.len(), "the nodes of a domain are adjacent");
+        let engines = engines_of(&placement, &nodes, size);
+        proptest::prop_assert_eq!(engines.len() as u32, counts.iter().sum::<u32>() / size);
+        let on_one = engines.iter().filter(|engine| !engine.contains(',')).count() as u32;
+        proptest::prop_assert!(on_one >= counts.iter().map(|count| count / size).sum());
     }
 }
