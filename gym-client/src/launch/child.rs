@@ -3,7 +3,7 @@
 use std::fmt;
 use std::path::PathBuf;
 use std::process::{ExitStatus, Stdio};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use futures_util::FutureExt as _;
@@ -18,7 +18,8 @@ use tokio::time::{Instant, sleep, timeout};
 use crate::launch::context::SupervisionContext;
 use crate::launch::error::LaunchError;
 use crate::launch::lines::{OutputTail, Stream, forward};
-use crate::launch::process::tree::{KILL_WAIT, MARK_VARIABLE, ProcessTree, SessionLeader, TreeProcess, start_ticks};
+use crate::launch::process::table::{MARK_VARIABLE, start_ticks};
+use crate::launch::process::tree::{KILL_WAIT, ProcessTree, SessionLeader, TreeProcess};
 use crate::launch::process::{shim, spawner};
 use crate::launch::spec::{ChildSpec, RestartBudget, RestartPolicy};
 
@@ -100,9 +101,17 @@ pub struct ChildHandle {
     pub(super) name: Arc<str>,
     pub(super) stop: watch::Sender<Option<Instant>>,
     pub(super) state: watch::Receiver<ChildState>,
+    /// The processes of the last incarnation.
+    pub(super) tree: Arc<Mutex<ProcessTree>>,
 }
 
 impl ChildHandle {
+    /// Returns what finds the processes of the last incarnation: those that end with it.
+    #[cfg(feature = "groups")]
+    pub(crate) fn tree(&self) -> ProcessTree {
+        self.tree.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
     /// Returns the child's name.
     #[must_use]
     pub fn name(&self) -> &str {
@@ -171,7 +180,7 @@ pub(super) struct RunningChild {
 pub(super) struct ChildSupervisor {
     pub(super) shared: Arc<SupervisionContext>,
     pub(super) spec: ChildSpec,
-    pub(super) mark: String,
+    pub(super) tree: Arc<Mutex<ProcessTree>>,
     pub(super) state: watch::Sender<ChildState>,
     pub(super) stop: watch::Receiver<Option<Instant>>,
     pub(super) budget: RestartBudget,
@@ -207,6 +216,11 @@ impl ChildSupervisor {
             std::fs::write(cgroup.join("cgroup.procs"), pid.to_string())
                 .map_err(|error| refused(cgroup.clone(), error))?;
         }
+        let tree = {
+            let mut tree = self.tree();
+            tree.leaders = vec![leader];
+            tree.clone()
+        };
         self.shared.register(leader).await?;
         let opened = timeout(GATE_WAIT, gate.write_all(&[shim::GATE_OPEN])).await;
         if let Err(error) = opened.unwrap_or_else(|late| Err(late.into()))
@@ -216,8 +230,11 @@ impl ChildSupervisor {
             self.shared.forget(leader).await;
             return Err(refused(program, error));
         }
-        let tree = ProcessTree { leaders: vec![leader], mark: self.mark.clone() };
         Ok(RunningChild { process, leader, tree, output, tail, number })
+    }
+
+    fn tree(&self) -> MutexGuard<'_, ProcessTree> {
+        self.tree.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn command(&self, program: &std::path::Path) -> Command {
@@ -228,9 +245,10 @@ impl ChildSupervisor {
         }
         command.envs(&self.spec.env);
         // Launchers can be nested: a child that is a launcher belongs to both.
+        let mark = self.tree().mark.clone();
         let mark = match std::env::var(MARK_VARIABLE) {
-            Ok(outer) if !outer.is_empty() => format!("{outer}:{}", self.mark),
-            _ => self.mark.clone(),
+            Ok(outer) if !outer.is_empty() => format!("{outer}:{mark}"),
+            _ => mark,
         };
         command.env(MARK_VARIABLE, mark);
         if let Some(cwd) = &self.spec.cwd {

@@ -17,7 +17,8 @@ use crate::launch::child::{ChildHandle, ChildState, ChildSupervisor};
 use crate::launch::context::SupervisionContext;
 use crate::launch::error::LaunchError;
 use crate::launch::lines::LineSink;
-use crate::launch::process::{roles, tree};
+use crate::launch::process::tree::ProcessTree;
+use crate::launch::process::{roles, table, tree};
 use crate::launch::spec::{ChildSpec, RestartBudget};
 
 /// Starts children, restarts them within their limits, and stops all of them.
@@ -125,7 +126,7 @@ impl LauncherBuilder {
 fn identity() -> String {
     static LAUNCHERS: AtomicU64 = AtomicU64::new(0);
     let pid = std::process::id();
-    let start = i32::try_from(pid).ok().and_then(tree::start_ticks).unwrap_or(0);
+    let start = i32::try_from(pid).ok().and_then(table::start_ticks).unwrap_or(0);
     format!("{pid}-{start}-{}", LAUNCHERS.fetch_add(1, Ordering::Relaxed))
 }
 
@@ -157,8 +158,9 @@ impl Launcher {
             let name: Arc<str> = spec.name.as_str().into();
             let (state_sender, state) = watch::channel(ChildState::Starting { incarnation: 1 });
             let (stop, stop_receiver) = watch::channel(None);
-            let handle = ChildHandle { name: name.clone(), stop, state };
-            let mark = self.reserve(&handle, spec.stop_grace)?;
+            let tree = ProcessTree { leaders: Vec::new(), mark: self.next_mark() };
+            let handle = ChildHandle { name: name.clone(), stop, state, tree: Arc::new(StdMutex::new(tree)) };
+            self.reserve(&handle, spec.stop_grace)?;
             // Unless the start succeeds (an error, or this future dropped), the reservation is taken back.
             let mut reservation = NameReservation { launcher: self, name: &name, kept: false };
             let mut hasher = DefaultHasher::new();
@@ -167,7 +169,7 @@ impl Launcher {
                 shared: self.shared.clone(),
                 budget: RestartBudget::new(spec.restart, hasher.finish()),
                 spec,
-                mark,
+                tree: Arc::clone(&handle.tree),
                 state: state_sender,
                 stop: stop_receiver,
             };
@@ -182,8 +184,15 @@ impl Launcher {
         })
     }
 
+    /// Returns a mark that no other child of the machine has.
+    fn next_mark(&self) -> String {
+        let mut children = self.lock();
+        children.next_mark += 1;
+        format!("{}.{}", self.shared.identity, children.next_mark)
+    }
+
     /// Reserves the child's name and its position in the order of starts.
-    fn reserve(&self, handle: &ChildHandle, grace: Duration) -> Result<String, LaunchError> {
+    fn reserve(&self, handle: &ChildHandle, grace: Duration) -> Result<(), LaunchError> {
         let mut children = self.lock();
         if children.closed {
             return Err(LaunchError::ShutDown { name: handle.name.to_string() });
@@ -193,8 +202,7 @@ impl Launcher {
             return Err(LaunchError::DuplicateName { name: handle.name.to_string() });
         }
         children.entries.push(ChildEntry { handle: handle.clone(), grace, supervisor: None });
-        children.next_mark += 1;
-        Ok(format!("{}.{}", self.shared.identity, children.next_mark))
+        Ok(())
     }
 
     /// Limits the life of the children: they are killed at this time since the start of the machine, unless a later one is set before.

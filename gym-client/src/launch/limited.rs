@@ -70,7 +70,7 @@ pub struct Limits {
     pub cpu: Duration,
     /// Wall time. Default: 20 s.
     pub wall: Duration,
-    /// Bytes of address space of each process, and of resident memory of all processes together. Default: 1 GiB.
+    /// Bytes of address space of each process, and of memory of all processes together, of which shared pages count once. Default: 1 GiB.
     pub memory_bytes: u64,
     /// Bytes of standard output, and of standard error. Default: 1 MiB each.
     pub output_bytes: usize,

@@ -67,7 +67,7 @@ pub use limited::{Limit, LimitedProgram, LimitedRun, Limits};
 pub(crate) use lines::OutputTail;
 pub use lines::{LineSink, Stream, prefixed};
 pub use prepare::prepare;
-pub use process::tree::{FamilyUsage, family_usage};
+pub use process::table::{FamilyUsage, family_usage};
 pub use spec::{ChildSpec, RestartPolicy};
 
 #[cfg(feature = "rdma")]

@@ -3,7 +3,7 @@
 use std::process::Stdio;
 use std::time::Duration;
 
-use gym_client::group::{GroupOptions, StuckRank, StuckReason};
+use gym_client::group::{GroupOptions, ProcessUsage, StuckRank, StuckReason};
 use gym_core::CallContext;
 use gym_core::group::{
     Dispatch, ExitCause, FailureKind, RankOutcome, RankState, RunningCall, WorkerGroup, WorkerGroupExt,
@@ -13,7 +13,7 @@ use rustix::process::Signal;
 use tokio::io::{AsyncBufReadExt, BufReader};
 use tokio::time::timeout;
 
-use super::types::{Compute, Deafen, Describe, Hold, Job, Work};
+use super::types::{Compute, Deafen, Describe, Hold, Job, Python, Work};
 use super::{LONG, alive, freeze, group, options, pid, signal, spec, start, status, stop, until};
 
 const MIB: u64 = 1 << 20;
@@ -45,6 +45,38 @@ pub(crate) async fn a_rank_over_its_memory_limit_is_killed_and_told_so() {
     assert_eq!(kind, Some(gym_core::group::FailureKind::MemoryLimitExceeded), "{error:?}");
     assert_eq!(status(&group, 0).state, RankState::Healthy, "its neighbour keeps to the limit");
     assert_eq!(group.restart_failed_workers(&CallContext::within(LONG)).await.expect("restarts"), [1]);
+    stop(&group).await;
+}
+
+pub(crate) async fn pages_that_the_processes_of_a_rank_share_count_once() {
+    let mut spec = spec("obedient", 1);
+    spec.memory_limit_bytes = Some(300 * MIB);
+    let group = start(spec, attentive()).await.expect("starts");
+    // What a DataLoader with four workers does.
+    let loaders = "import os, time\ndata = b'1' * (100 << 20)\nany(os.fork() == 0 for _ in range(4))\ntime.sleep(1000)";
+    group.call(Python, loaders.to_owned()).deadline(LONG).await.expect("starts it");
+    let mut seen = 0;
+    until("it is measured precisely, more than once", || {
+        let usage = group.resource_usage().swap_remove(0).host;
+        let is_shared = |host: &ProcessUsage| host.resident_bytes > 500 * MIB && host.counted_bytes < Some(300 * MIB);
+        seen += usize::from(usage.is_some_and(|host| host.processes == 6 && is_shared(&host)));
+        seen > 100
+    })
+    .await;
+    group.call(Describe, ()).deadline(LONG).await.expect("it keeps to the limit");
+    stop(&group).await;
+}
+
+pub(crate) async fn a_daemon_of_a_rank_counts_against_its_limit() {
+    let mut spec = spec("obedient", 1);
+    spec.memory_limit_bytes = Some(200 * MIB);
+    let group = start(spec, attentive()).await.expect("starts");
+    // It leaves the session, and its parents end.
+    let daemon = "import os, time\nif os.fork(): os._exit(0)\nos.setsid()\nif os.fork(): os._exit(0)\ndata = b'1' * (300 << 20)\ntime.sleep(1000)";
+    group.call(Python, daemon.to_owned()).deadline(LONG).await.expect("starts it");
+    until("the rank is killed", || status(&group, 0).state == RankState::Dead).await;
+    let exit = group.view().borrow().member(0).and_then(|member| member.exit.clone()).expect("how it ended");
+    assert_eq!((exit.cause, exit.signal), (ExitCause::MemoryLimitExceeded, Some(9)), "{exit}");
     stop(&group).await;
 }
 

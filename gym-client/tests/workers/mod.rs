@@ -112,6 +112,8 @@ pub(crate) fn main() {
         tied::tied_ranks_are_made_fit_by_one_call_in_which_they_may_meet,
         tied::a_restart_that_panics_is_one_that_failed,
         health::a_rank_over_its_memory_limit_is_killed_and_told_so,
+        health::pages_that_the_processes_of_a_rank_share_count_once,
+        health::a_daemon_of_a_rank_counts_against_its_limit,
         health::usage_is_measured_with_what_a_rank_started,
         health::a_stopped_process_is_stuck_and_recovers,
         health::a_rank_that_hangs_is_named_by_the_failed_call_and_comes_back_by_one_call,

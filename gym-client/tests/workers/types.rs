@@ -74,6 +74,7 @@ method!(Describe, "describe", (), Description);
 method!(Work, "work", Job, u64);
 method!(Hold, "hold", u64, u64);
 method!(Breed, "breed", (), u32);
+method!(Python, "python", String, ());
 method!(Leave, "leave", i32, ());
 method!(Warm, "warm", bool, ());
 method!(Deafen, "deafen", (), ());
@@ -130,7 +131,7 @@ impl Worker for Obedient {
 
     fn methods(methods: &mut Methods<Self>) {
         methods.shared(Describe).exclusive(Work).exclusive(Hold).exclusive(Breed).exclusive(Leave).exclusive(Warm);
-        methods.exclusive(Deafen).exclusive(Compute).exclusive(Collapse).shared(Sum);
+        methods.exclusive(Python).exclusive(Deafen).exclusive(Compute).exclusive(Collapse).shared(Sum);
     }
 }
 
@@ -186,6 +187,15 @@ impl Handles<Breed> for Obedient {
     async fn handle(&mut self, _: &CallContext, _: Payload<()>) -> Result<Payload<u32>> {
         let child = Command::new("setsid").args(["sleep", "1000"]).stdin(Stdio::null()).stdout(Stdio::null()).spawn();
         Ok(child.map_err(|error| Error::internal("cannot start sleep").caused_by(error))?.id().into())
+    }
+}
+
+impl Handles<Python> for Obedient {
+    /// Starts a program in Python that runs on.
+    async fn handle(&mut self, _: &CallContext, call: Payload<String>) -> Result<Payload<()>> {
+        let child = Command::new("python3").args(["-I", "-S", "-c", &call.value]).stdin(Stdio::null()).spawn();
+        child.map_err(|error| Error::internal("cannot start python3").caused_by(error))?;
+        Ok(().into())
     }
 }
 

@@ -161,7 +161,12 @@ pub struct LaunchSpec {
     pub ranks: Vec<RankPlace>,
     /// Environment variables of the group. Default: none.
     pub variables: Variables,
-    /// Memory limit of one rank, including its child processes, in bytes. Default: none.
+    /// Memory limit of one rank with all processes that it started, in bytes. Default: none.
+    ///
+    /// Where this process may create control groups (version 2), the kernel enforces the limit and counts all memory that it charges to the rank. Elsewhere
+    /// [`ProcessUsage::counted_bytes`](crate::group::ProcessUsage::counted_bytes) is compared with it four times a second, more rarely for ranks so large that a look takes long, and the rank is killed
+    /// above it. What no process has open or mapped belongs to none, and is not counted: files that were left in `/dev/shm`, and detached segments of
+    /// System V. Neither are pages of a mapped file that no process has touched, huge pages of `hugetlbfs`, and what was swapped out.
     pub memory_limit_bytes: Option<u64>,
     /// Limit for a rank's start, until it accepts calls. Default: 600 s.
     pub start_timeout: Duration,

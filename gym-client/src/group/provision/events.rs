@@ -128,7 +128,7 @@ pub enum RankEvent {
         rank: Rank,
         /// The incarnation.
         incarnation: Incarnation,
-        /// Resident memory in bytes.
+        /// The memory that the limit counts, in bytes.
         resident_bytes: u64,
         /// The limit in bytes.
         limit_bytes: u64,

@@ -24,9 +24,8 @@ use tokio::time::{Instant, MissedTickBehavior, interval_at, sleep, timeout};
 
 use super::{Limit, LimitedProgram, LimitedRun, Limits, cannot_start};
 use crate::launch::process::spawner;
-use crate::launch::process::tree::{
-    KILL_WAIT, MARK_VARIABLE, ProcessStat, ProcessTree, SessionLeader, TreeProcess, start_ticks,
-};
+use crate::launch::process::table::{MARK_VARIABLE, ProcessStat, start_ticks};
+use crate::launch::process::tree::{KILL_WAIT, ProcessTree, SessionLeader, TreeProcess};
 use crate::launch::spec::{ChildSpec, DEFAULT_PATH};
 
 /// The shell waits for a line, so that the limits are set before the program begins, and then becomes the program. `read` takes byte by
@@ -268,13 +267,12 @@ async fn watch(started: &mut Started, limits: &Limits, cx: &CallContext) -> Endi
 
 /// Looks at all processes of a run together.
 async fn exceeded(tree: &ProcessTree, limits: &Limits) -> Option<Limit> {
-    let tree = tree.clone();
+    let (tree, memory_bytes) = (tree.clone(), limits.memory_bytes);
     // Without `/proc`, the kernel's limits of each process and the wall time remain.
-    let usage = off_the_runtime(move || tree.usage()).await.ok()?.ok()?;
-    let resident = usage.resident_pages.saturating_mul(rustix::param::page_size() as u64);
+    let usage = off_the_runtime(move || tree.usage(memory_bytes)).await.ok()?.ok()?;
     let over = [
         (usage.processes > limits.processes, Limit::Processes),
-        (resident > limits.memory_bytes, Limit::Memory),
+        (usage.memory.for_limit() > limits.memory_bytes, Limit::Memory),
         (ticks(usage.cpu_ticks) >= limits.cpu, Limit::Cpu),
     ];
     over.into_iter().find(|(over, _)| *over).map(|(_, limit)| limit)

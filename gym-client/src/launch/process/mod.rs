@@ -3,5 +3,6 @@
 pub(in crate::launch) mod roles;
 pub(in crate::launch) mod shim;
 pub(in crate::launch) mod spawner;
+pub(crate) mod table;
 pub(crate) mod tree;
 pub(in crate::launch) mod watchdog;

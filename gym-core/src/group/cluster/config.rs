@@ -14,7 +14,7 @@ use crate::transport::TransportPolicy;
 #[serde(deny_unknown_fields, default)]
 #[non_exhaustive]
 pub struct WorkerGroupConfig {
-    /// Maximum memory of one worker and its child processes, in bytes; written as `8GB` or a number. The default is no limit.
+    /// Maximum memory of one worker with all processes that it started, in bytes; written as `8GB` or a number. Pages that they share count once. The default is no limit.
     #[serde(deserialize_with = "memory")]
     #[cfg_attr(feature = "schemars", schemars(with = "Option<WrittenMemory>"))]
     pub memory_limit: Option<u64>,

@@ -21,7 +21,7 @@ use gym_core::group::cluster::ProfilerRequest;
 use gym_core::group::{Rank, RankExit};
 use gym_core::transport::TransportPolicy;
 use gym_core::{CallContext, Code, Error, Incarnation, Result};
-use tokio::time::{Instant, MissedTickBehavior};
+use tokio::time::Instant;
 use tokio_util::task::AbortOnDropHandle;
 
 use crate::group::provision::deployment::{Deployment, LaunchSpec, Provisioner, Reservation, ReserveRequest};
@@ -30,8 +30,9 @@ use crate::group::provision::machine::{MachineReservation, PreparedRanks, Prepar
 use crate::group::provision::place::{HeldRendezvous, RankPlace, Rendezvous};
 use crate::group::provision::workers::{Workers, start_inputs};
 use crate::group::usage::gpu::GpuSampler;
-use crate::group::usage::process::{KernelUnits, ProcessUsage, UsageMeter};
-use crate::launch::process::tree::ProcessStat;
+use crate::group::usage::process::{ProcessSample, ProcessUsage, UsageMeter};
+use crate::launch::process::table::ProcessTable;
+use crate::launch::process::tree::ProcessTree;
 use crate::launch::{Launcher, LineSink, prefixed, since_boot};
 use address::ListenAddresses;
 use handshake::{WorkerAssignment, token};
@@ -46,8 +47,8 @@ const GUARD_PERIOD: Duration = Duration::from_millis(250);
 const SAMPLE_PERIOD: Duration = Duration::from_secs(1);
 /// Default time between SIGTERM and SIGKILL for the ranks of a program that died.
 const ORPHAN_GRACE: Duration = Duration::from_secs(3);
-/// Share of the limit above which a warning is reported.
-const HIGH_SHARE: f64 = 0.9;
+/// The pause after a look is at least this many times as long as the look. The proportional size of a rank with 100 GB in small pages takes seconds.
+const REST: u32 = 4;
 
 /// Starts ranks as processes of the running program, or of another program that registers the same worker types.
 ///
@@ -227,7 +228,7 @@ impl LocalState {
         };
         match started {
             Ok(process) => {
-                let meter = UsageMeter::new(i32::try_from(process.pid).unwrap_or(0));
+                let meter = UsageMeter::default();
                 let life = LocalRank { process: Arc::new(process), meter, usage: None, warned: false };
                 self.live().insert(place.rank, life);
             }
@@ -265,44 +266,70 @@ impl LocalState {
         self.live().get(&rank).map(|life| Arc::clone(&life.process))
     }
 
-    /// Takes one sample of every incarnation, and kills those that exceed their limit.
-    fn measure(
-        &self,
-        processes: &BTreeMap<i32, ProcessStat>,
-        gpu: Option<&GpuSampler>,
-        now: Instant,
-        units: KernelUnits,
-    ) {
-        for (rank, life) in self.live().iter_mut() {
-            life.usage = life.meter.sample(processes, gpu, now, units);
-            let (Some(usage), Some(limit_bytes)) = (life.usage, life.process.limit()) else { continue };
-            let resident_bytes = usage.resident_bytes;
-            if life.process.sampled_limit().is_some() && resident_bytes > limit_bytes {
-                life.process.exceeded(resident_bytes, limit_bytes);
-            }
-            #[expect(clippy::cast_precision_loss, reason = "a threshold of a tenth")]
-            if !life.warned && resident_bytes as f64 > HIGH_SHARE * limit_bytes as f64 {
-                life.warned = true;
-                let incarnation = life.process.incarnation;
-                tracing::warn!(group = %self.spec.group, rank, resident_bytes, limit_bytes, "nearly at its memory limit");
-                self.log.push(RankEvent::MemoryHigh { rank: *rank, incarnation, resident_bytes, limit_bytes });
-            }
+    /// Returns what the next samples need: which processes, and above which memory it is measured precisely.
+    fn looks(&self) -> Vec<RankLook> {
+        let live = self.live();
+        let look = |(rank, life): (&Rank, &LocalRank)| RankLook {
+            rank: *rank,
+            incarnation: life.process.incarnation,
+            tree: life.process.tree(),
+            precise_above: life.process.limit().map_or(u64::MAX, high_bytes),
+        };
+        live.iter().map(look).collect()
+    }
+
+    /// Adds a sample of an incarnation, and kills it if it exceeds its limit.
+    fn measure(&self, look: &RankLook, sample: Option<&ProcessSample>, gpu: Option<&GpuSampler>, now: Instant) {
+        let (mut live, RankLook { rank, incarnation, .. }) = (self.live(), look);
+        let Some(life) = live.get_mut(rank).filter(|life| life.process.incarnation == *incarnation) else { return };
+        life.usage = sample.map(|sample| life.meter.add(sample, gpu, now));
+        let (Some(usage), Some(limit_bytes)) = (life.usage, life.process.limit()) else { return };
+        let resident_bytes = usage.counted_bytes.unwrap_or(usage.resident_bytes);
+        if life.process.sampled_limit().is_some() && resident_bytes > limit_bytes {
+            life.process.exceeded(resident_bytes, limit_bytes);
+        }
+        if !life.warned && resident_bytes > high_bytes(limit_bytes) {
+            life.warned = true;
+            let (rank, incarnation) = (*rank, *incarnation);
+            tracing::warn!(group = %self.spec.group, rank, resident_bytes, limit_bytes, "nearly at its memory limit");
+            self.log.push(RankEvent::MemoryHigh { rank, incarnation, resident_bytes, limit_bytes });
         }
     }
 }
 
+/// The next sample of a rank.
+struct RankLook {
+    rank: Rank,
+    incarnation: Incarnation,
+    tree: ProcessTree,
+    precise_above: u64,
+}
+
+/// Returns nine tenths of a limit: the memory above which a warning is reported, and above which it is measured precisely.
+fn high_bytes(limit_bytes: u64) -> u64 {
+    limit_bytes - limit_bytes / 10
+}
+
 /// Takes samples until it is aborted.
 async fn sample(state: Arc<LocalState>) {
-    let units = KernelUnits::of_this_machine();
     let gpu = GpuSampler::shared();
     let period = if state.spec.memory_limit_bytes.is_some() { GUARD_PERIOD } else { SAMPLE_PERIOD };
-    let mut tick = tokio::time::interval(period);
-    tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {
-        tick.tick().await;
+        let (begin, looks) = (Instant::now(), state.looks());
+        let take = move || {
+            let table = ProcessTable::read()?;
+            let take = |look: RankLook| {
+                let sample = ProcessSample::take(&table, &look.tree, look.precise_above);
+                (look, sample)
+            };
+            Ok::<_, std::io::Error>(looks.into_iter().map(take).collect::<Vec<_>>())
+        };
         // Reading `/proc` may wait for a kernel lock, so it does not run on a thread that answers calls.
-        let Ok(Ok(processes)) = tokio::task::spawn_blocking(ProcessStat::all).await else { continue };
-        state.measure(&processes, gpu.as_deref(), Instant::now(), units);
+        if let Ok(Ok(taken)) = tokio::task::spawn_blocking(take).await {
+            let now = Instant::now();
+            taken.iter().for_each(|(look, sample)| state.measure(look, sample.as_ref(), gpu.as_deref(), now));
+        }
+        tokio::time::sleep(period.max(begin.elapsed() * REST)).await;
     }
 }
 

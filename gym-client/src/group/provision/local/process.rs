@@ -16,6 +16,7 @@ use crate::group::provision::events::{EventLog, RankEvent};
 use crate::group::provision::local::cgroup::Cgroup;
 use crate::group::provision::local::handshake::{ASSIGNMENT_VARIABLE, HandshakeReply, WORKER_ROLE, WorkerAssignment};
 use crate::group::provision::variables::Variables;
+use crate::launch::process::tree::ProcessTree;
 use crate::launch::{ChildHandle, ChildSpec, ChildState, Launcher, LineSink, RestartPolicy, Stream};
 
 /// Time for the remaining descendants of a dead worker to exit before they are killed.
@@ -81,7 +82,6 @@ impl PendingHandshakes {
 #[derive(Debug)]
 pub(crate) struct RankProcess {
     pub(crate) incarnation: Incarnation,
-    pub(crate) pid: u32,
     /// Refers to the process itself, because its process ID can be reused after it exits. `None` if the process exited before
     /// this was opened.
     pidfd: Option<OwnedFd>,
@@ -139,7 +139,6 @@ impl RankProcess {
         log.push(RankEvent::Started { rank, incarnation, pid });
         let process = Self {
             incarnation,
-            pid: pid.unwrap_or(0),
             pidfd: pid.and_then(open),
             handle,
             kill_reason: KillReason::default(),
@@ -167,6 +166,11 @@ impl RankProcess {
 
     pub(crate) fn limit(&self) -> Option<u64> {
         self.limit
+    }
+
+    /// Returns what finds its processes.
+    pub(crate) fn tree(&self) -> ProcessTree {
+        self.handle.tree()
     }
 
     /// Kills the process because it uses too much memory.
