@@ -18,6 +18,7 @@ use tokio::time::{Instant, sleep, timeout};
 use crate::launch::context::SupervisionContext;
 use crate::launch::error::LaunchError;
 use crate::launch::lines::{OutputTail, Stream, forward};
+use crate::launch::process::cgroup::{MemoryKill, MemoryWatch};
 use crate::launch::process::table::{MARK_VARIABLE, start_ticks};
 use crate::launch::process::tree::{KILL_WAIT, ProcessTree, SessionLeader, TreeProcess};
 use crate::launch::process::{shim, spawner};
@@ -39,10 +40,13 @@ pub struct ExitReport {
     /// The exit status. `None` if the child could not be restarted or did not end after `SIGKILL`;
     /// [`reason`](Self::reason) states the cause.
     pub status: Option<ExitStatus>,
-    /// The exit as text: `exit status: 1`, or the reason why the start failed.
+    /// The exit as text: `exit status: 1`, or the reason why the start failed. A kill by the kernel because memory was used up is told with the limit that was
+    /// reached, if the counters of the child's control group can be read.
     pub reason: String,
     /// The last lines of standard error, oldest first.
     pub stderr_tail: Arc<[String]>,
+    /// The kill by the kernel that ended it, if that was it.
+    pub(crate) memory_kill: Option<MemoryKill>,
 }
 
 impl fmt::Display for ExitReport {
@@ -174,6 +178,7 @@ pub(super) struct RunningChild {
     output: JoinSet<()>,
     tail: OutputTail,
     number: u32,
+    memory: Option<MemoryWatch>,
 }
 
 /// The state of a child's supervisor.
@@ -221,6 +226,8 @@ impl ChildSupervisor {
             tree.leaders = vec![leader];
             tree.clone()
         };
+        // Before the program runs, and in its control group.
+        let memory = MemoryWatch::start(pid);
         self.shared.register(leader).await?;
         let opened = timeout(GATE_WAIT, gate.write_all(&[shim::GATE_OPEN])).await;
         if let Err(error) = opened.unwrap_or_else(|late| Err(late.into()))
@@ -230,7 +237,7 @@ impl ChildSupervisor {
             self.shared.forget(leader).await;
             return Err(refused(program, error));
         }
-        Ok(RunningChild { process, leader, tree, output, tail, number })
+        Ok(RunningChild { process, leader, tree, output, tail, number, memory })
     }
 
     fn tree(&self) -> MutexGuard<'_, ProcessTree> {
@@ -285,6 +292,7 @@ impl ChildSupervisor {
                     status: None,
                     reason: LaunchError::to_string(&error),
                     stderr_tail: Arc::default(),
+                    memory_kill: None,
                 },
             };
             tracing::warn!(server = %self.spec.name, incarnation = number, reason = %last.reason, "child exited");
@@ -315,6 +323,8 @@ impl ChildSupervisor {
     /// Called after the program exited on its own: ends its remaining descendants, which may hold its port, and reports
     /// the exit.
     async fn reap(&self, incarnation: RunningChild, status: std::io::Result<ExitStatus>) -> ExitReport {
+        // Before its other processes are killed. The kernel counts before it kills.
+        let memory_kill = incarnation.memory.as_ref().and_then(|memory| memory.explains(*status.as_ref().ok()?));
         let steps = [(Duration::ZERO, Signal::TERM), (self.spec.stop_grace, Signal::KILL)];
         let mut stop = self.stop.clone();
         let left = tokio::select! { biased;
@@ -322,7 +332,12 @@ impl ChildSupervisor {
             // A stop may have been requested with a shorter grace than this child's.
             () = stop_due(&mut stop) => incarnation.tree.end(&[(Duration::ZERO, Signal::KILL)]).await,
         };
-        self.report(incarnation, status.map_err(|error| error.to_string()), &left).await
+        let mut report = self.report(incarnation, status.map_err(|error| error.to_string()), &left).await;
+        report.memory_kill = memory_kill;
+        if let Some(kill) = &report.memory_kill {
+            report.reason = format!("{}: {kill}", report.reason);
+        }
+        report
     }
 
     async fn stop_incarnation(&self, mut incarnation: RunningChild) -> ExitReport {
@@ -364,7 +379,13 @@ impl ChildSupervisor {
             Ok(status) => (Some(status), status.to_string()),
             Err(reason) => (None, reason),
         };
-        ExitReport { incarnation: incarnation.number, status, reason, stderr_tail: incarnation.tail.lines() }
+        ExitReport {
+            incarnation: incarnation.number,
+            status,
+            reason,
+            stderr_tail: incarnation.tail.lines(),
+            memory_kill: None,
+        }
     }
 }
 

@@ -241,7 +241,8 @@ impl LimitedProgram {
     ///
     /// # Errors
     /// An error is no statement about the program: it has not run, or not to its end. `Unavailable` if it cannot be started here (another machine may have
-    /// it), `InvalidArgument` for an invalid name or limit, `DeadlineExceeded` and `Cancelled` as `cx` says.
+    /// it), or if the kernel killed it because the memory of the container or the machine was used up; `InvalidArgument` for an invalid name or limit,
+    /// `DeadlineExceeded` and `Cancelled` as `cx` says.
     ///
     /// # Cancel safety
     /// Dropping the future kills the program and all its processes; a task of the runtime then removes the directory.

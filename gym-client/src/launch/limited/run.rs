@@ -23,6 +23,7 @@ use tokio::task::spawn_blocking;
 use tokio::time::{Instant, MissedTickBehavior, interval_at, sleep, timeout};
 
 use super::{Limit, LimitedProgram, LimitedRun, Limits, cannot_start};
+use crate::launch::process::cgroup::MemoryWatch;
 use crate::launch::process::spawner;
 use crate::launch::process::table::{MARK_VARIABLE, ProcessStat, start_ticks};
 use crate::launch::process::tree::{KILL_WAIT, ProcessTree, SessionLeader, TreeProcess};
@@ -68,6 +69,7 @@ struct Started {
     tree: ProcessTree,
     /// Notifies when any child of this process has ended.
     children: tokio::signal::unix::Signal,
+    memory: Option<MemoryWatch>,
     reaped: bool,
 }
 
@@ -166,6 +168,11 @@ pub(super) async fn run(
         _ if overflowed => Some(Limit::Output),
         _ => limit_of(status, cpu, &limits),
     };
+    // The program was ended within its limits, which is no statement about it.
+    let kill = || started.memory.as_ref()?.explains(status);
+    if let Some(kill) = limit.is_none().then(kill).flatten() {
+        return Err(Error::finished(Code::Unavailable, kill.to_string()));
+    }
     Ok(LimitedRun { status, limit, stdout, stderr, cpu, wall, sandboxed: false })
 }
 
@@ -193,7 +200,7 @@ impl Started {
         let pid = group.as_raw_nonzero().get();
         let leader = SessionLeader { pid, start_ticks: start_ticks(pid).unwrap_or(0) };
         let tree = ProcessTree { leaders: vec![leader], mark };
-        let started = Self { child, group, tree, children, reaped: false };
+        let started = Self { child, group, tree, children, memory: MemoryWatch::start(pid), reaped: false };
         let seconds = limits.cpu.as_secs() + u64::from(limits.cpu.subsec_nanos() > 0);
         let kernel = [
             (Resource::Cpu, seconds, seconds + 1),

@@ -1,5 +1,6 @@
 //! The processes of a launcher: the shim, the watchdog, and the process trees that they end.
 
+pub(crate) mod cgroup;
 pub(in crate::launch) mod roles;
 pub(in crate::launch) mod shim;
 pub(in crate::launch) mod spawner;

@@ -91,7 +91,8 @@ pub struct RankExit {
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum ExitCause {
-    /// The process ended, or the host was killed.
+    /// The process ended, or the host was killed. A kill by the kernel because the memory of a container or of the machine was used up is told in
+    /// [`RankExit::detail`]: the kernel chooses the process, so the rank need not have exceeded a limit of its own.
     Died,
     /// The rank failed before it accepted calls.
     StartFailed,

@@ -3,15 +3,15 @@
 //! Control groups of version 2 enforce a limit exactly and immediately. A process can create them only in a subtree that was
 //! delegated to it. A control group that contains processes cannot pass its controllers on. So the workers' control groups are
 //! created *next to* that of this process, if the parent has the memory controller enabled and is writable. `Delegate=` with
-//! `DelegateSubgroup=` of systemd grants this, and so does a container whose root group is writable. Otherwise resident memory is
-//! sampled instead, and a worker can exceed its limit for up to one sampling period.
+//! `DelegateSubgroup=` of systemd grants this, and so does a container whose root group is writable. Otherwise the memory is
+//! sampled instead, and a worker can exceed its limit for up to one sampling period. What differs: the kernel also counts files that the worker left in `/dev/shm`,
+//! and charges a page that others share to the group that touched it first.
 
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// The mount point of version 2.
-const MOUNT: &str = "/sys/fs/cgroup";
+use crate::launch::process::cgroup::{MemoryGroup, Version};
 
 /// The control group of one worker; removed on drop, which succeeds once its processes have exited.
 #[derive(Debug)]
@@ -22,7 +22,7 @@ pub(crate) struct Cgroup {
 impl Cgroup {
     /// Returns the control group in which this process can create groups with a memory limit, if there is one.
     pub(crate) fn delegated() -> Option<PathBuf> {
-        delegated_below(Path::new(MOUNT), &fs::read_to_string("/proc/self/cgroup").ok()?)
+        delegated(&MemoryGroup::of("self")?)
     }
 
     /// Creates a group that may use `limit_bytes` of memory and no swap.
@@ -42,11 +42,6 @@ impl Cgroup {
     pub(crate) fn path(&self) -> &Path {
         &self.path
     }
-
-    /// Returns `true` if the kernel killed a process of this group because of its limit.
-    pub(crate) fn killed_for_memory(&self) -> bool {
-        fs::read_to_string(self.path.join("memory.events")).is_ok_and(|events| kills(&events) > 0)
-    }
 }
 
 impl Drop for Cgroup {
@@ -56,20 +51,18 @@ impl Drop for Cgroup {
     }
 }
 
-fn delegated_below(mount: &Path, own: &str) -> Option<PathBuf> {
-    let own = own.lines().find_map(|line| line.strip_prefix("0::/"))?;
-    let mut parent = mount.join(own);
-    if !own.is_empty() {
+fn delegated(own: &MemoryGroup) -> Option<PathBuf> {
+    if own.version != Version::Two {
+        return None;
+    }
+    let mut parent = own.path.clone();
+    if parent != own.mount {
         parent.pop();
     }
     let passes_on = fs::read_to_string(parent.join("cgroup.subtree_control")).ok()?;
     let may_write = |file: &str| rustix::fs::access(parent.join(file), rustix::fs::Access::WRITE_OK).is_ok();
     (passes_on.split_whitespace().any(|name| name == "memory") && may_write("") && may_write("cgroup.procs"))
         .then_some(parent)
-}
-
-fn kills(events: &str) -> u64 {
-    events.lines().filter_map(|line| line.strip_prefix("oom_kill ")?.trim().parse::<u64>().ok()).sum()
 }
 
 #[cfg(test)]
@@ -88,12 +81,17 @@ mod tests {
 
     #[test]
     fn groups_are_made_beside_our_own_where_the_memory_controller_is_on() {
-        let own = "12:cpu:/elsewhere\n0::/user.slice/run.scope/controller\n";
-        let on = mount("user.slice/run.scope/controller", "cpu memory pids\n");
-        assert_eq!(delegated_below(on.path(), own), Some(on.path().join("user.slice/run.scope")));
-        let off = mount("user.slice/run.scope/controller", "cpu pids\n");
-        assert_eq!(delegated_below(off.path(), own), None);
-        assert_eq!(delegated_below(on.path(), "4:memory:/version/one\n"), None);
+        let delegated_in = |mount: &tempfile::TempDir, version, own: &str| {
+            let mount = mount.path().to_owned();
+            let path = mount.join(own);
+            delegated(&MemoryGroup { version, mount, path })
+        };
+        let own = "user.slice/run.scope/controller";
+        let on = mount(own, "cpu memory pids\n");
+        assert_eq!(delegated_in(&on, Version::Two, own), Some(on.path().join("user.slice/run.scope")));
+        assert_eq!(delegated_in(&on, Version::One, own), None);
+        let off = mount(own, "cpu pids\n");
+        assert_eq!(delegated_in(&off, Version::Two, own), None);
     }
 
     #[test]
@@ -101,9 +99,6 @@ mod tests {
         let parent = tempfile::tempdir().expect("a folder");
         let group = Cgroup::create(parent.path(), "policy-0-1", 8_000_000).expect("made");
         assert_eq!(fs::read_to_string(group.path().join("memory.max")).expect("written"), "8000000");
-        assert!(!group.killed_for_memory());
-        fs::write(group.path().join("memory.events"), "low 0\nmax 12\noom 1\noom_kill 1\n").expect("writes");
-        assert!(group.killed_for_memory());
         assert!(Cgroup::create(parent.path(), "policy-0-1", 8).is_err(), "the name is taken");
     }
 }

@@ -259,11 +259,16 @@ impl ProcessMonitor {
             }
             _ => None,
         };
-        let by_kernel = limit.filter(|_| cgroup.as_ref().is_some_and(Cgroup::killed_for_memory));
-        if let Some(limit_bytes) = by_kernel {
+        let kill = report.as_ref().and_then(|report| report.memory_kill.as_ref());
+        let of_its_own = kill.zip(cgroup.as_ref()).is_some_and(|(kill, cgroup)| kill.is_of(cgroup.path()));
+        if let Some(limit_bytes) = limit.filter(|_| of_its_own) {
             kill_reason.set_first(RankExit::over_memory_limit(incarnation, None, limit_bytes));
         }
         let mut exit = kill_reason.read().unwrap_or_else(|| RankExit::new(incarnation, ExitCause::Died));
+        if let Some(kill) = kill.filter(|_| exit.cause == ExitCause::Died) {
+            // The limit of a container is that of all its processes, and the kernel chooses which of them it kills. The rank need not have exceeded a limit.
+            exit.detail = kill.to_string();
+        }
         if let Some(report) = report {
             exit.code = report.status.and_then(|status| status.code());
             exit.signal = report.status.and_then(|status| status.signal());
