@@ -17,6 +17,8 @@ pub(super) struct SupervisionContext {
     pub(super) shim: PathBuf,
     pub(super) identity: String,
     pub(super) grace: Duration,
+    /// The files that the watchdog locks.
+    pub(super) locks: Vec<PathBuf>,
     pub(super) sink: LineSink,
     pub(super) watchdog: Mutex<WatchdogState>,
 }
@@ -54,7 +56,8 @@ impl SupervisionContext {
         }
         let failed = |reason| LaunchError::Watchdog { shim: self.shim.clone(), reason };
         let started = async {
-            let mut fresh = Watchdog::start(&self.shim, &self.identity, self.grace).await.map_err(failed)?;
+            let started = Watchdog::start(&self.shim, &self.identity, self.grace, &self.locks).await;
+            let mut fresh = started.map_err(failed)?;
             if let Some(until) = guarded.lease {
                 fresh.lease(until).await.map_err(|error| failed(error.to_string()))?;
             }

@@ -53,6 +53,7 @@ pub struct LauncherBuilder {
     shim: Option<PathBuf>,
     seed: u64,
     grace: Duration,
+    locks: Vec<PathBuf>,
     sink: LineSink,
 }
 
@@ -62,6 +63,7 @@ impl fmt::Debug for LauncherBuilder {
             .field("shim", &self.shim)
             .field("seed", &self.seed)
             .field("grace", &self.grace)
+            .field("locks", &self.locks)
             .finish_non_exhaustive()
     }
 }
@@ -90,6 +92,14 @@ impl LauncherBuilder {
         self
     }
 
+    /// Sets files that are locked (flock(2), shared) from the first start of a child until all children have ended, even if the controller dies before
+    /// them. Default: none.
+    #[must_use]
+    pub fn locks(mut self, files: Vec<PathBuf>) -> Self {
+        self.locks = files;
+        self
+    }
+
     /// Sets the sink for the children's output lines. Default: output is discarded.
     #[must_use]
     pub fn lines(mut self, sink: LineSink) -> Self {
@@ -112,6 +122,7 @@ impl LauncherBuilder {
                 shim,
                 identity: identity(),
                 grace: self.grace,
+                locks: self.locks,
                 sink: self.sink,
                 watchdog: Mutex::default(),
             }),
@@ -142,7 +153,13 @@ impl Launcher {
     /// Returns a builder with default settings.
     #[must_use]
     pub fn builder() -> LauncherBuilder {
-        LauncherBuilder { shim: None, seed: 0, grace: Duration::from_secs(3), sink: Arc::new(|_, _, _| {}) }
+        LauncherBuilder {
+            shim: None,
+            seed: 0,
+            grace: Duration::from_secs(3),
+            locks: Vec::new(),
+            sink: Arc::new(|_, _, _| {}),
+        }
     }
 
     /// Starts a child and supervises it. Returns when the program is being executed, before it serves requests.

@@ -22,6 +22,7 @@ mod bad_input;
 mod cluster;
 mod conformance;
 mod failure;
+mod gpus;
 mod health;
 mod kills;
 mod nodes;
@@ -64,6 +65,9 @@ pub(crate) fn main() {
     }
     if arguments.first().is_some_and(|role| role == "be-node") {
         return run(nodes::agent(arguments[1..].to_vec()));
+    }
+    if arguments.first().is_some_and(|role| role == "be-gpu-program") {
+        return run(gpus::obeys());
     }
     if let [role, agent] = &arguments[..]
         && role == "be-controller"
@@ -129,6 +133,7 @@ pub(crate) fn main() {
         cluster::a_monitored_cluster_tells_the_memory_of_its_node,
         cluster::a_cluster_that_is_shut_down_ends_its_groups,
         cluster::the_key_async_communication_starts_calls_that_nobody_awaits,
+        gpus::clusters_of_a_machine_divide_its_gpus,
         conformance::processes_pass_the_suite_of_all_groups,
         conformance::ranks_in_one_process_pass_the_suite_of_all_groups,
         conformance::ranks_on_two_nodes_pass_the_suite_of_all_groups,

@@ -113,7 +113,7 @@ const READ: [(&str, &str, &str); 48] = [
     (
         "TMPDIR",
         "all",
-        "The directory for temporary files. Otherwise `/tmp`. A limited program gets its own directory in it.",
+        "The directory for temporary files. Otherwise `/tmp`. A limited program gets its own directory in it. Programs with the same one divide the GPUs of a machine.",
     ),
     ("TOKIO_WORKER_THREADS", "`rgym`", "The number of runtime threads, unless `--threads` is given."),
     (

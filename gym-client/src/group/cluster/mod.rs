@@ -40,6 +40,11 @@ pub use file::ClusterFile;
 use lease::{BundleLeases, LeaseGate};
 
 /// A set of bundles on nodes. They are reserved on first use.
+///
+/// No other cluster of the machine, and no node agent, gets their GPUs before [`shutdown`](VirtualCluster::shutdown), or before the cluster and its groups
+/// are dropped, unless both set [`share_gpus`](ClusterSpec::share_gpus). That holds for all programs of this SDK with the same temporary folder (`TMPDIR`),
+/// of all users. Processes in containers with a folder of their own do not see each other. A GPU is the same whether `CUDA_VISIBLE_DEVICES` names it by index or
+/// identifier; an index is that of the order of bus addresses, and a MIG device is divided by its own name only. CPUs are counted for each cluster by itself.
 #[derive(Debug)]
 pub struct VirtualCluster {
     spec: ClusterSpec,
@@ -173,7 +178,7 @@ impl VirtualCluster {
     /// node.
     ///
     /// # Errors
-    /// `ResourceExhausted`, with the request and the resources of each node.
+    /// `ResourceExhausted`, with the request and the resources of each node, or with the clusters that hold its GPUs.
     pub async fn placement(&self, cx: &CallContext) -> Result<Arc<Placement>> {
         Ok(self.reservation(cx).await?.placement())
     }

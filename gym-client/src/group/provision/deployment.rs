@@ -26,7 +26,8 @@ pub const DEFAULT_START_TIMEOUT: Duration = Duration::from_secs(600);
 /// Finds room for bundles: on this machine, on the nodes of a cluster, or by another engine.
 #[async_trait]
 pub trait Provisioner: fmt::Debug + Send + Sync + 'static {
-    /// Places the bundles of a cluster on nodes and holds them. Waits for room no longer than `cx` allows.
+    /// Places the bundles of a cluster on nodes and holds them. Waits for room no longer than `cx` allows. On this machine, waits at most 10 s for ranks
+    /// that are ending, and not for GPUs that another cluster holds: it may be one of this program.
     ///
     /// # Errors
     /// The errors of [`place`](gym_core::group::cluster::place). `ResourceExhausted`, with the request and what each node has, if there is no room.

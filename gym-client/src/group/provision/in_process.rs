@@ -16,7 +16,7 @@ use tokio_util::task::{AbortOnDropHandle, TaskTracker};
 use crate::group::provision::deployment::{Deployment, LaunchSpec, Provisioner, Reservation, ReserveRequest};
 use crate::group::provision::events::{EventLog, RankEvent};
 use crate::group::provision::machine::{MachineReservation, PreparedRanks, PreparesRanks};
-use crate::group::provision::place::{HeldRendezvous, RankPlace, Rendezvous};
+use crate::group::provision::place::{HeldPlace, RankPlace, Rendezvous};
 use crate::group::provision::workers::{Workers, start_inputs};
 use crate::group::usage::process::ProcessUsage;
 use crate::transport::Transports;
@@ -44,8 +44,7 @@ impl InProcessRanks {
 #[async_trait]
 impl Provisioner for InProcessRanks {
     async fn reserve(&self, cx: &CallContext, request: &ReserveRequest) -> Result<Arc<dyn Reservation>> {
-        cx.check()?;
-        MachineReservation::reserve(self.clone(), request)
+        MachineReservation::reserve(self.clone(), cx, request).await
     }
 }
 
@@ -56,7 +55,7 @@ impl PreparesRanks for InProcessRanks {
         cx: &CallContext,
         spec: LaunchSpec,
         rendezvous: Rendezvous,
-        held: Option<HeldRendezvous>,
+        held: Option<HeldPlace>,
     ) -> Result<Arc<dyn PreparedRanks>> {
         cx.check()?;
         let subject = format!("start group {}", spec.group);
@@ -94,8 +93,8 @@ struct InProcessDeployment {
     state: Arc<InProcessState>,
     /// The start of the clock of the lease.
     began: Instant,
-    /// The ports of the rendezvous, if this process holds them for the group alone.
-    _held: Option<HeldRendezvous>,
+    /// The ports of the rendezvous and the GPUs, if this process holds them for the group.
+    _held: Option<HeldPlace>,
     lease: watch::Sender<Option<Instant>>,
     /// Ends the ranks when the lease ends. Runs from the first lease on.
     watchdog: Mutex<Option<AbortOnDropHandle<()>>>,

@@ -39,7 +39,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use futures_util::stream::BoxStream;
 use gym_core::group::cluster::Placement;
-use gym_core::{CallContext, Error, Result};
+use gym_core::{CallContext, Code, Error, Result};
 use tokio_util::task::AbortOnDropHandle;
 
 use crate::group::provision::{
@@ -207,6 +207,10 @@ pub fn ray_or_local(address: Option<RayAddress>, workers: Workers) -> Box<dyn Pr
 impl Provisioner for Ray {
     async fn reserve(&self, cx: &CallContext, request: &ReserveRequest) -> Result<Arc<dyn Reservation>> {
         request.cluster.validate()?;
+        if request.cluster.share_gpus {
+            let message = "share_gpus is set, and Ray gives each bundle a GPU of its own\n  fix: start the groups that share GPUs on one VirtualCluster";
+            return Err(Error::not_started(Code::Unimplemented, message).about("place cluster"));
+        }
         // A wrong variable is an error before anything is asked of the cluster.
         self.options.attempts()?;
         let (head, address) = if self.address.is_local() {

@@ -32,19 +32,54 @@ fn named(list: &str) -> Vec<String> {
     taken
 }
 
-/// Returns the driver's devices in the order of their bus addresses, which is their index with `CUDA_DEVICE_ORDER=PCI_BUS_ID`.
+/// Returns the indices of the driver's devices.
 fn present(root: &Path) -> Vec<String> {
-    let Ok(folders) = fs::read_dir(root.join("proc/driver/nvidia/gpus")) else { return Vec::new() };
-    let mut addresses: Vec<_> = folders.filter_map(|folder| Some(folder.ok()?.path())).collect();
-    addresses.sort();
-    let minor = |folder: &Path| -> Option<u32> {
-        let text = fs::read_to_string(folder.join("information")).ok()?;
-        text.lines().find_map(|line| line.strip_prefix("Device Minor:"))?.trim().parse().ok()
-    };
-    let usable = addresses
-        .iter()
-        .filter(|folder| minor(folder).is_some_and(|minor| root.join(format!("dev/nvidia{minor}")).exists()));
-    usable.enumerate().map(|(index, _)| index.to_string()).collect()
+    (0..DriverDevice::usable(root).len()).map(|index| index.to_string()).collect()
+}
+
+/// Returns the identity of a GPU that `CUDA_VISIBLE_DEVICES` names, which is the same for every process of the machine: its bus address, whether it
+/// is named by index or by identifier. A MIG device, and a GPU that the driver does not list, are identified by their name.
+pub(crate) fn gpu_identity(name: &str) -> String {
+    identity(Path::new("/"), name)
+}
+
+fn identity(root: &Path, name: &str) -> String {
+    let devices = DriverDevice::usable(root);
+    if let Ok(index) = name.parse::<usize>() {
+        return devices.get(index).map_or_else(|| index.to_string(), |device| device.address.clone());
+    }
+    // CUDA takes the beginning of an identifier if it is unique.
+    let mut named = devices.iter().filter(|device| name.len() > 4 && device.uuid.starts_with(name));
+    match (named.next(), named.next()) {
+        (Some(device), None) => device.address.clone(),
+        _ => name.to_owned(),
+    }
+}
+
+/// A device of the kernel driver.
+struct DriverDevice {
+    /// Its bus address.
+    address: String,
+    /// Its identifier, `GPU-…`; empty if the driver does not tell it.
+    uuid: String,
+}
+
+impl DriverDevice {
+    /// Returns the devices whose files exist, in the order of their bus addresses, which is their index with `CUDA_DEVICE_ORDER=PCI_BUS_ID`.
+    fn usable(root: &Path) -> Vec<Self> {
+        let Ok(folders) = fs::read_dir(root.join("proc/driver/nvidia/gpus")) else { return Vec::new() };
+        let device = |folder: fs::DirEntry| {
+            let text = fs::read_to_string(folder.path().join("information")).ok()?;
+            let value = |key| text.lines().find_map(|line| line.strip_prefix(key)).map(str::trim);
+            let minor: u32 = value("Device Minor:")?.parse().ok()?;
+            let uuid = value("GPU UUID:").unwrap_or_default().to_owned();
+            let address = folder.file_name().into_string().ok()?;
+            root.join(format!("dev/nvidia{minor}")).exists().then_some(Self { address, uuid })
+        };
+        let mut devices: Vec<Self> = folders.flatten().filter_map(device).collect();
+        devices.sort_by(|a, b| a.address.cmp(&b.address));
+        devices
+    }
 }
 
 #[cfg(test)]
@@ -76,12 +111,29 @@ mod tests {
         for (address, minor) in [("0000:1b:00.0", 0), ("0000:43:00.0", 1), ("0000:9d:00.0", 2)] {
             let folder = root.path().join("proc/driver/nvidia/gpus").join(address);
             fs::create_dir_all(&folder).expect("a folder");
-            let text = format!("Model: \t\t NVIDIA\nDevice Minor: \t {minor}\n");
+            let text = format!("Model: \t\t NVIDIA\nGPU UUID: \t GPU-8932f93{minor}-d72c\nDevice Minor: \t {minor}\n");
             fs::write(folder.join("information"), text).expect("writes");
             if minor != 1 {
                 fs::write(root.path().join(format!("dev/nvidia{minor}")), "").expect("writes");
             }
         }
         assert_eq!(present(root.path()), ["0", "1"], "two of three were handed in, and are numbered anew");
+        let cases = [
+            ("0", "0000:1b:00.0"),
+            ("00", "0000:1b:00.0"),
+            ("GPU-8932f930-d72c", "0000:1b:00.0"),
+            ("GPU-8932f930", "0000:1b:00.0"),
+            ("1", "0000:9d:00.0"),
+            ("GPU-8932f932-d72c", "0000:9d:00.0"),
+            // Two GPUs begin so; one was not handed in; the driver knows nothing of the others.
+            ("GPU-8932f93", "GPU-8932f93"),
+            ("GPU-", "GPU-"),
+            ("GPU-8932f931-d72c", "GPU-8932f931-d72c"),
+            ("2", "2"),
+            ("MIG-GPU-8932f930-d72c/1/0", "MIG-GPU-8932f930-d72c/1/0"),
+        ];
+        for (name, expected) in cases {
+            assert_eq!(identity(root.path(), name), expected, "{name}");
+        }
     }
 }

@@ -7,11 +7,14 @@
 //!
 //! A controller can give its children a lease, and extends it while it may. The watchdog ends the children when the lease ends: a
 //! controller that is stopped cannot do that itself.
+//!
+//! Files that must stay locked as long as the children run are locked by the watchdog, because it ends after them.
 
 use std::ffi::OsString;
+use std::fs::File;
 use std::io::Write;
 use std::os::fd::AsFd;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::time::Duration;
 
@@ -46,13 +49,19 @@ pub(in crate::launch) struct Watchdog {
 
 impl Watchdog {
     /// Starts the watchdog and waits until it reports that it is ready.
-    pub(in crate::launch) async fn start(shim: &Path, launcher: &str, grace: Duration) -> Result<Self, String> {
+    pub(in crate::launch) async fn start(
+        shim: &Path,
+        launcher: &str,
+        grace: Duration,
+        locks: &[PathBuf],
+    ) -> Result<Self, String> {
         let mut command = Command::new(shim);
         command
             .arg(WATCHDOG_ROLE)
             .arg(std::process::id().to_string())
             .arg(launcher)
             .arg(grace.as_millis().to_string())
+            .args(locks)
             // It must not keep a file system busy or hold the controller's output open.
             .current_dir("/")
             .stdin(Stdio::piped())
@@ -117,6 +126,9 @@ pub(in crate::launch) fn run(mut arguments: impl Iterator<Item = OsString>) -> !
     let launcher = arguments.next().and_then(|text| text.into_string().ok());
     let grace = arguments.next().and_then(|text| text.to_str()?.parse().ok()).map(Duration::from_millis);
     let (Some(controller), Some(launcher), Some(grace)) = (controller, launcher, grace) else { std::process::exit(2) };
+    // Held until this process ends. Others lock them alone only for a moment.
+    let locked = |path: OsString| File::open(path).and_then(|file| file.lock_shared().map(|()| file));
+    let Ok(_locks) = arguments.map(locked).collect::<Result<Vec<_>, _>>() else { std::process::exit(1) };
     let Ok(runtime) = tokio::runtime::Builder::new_current_thread().enable_all().build() else { std::process::exit(1) };
     let status = runtime.block_on(async {
         // Signals to all processes of this name, or to the terminal's group, ask the controller to stop; the watchdog

@@ -71,6 +71,13 @@ pub(crate) fn cases() -> Vec<Case> {
         ),
         cluster(
             SPEC,
+            "shared GPUs without GPUs",
+            r#"{"bundle_ct_per_node_list": [1], "use_gpus": false, "share_gpus": true}"#,
+            WRONG,
+            &["share_gpus is set although use_gpus is false"],
+        ),
+        cluster(
+            SPEC,
             "no ports",
             r#"{"bundle_ct_per_node_list": [1], "port_range_low": 2000, "port_range_high": 2000}"#,
             WRONG,

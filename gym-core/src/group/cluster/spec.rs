@@ -69,6 +69,10 @@ pub struct ClusterSpec {
     /// Number of nodes that must be in one NVLink domain. By default, nodes need not be in one domain.
     #[serde(default)]
     pub segment_size: Option<NonZeroU32>,
+    /// Uses its GPUs together with other clusters that set this, too; not on Ray. The default is `false`: no other cluster gets
+    /// them.
+    #[serde(default)]
+    pub share_gpus: bool,
 }
 
 /// The assignment of logical nodes to machines. A logical node is never split. In a unified cluster, each bundle is placed
@@ -152,6 +156,7 @@ impl ClusterSpec {
             port_range_low: port_low(),
             port_range_high: port_high(),
             segment_size: None,
+            share_gpus: false,
         }
     }
 
@@ -236,6 +241,9 @@ impl ClusterSpec {
         }
         if !self.use_gpus && self.gpu_ids != GpuIds::Auto {
             return Err(invalid("gpu_ids", "is given although use_gpus is false; leave one of them out"));
+        }
+        if !self.use_gpus && self.share_gpus {
+            return Err(invalid("share_gpus", "is set although use_gpus is false; leave one of them out"));
         }
         self.gpus_of_nodes()?;
         if self.ports().is_empty() || self.port_range_low == 0 {

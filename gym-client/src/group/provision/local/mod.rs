@@ -27,7 +27,7 @@ use tokio_util::task::AbortOnDropHandle;
 use crate::group::provision::deployment::{Deployment, LaunchSpec, Provisioner, Reservation, ReserveRequest};
 use crate::group::provision::events::{EventLog, RankEvent};
 use crate::group::provision::machine::{MachineReservation, PreparedRanks, PreparesRanks};
-use crate::group::provision::place::{HeldRendezvous, RankPlace, Rendezvous};
+use crate::group::provision::place::{GpuFolder, HeldPlace, RankPlace, Rendezvous};
 use crate::group::provision::workers::{Workers, start_inputs};
 use crate::group::usage::gpu::GpuSampler;
 use crate::group::usage::process::{ProcessSample, ProcessUsage, UsageMeter};
@@ -113,8 +113,7 @@ impl Local {
 #[async_trait]
 impl Provisioner for Local {
     async fn reserve(&self, cx: &CallContext, request: &ReserveRequest) -> Result<Arc<dyn Reservation>> {
-        cx.check()?;
-        MachineReservation::reserve(self.clone(), request)
+        MachineReservation::reserve(self.clone(), cx, request).await
     }
 }
 
@@ -125,7 +124,7 @@ impl PreparesRanks for Local {
         cx: &CallContext,
         mut spec: LaunchSpec,
         rendezvous: Rendezvous,
-        held: Option<HeldRendezvous>,
+        held: Option<HeldPlace>,
     ) -> Result<Arc<dyn PreparedRanks>> {
         cx.check()?;
         let subject = format!("start group {}", spec.group);
@@ -143,7 +142,10 @@ impl PreparesRanks for Local {
         let runner = profiler.and_then(|profiler| profiler.command_for(&spec.worker)).unwrap_or_default();
         let handshakes = PendingHandshakes::default();
         let lines = handshakes.sink(Arc::clone(&self.options.lines));
-        let launcher = Launcher::builder().lines(lines).orphan_grace(self.options.orphan_grace).build();
+        let launcher = Launcher::builder().lines(lines).orphan_grace(self.options.orphan_grace);
+        // However this program ends, nobody gets these GPUs before the ranks have ended.
+        let gpus = spec.ranks.iter().flat_map(|place| &place.gpus);
+        let launcher = launcher.locks(GpuFolder::of_this_machine().rank_files(gpus)).build();
         let launcher = launcher
             .map_err(|error| Error::not_started(Code::FailedPrecondition, error.to_string()).about(subject.clone()))?;
         let policy = spec.transport_policy.get_or_insert_with(|| self.options.transport.clone()).clone();
@@ -182,8 +184,8 @@ impl PreparesRanks for Local {
 #[derive(Debug)]
 struct LocalDeployment {
     state: Arc<LocalState>,
-    /// The ports of the rendezvous, if this machine holds them for the group alone.
-    _held: Option<HeldRendezvous>,
+    /// The ports of the rendezvous and the GPUs, if this process holds them for the group.
+    _held: Option<HeldPlace>,
     _sampler: AbortOnDropHandle<()>,
 }
 

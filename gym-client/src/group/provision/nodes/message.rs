@@ -49,18 +49,29 @@ pub(super) struct NodeReport {
     pub(super) gpus: Vec<String>,
     pub(super) free_cpus: u32,
     pub(super) free_gpus: Vec<String>,
+    /// The other GPUs that clusters hold which share theirs.
+    pub(super) shared_gpus: Vec<String>,
     pub(super) domain: Option<String>,
     pub(super) domain_rank: Option<u32>,
-    /// The controllers that hold something, for errors.
+    /// The controllers that hold something, and the GPUs that other programs of the machine hold, for errors.
     pub(super) held_by: Vec<String>,
 }
 
 impl NodeReport {
-    /// Returns the resources that are free.
-    pub(super) fn free(&self) -> NodeResources {
-        let mut free = NodeResources::new(&self.name, self.free_cpus, self.free_gpus.clone());
-        free.topology = Topology { domain: self.domain.clone(), rank: self.domain_rank };
-        free
+    /// Returns the resources that are free, with the shared GPUs if they are wanted, too.
+    pub(super) fn free(&self, shared: bool) -> NodeResources {
+        let free = |gpu: &&String| self.free_gpus.contains(gpu) || (shared && self.shared_gpus.contains(gpu));
+        self.resources(self.free_cpus, self.gpus.iter().filter(free).cloned().collect())
+    }
+
+    /// Returns all resources.
+    pub(super) fn whole(&self) -> NodeResources {
+        self.resources(self.cpus, self.gpus.clone())
+    }
+
+    fn resources(&self, cpus: u32, gpus: Vec<String>) -> NodeResources {
+        let topology = Topology { domain: self.domain.clone(), rank: self.domain_rank };
+        NodeResources { topology, ..NodeResources::new(&self.name, cpus, gpus) }
     }
 }
 
@@ -72,6 +83,8 @@ pub(super) struct ReserveBody {
     pub(super) build: String,
     pub(super) cpus: u32,
     pub(super) gpus: Vec<String>,
+    /// Other controllers may get the GPUs, if they share them, too.
+    pub(super) share_gpus: bool,
     pub(super) lease_ms: u64,
 }
 

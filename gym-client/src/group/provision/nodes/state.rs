@@ -155,9 +155,26 @@ impl NodesState {
             }
             return Ok((placement, (0..simulated.len()).map(|host| host % agents.len()).collect()));
         }
-        let free: Vec<NodeResources> = agents.iter().map(|(_, report)| self.request.counted(report.free())).collect();
-        let placement = self.nodes.source.place(&self.request, &free)?;
+        let place = |nodes: &[NodeResources]| self.nodes.source.place(&self.request, nodes);
+        let placement = self.place_on(agents, place)?;
         Ok((placement, (0..agents.len()).collect()))
+    }
+
+    /// Places by what is free on the nodes. What they have, but somebody else holds, is a lack of room, and no mistake of the request.
+    fn place_on<P>(
+        &self,
+        agents: &[(AgentClient, NodeReport)],
+        place: impl Fn(&[NodeResources]) -> Result<P>,
+    ) -> Result<P> {
+        let nodes = |of: &dyn Fn(&NodeReport) -> NodeResources| -> Vec<NodeResources> {
+            agents.iter().map(|(_, report)| self.request.counted(of(report))).collect()
+        };
+        place(&nodes(&|report| report.free(self.request.cluster.share_gpus))).map_err(|error| {
+            match error.code() == Code::InvalidArgument && place(&nodes(&NodeReport::whole)).is_ok() {
+                true => Error::not_started(Code::ResourceExhausted, format!("{} free", error.message())),
+                false => error,
+            }
+        })
     }
 
     /// Looks for room until `plan` finds some and the agents grant it. The plan names for each host of its bundles the agent; of the result, the
@@ -198,6 +215,10 @@ impl NodesState {
             others.map(|(_, report)| format!("{} runs build {}", report.name, report.build)).collect();
         let (mut bundles, on) = plan(&agents).map_err(|error| {
             let mut hints: Vec<String> = errors.iter().map(|error| format!("not reached: {error}")).collect();
+            let held = agents.iter().filter(|(_, report)| !report.held_by.is_empty());
+            hints.extend(
+                held.map(|(_, report)| format!("a part of {} is held: {}", report.name, report.held_by.join("; "))),
+            );
             if !others.is_empty() {
                 hints.push(format!(
                     "{}, and this program is build {}: start the same executable on all nodes",
@@ -261,11 +282,10 @@ impl NodesState {
             build: self.build.clone(),
             cpus,
             gpus: gpus.clone(),
+            share_gpus: self.request.cluster.share_gpus,
             lease_ms: millis(options.lease),
         };
-        let mut resources = report.free();
-        (resources.cpus, resources.gpus) =
-            (Some(report.cpus), gym_core::group::cluster::Devices::Named(report.gpus.clone()));
+        let resources = report.whole();
         let times = (options.lease, options.reconnect);
         // An agent that has just stopped must not hold up the search; what it grants later ends with its lease.
         let granted = client
@@ -441,8 +461,9 @@ impl NodesState {
         } else {
             let names = lost.iter().map(|host| (*host, hosts[*host].name().to_owned())).collect();
             let plan = |agents: &[(AgentClient, NodeReport)]| {
-                let free: Vec<_> = agents.iter().map(|(_, report)| self.request.counted(report.free())).collect();
-                let moves = self.nodes.source.move_lost(&self.request, &placement, &names, &kept, &free)?;
+                let moves = self.place_on(agents, |nodes| {
+                    self.nodes.source.move_lost(&self.request, &placement, &names, &kept, nodes)
+                })?;
                 Ok((moves, (0..agents.len()).collect()))
             };
             // Only the moved bundles are held anew, on sessions that come after the known ones.
@@ -588,6 +609,7 @@ mod tests {
                     gpus: Vec::new(),
                     free_cpus: 1,
                     free_gpus: Vec::new(),
+                    shared_gpus: Vec::new(),
                     domain: None,
                     domain_rank: None,
                     held_by: Vec::new(),

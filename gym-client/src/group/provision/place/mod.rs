@@ -1,16 +1,19 @@
-//! The place of a rank, and the rendezvous of a group.
+//! The place of a rank, its GPUs, and the rendezvous of a group.
 
+mod gpus;
 mod ports;
 
 use std::collections::BTreeSet;
 use std::net::{IpAddr, Ipv4Addr};
 use std::ops::Range;
+use std::sync::Arc;
 
 use gym_core::Result;
 use gym_core::group::Rank;
 use gym_core::group::cluster::{PlacedBundle, Placement};
 use serde::{Deserialize, Serialize};
 
+pub(crate) use gpus::{GpuFolder, HeldGpus, listed};
 pub use ports::HeldPort;
 
 use ports::{SearchOrder, search};
@@ -102,6 +105,19 @@ impl HeldRendezvous {
         let available = held[1..].iter().map(|port| (here, port.port())).collect();
         let rendezvous = Rendezvous { master_address: here, master_port: held[0].port(), available };
         Ok(Self { _held: held, addresses: rendezvous })
+    }
+}
+
+/// What a group has of this machine as long as its ranks may run: its ports, and the GPUs of its cluster.
+#[derive(Debug)]
+pub(crate) struct HeldPlace {
+    _ports: HeldRendezvous,
+    _gpus: Arc<HeldGpus>,
+}
+
+impl HeldPlace {
+    pub(crate) fn new(ports: HeldRendezvous, gpus: Arc<HeldGpus>) -> Self {
+        Self { _ports: ports, _gpus: gpus }
     }
 }
 

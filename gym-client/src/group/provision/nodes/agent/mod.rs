@@ -4,7 +4,7 @@ mod metrics;
 pub(super) mod program;
 mod session;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::fs::File;
 use std::io::Read as _;
@@ -34,6 +34,7 @@ use crate::group::provision::nodes::message::{
     KillBody, LaunchBody, NodeReport, PollBody, PortsBody, PortsReply, RanksBody, ReleaseBody, ReserveBody, StartBody,
     StopBody, is_allowed, read, reply,
 };
+use crate::group::provision::place::{GpuFolder, HeldGpus, listed};
 use crate::group::provision::workers::Workers;
 use crate::launch::{LineSink, prefixed};
 use crate::registry::{MemberAddress, MemberKeeper, MemberOptions, RemoteRegistry};
@@ -62,7 +63,7 @@ pub struct NodeOptions {
     pub port: u16,
     /// The host at which other machines reach this one. Default: `host`, or for `0.0.0.0` the address of the route to the head server.
     pub advertise: Option<String>,
-    /// What the node offers. Default: the CPUs of this machine, and its visible GPUs.
+    /// What the node offers. Default: the CPUs of this machine, and its visible GPUs. Controllers get those that no other program of the machine holds.
     pub resources: NodeResources,
     /// The intervals of its heartbeats to the head server.
     pub timing: MemberTiming,
@@ -70,6 +71,8 @@ pub struct NodeOptions {
     pub join_within: Duration,
     /// Receives the output of the ranks. Default: our standard error, each line with its worker's name.
     pub lines: LineSink,
+    /// An engine divides the GPUs between its agents.
+    pub(super) engine_divides: bool,
 }
 
 impl NodeOptions {
@@ -88,6 +91,7 @@ impl NodeOptions {
             timing: MemberTiming::default(),
             join_within: Duration::from_secs(300),
             lines: prefixed(std::io::stderr()),
+            engine_divides: false,
         }
     }
 }
@@ -143,6 +147,10 @@ struct AgentState {
     advertised: String,
     address: IpAddr,
     sessions: Mutex<BTreeMap<String, Arc<NodeSession>>>,
+    /// Held during a reservation, so that a request that is repeated finds what the first one did.
+    reserving: tokio::sync::Mutex<()>,
+    /// Where the programs of this machine divide its GPUs; `None` if the ranks are tasks of this process, for tests and simulations.
+    folder: Option<GpuFolder>,
     /// Ends the sessions whose lease has ended.
     keepers: Mutex<JoinSet<()>>,
     /// How the last session that has ended did.
@@ -203,8 +211,8 @@ impl NodeAgent {
             ..LocalOptions::default()
         };
         let at = ListenOptions::default().at(place.bind, options.port).advertised_as(place.advertised.clone());
-        let listens =
-            AgentListens { transports: transports(), at, needed: &[HTTP], advertised: place.advertised, address };
+        let (advertised, folder) = (place.advertised, Some(GpuFolder::of_this_machine()));
+        let listens = AgentListens { transports: transports(), at, needed: &[HTTP], advertised, address, folder };
         Self::serve(Arc::new(Local::new(workers).with(local)), listens, &World::real(), options).await
     }
 
@@ -224,7 +232,8 @@ impl NodeAgent {
             let (place, address) = placed(&options).await?;
             let at = ListenOptions::named(&options.name);
             let transports = transports.into();
-            let listens = AgentListens { transports, at, needed: &[], advertised: place.advertised, address };
+            let advertised = place.advertised;
+            let listens = AgentListens { transports, at, needed: &[], advertised, address, folder: None };
             Self::serve(Arc::new(ranks), listens, world, options).await
         };
         started.await.map_err(|error| error.about(subject))
@@ -236,7 +245,7 @@ impl NodeAgent {
         world: &World,
         options: NodeOptions,
     ) -> Result<Self> {
-        let AgentListens { transports, at, needed, advertised, address } = listens;
+        let AgentListens { transports, at, needed, advertised, address, folder } = listens;
         let state = Arc::new(AgentState {
             ranks,
             incarnation: Incarnation(u64::try_from(world.now().as_millis()).unwrap_or(u64::MAX)),
@@ -244,6 +253,8 @@ impl NodeAgent {
             advertised,
             address,
             sessions: Mutex::default(),
+            reserving: tokio::sync::Mutex::default(),
+            folder,
             keepers: Mutex::default(),
             ended: Mutex::default(),
             metrics: AgentMetrics::default(),
@@ -342,6 +353,7 @@ struct AgentListens {
     /// The host that others are told, and its address.
     advertised: String,
     address: IpAddr,
+    folder: Option<GpuFolder>,
 }
 
 /// Checks the options, and returns the addresses of the node.
@@ -430,8 +442,8 @@ impl AgentState {
         }
         let body = request.message.head.to_bytes();
         match (request.verb, request.route.path()) {
-            (Verb::Get, "/node") => reply(&self.report()),
-            (Verb::Post, "/node/reserve") => reply(&Self::reserve(&self, read(&body)?)?),
+            (Verb::Get, "/node") => reply(&self.report_of_machine(&request.context).await?),
+            (Verb::Post, "/node/reserve") => reply(&Self::reserve(&self, &request.context, read(&body)?).await?),
             (Verb::Post, "/node/poll") => {
                 let request: PollBody = read(&body)?;
                 reply(&self.session(&request.session)?.poll(&request).await?)
@@ -481,13 +493,29 @@ impl AgentState {
         }
     }
 
+    /// Returns what the node has, and what its sessions and the other programs of this machine leave of it.
+    async fn report_of_machine(&self, cx: &CallContext) -> Result<NodeReport> {
+        let mut report = self.report();
+        let Some(folder) = self.folder.as_ref().filter(|_| !report.gpus.is_empty()) else { return Ok(report) };
+        let look = folder.look(cx, &report.free_gpus, self.options.engine_divides).await?;
+        report.held_by.extend(look.taken());
+        let free = look.free();
+        drop(look);
+        report.shared_gpus.extend(report.free_gpus.extract_if(.., |gpu| !free.contains(gpu)));
+        report.shared_gpus = folder.look(cx, &report.shared_gpus, true).await?.free();
+        Ok(report)
+    }
+
+    /// Returns what the node has, and what its sessions leave of it.
     fn report(&self) -> NodeReport {
         self.report_of(&lock(&self.sessions))
     }
 
     fn report_of(&self, sessions: &BTreeMap<String, Arc<NodeSession>>) -> NodeReport {
-        let held = |session: &Arc<NodeSession>| session.gpus.clone();
-        let held: Vec<String> = sessions.values().flat_map(held).collect();
+        let held = |alone: bool| -> BTreeSet<&String> {
+            sessions.values().filter(|session| !(alone && session.shares)).flat_map(|session| &session.gpus).collect()
+        };
+        let (held, alone) = (held(false), held(true));
         let NodeResources { cpus, gpus, topology: Topology { domain, rank }, .. } = self.options.resources.clone();
         let gpus = match gpus {
             Devices::Named(names) => names,
@@ -503,6 +531,7 @@ impl AgentState {
             cpus,
             free_cpus: cpus.saturating_sub(held_cpus),
             free_gpus: gpus.iter().filter(|gpu| !held.contains(gpu)).cloned().collect(),
+            shared_gpus: gpus.iter().filter(|gpu| held.contains(gpu) && !alone.contains(gpu)).cloned().collect(),
             gpus,
             domain,
             domain_rank: rank,
@@ -511,7 +540,7 @@ impl AgentState {
     }
 
     /// Holds resources. A repeated request changes nothing.
-    fn reserve(this: &Arc<Self>, request: ReserveBody) -> Result<NodeReport> {
+    async fn reserve(this: &Arc<Self>, cx: &CallContext, request: ReserveBody) -> Result<NodeReport> {
         let refused = |code, message: String| {
             Err(Error::not_started(code, message).about(format!("reserve on node {}", this.options.name)))
         };
@@ -526,12 +555,14 @@ impl AgentState {
         }
         let lease = Duration::from_millis(request.lease_ms);
         check_lease(lease).map_err(|error| error.about(format!("reserve on node {}", this.options.name)))?;
-        let mut sessions = lock(&this.sessions);
-        let free = this.report_of(&sessions);
-        if sessions.contains_key(&request.session) {
+        let _one = this.reserving.lock().await;
+        let free = this.report();
+        if lock(&this.sessions).contains_key(&request.session) {
             return Ok(free);
         }
-        let missing = request.gpus.iter().find(|gpu| !free.free_gpus.contains(gpu));
+        let is_free =
+            |gpu: &String| free.free_gpus.contains(gpu) || (request.share_gpus && free.shared_gpus.contains(gpu));
+        let missing = request.gpus.iter().find(|gpu| !is_free(gpu));
         if request.cpus > free.free_cpus || missing.is_some() {
             let what = missing.map_or_else(|| format!("{} CPUs", request.cpus), |gpu| format!("GPU {gpu}"));
             return refused(
@@ -545,7 +576,9 @@ impl AgentState {
                 ),
             );
         }
-        let session = Arc::new(NodeSession::begin(&request, lease, Arc::clone(&this.ranks)));
+        let held = this.hold(cx, &request).await?;
+        let session = Arc::new(NodeSession::begin(&request, held, lease, Arc::clone(&this.ranks)));
+        let mut sessions = lock(&this.sessions);
         if sessions.len() >= SESSIONS_MAX {
             return refused(Code::ResourceExhausted, format!("it has {SESSIONS_MAX} sessions, which is the limit"));
         }
@@ -578,6 +611,20 @@ impl AgentState {
         );
         drop(keepers);
         Ok(this.report())
+    }
+
+    /// Holds the GPUs of a request among the programs of this machine.
+    async fn hold(&self, cx: &CallContext, request: &ReserveBody) -> Result<HeldGpus> {
+        let Some(folder) = self.folder.as_ref().filter(|_| !request.gpus.is_empty()) else {
+            return Ok(HeldGpus::default());
+        };
+        let look = folder.look(cx, &request.gpus, self.options.engine_divides || request.share_gpus).await?;
+        let name = &self.options.name;
+        if look.free().len() < request.gpus.len() {
+            let message = format!("not enough free GPUs{}", listed(&look.taken()));
+            return Err(Error::not_started(Code::ResourceExhausted, message).about(format!("reserve on node {name}")));
+        }
+        look.hold(folder, &request.gpus, &format!("node {name} for {}", request.controller))
     }
 
     /// As [`AgentState::session`]. A session that has ended is reported to its controller by the next poll; meanwhile, its node is unavailable.

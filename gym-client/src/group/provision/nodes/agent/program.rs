@@ -130,6 +130,7 @@ async fn serve(workers: Workers, assignment: AgentAssignment) -> Result<i32> {
         topology: Topology { domain, rank: domain_rank },
     };
     options.name = name;
+    options.engine_divides = true;
     let handler = |kind| signal(kind).map_err(|error| Error::internal("cannot listen for signals").caused_by(error));
     let (mut terminate, mut interrupt) = (handler(SignalKind::terminate())?, handler(SignalKind::interrupt())?);
     let agent = NodeAgent::listen(workers, options).await?;

@@ -16,7 +16,7 @@ use crate::group::provision::machine::{PreparedRanks, PreparesRanks};
 use crate::group::provision::nodes::lease::AgentLease;
 use crate::group::provision::nodes::lock;
 use crate::group::provision::nodes::message::{LaunchBody, PollBody, PollReply, PortsBody, ReserveBody, StartBody};
-use crate::group::provision::place::{HeldPort, hold_ports};
+use crate::group::provision::place::{HeldGpus, HeldPort, hold_ports};
 use crate::group::usage::node::NodeMonitor;
 
 /// The share of a lease for which a poll may wait: the lease is extended several times before it ends.
@@ -32,6 +32,10 @@ pub(super) struct NodeSession {
     pub(super) controller: String,
     pub(super) cpus: u32,
     pub(super) gpus: Vec<String>,
+    /// Other controllers may get the GPUs.
+    pub(super) shares: bool,
+    /// The GPUs, as far as the programs of this machine divide them.
+    held: HeldGpus,
     /// Starts the ranks, and has the clock of the lease.
     here: Arc<dyn PreparesRanks>,
     lease: Mutex<AgentLease>,
@@ -55,12 +59,14 @@ struct NodeLaunch {
 }
 
 impl NodeSession {
-    pub(super) fn begin(request: &ReserveBody, lease: Duration, here: Arc<dyn PreparesRanks>) -> Self {
+    pub(super) fn begin(request: &ReserveBody, held: HeldGpus, lease: Duration, here: Arc<dyn PreparesRanks>) -> Self {
         let lease = Mutex::new(AgentLease::begin(lease, here.now()));
         Self {
             controller: request.controller.clone(),
             cpus: request.cpus,
             gpus: request.gpus.clone(),
+            shares: request.share_gpus,
+            held,
             here,
             lease,
             log: EventLog::new(),
@@ -182,7 +188,9 @@ impl NodeSession {
         let launches: Vec<NodeLaunch> = lock(&self.launches).values().cloned().collect();
         let stopped = join_all(launches.iter().map(|launch| launch.ranks.shutdown(grace))).await;
         lock(&self.launches).clear();
-        stopped.into_iter().collect()
+        stopped.into_iter().collect::<Result<()>>()?;
+        self.held.release();
+        Ok(())
     }
 
     /// Checks that new ranks may start. An agent that was stopped may read a request before it notices that the lease has ended.
@@ -241,9 +249,10 @@ mod tests {
             build: String::new(),
             cpus: 1,
             gpus: Vec::new(),
+            share_gpus: false,
             lease_ms: 2_000,
         };
-        NodeSession::begin(&request, LEASE, Arc::new(ranks))
+        NodeSession::begin(&request, HeldGpus::default(), LEASE, Arc::new(ranks))
     }
 
     /// The first answer was lost: the ranks may have started since.
