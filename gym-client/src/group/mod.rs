@@ -45,6 +45,7 @@
 //! | [`Nodes`], [`NodeAgent`] | ranks on other machines: the provisioner, and the agent of a machine |
 //! | `ray` | ranks on a Ray cluster (feature `ray`) |
 //! | [`Workers`], [`WorkerKind`] | the worker types that a provisioner can start |
+//! | [`RankEnvironment`], [`VariableSource`] | the environment variables of a rank, and where each is from |
 //! | [`NodeUsage`], [`GpuUsage`], [`ProcessUsage`] | sampled usage of nodes, GPUs and worker processes |
 //! | [`train`] | GRPO over a policy, a generation engine and an environment |
 
@@ -59,8 +60,9 @@ mod usage;
 pub use cluster::{ClusterFile, GroupRequest, VirtualCluster};
 pub use provision::{
     BundleId, DEFAULT_START_TIMEOUT, Deployment, HeldPort, InProcessRanks, JOIN_SECRET_VARIABLE, LaunchSpec, Local,
-    LocalOptions, NodeAgent, NodeEvent, NodeOptions, NodeState, NodeStatus, Nodes, NodesOptions, Provisioner,
-    RankEvent, RankOverrides, RankPlace, Rendezvous, Reservation, ReserveRequest, Variables, WorkerKind, Workers,
+    LocalOptions, NODE_FIRST, NOT_INHERITED, NOT_SENT, NodeAgent, NodeEvent, NodeOptions, NodeState, NodeStatus, Nodes,
+    NodesOptions, Provisioner, RankEnvironment, RankEvent, RankOverrides, RankPlace, RankVariable, Rendezvous,
+    Reservation, ReserveRequest, VariableKind, VariableSource, Variables, WorkerKind, Workers,
 };
 pub use supervise::{
     DEFAULT_MAX_RESTARTS, Group, GroupMetrics, GroupOptions, RankStatus, RankUsage, StartError, StuckRank, StuckReason,

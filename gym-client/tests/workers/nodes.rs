@@ -27,6 +27,7 @@ use tokio::sync::{Mutex, OnceCell};
 use tokio::time::{Instant, sleep, timeout};
 
 use super::failure::named_pids;
+use super::ranks::told_as_it_is;
 use super::types::{Describe, Init, Sum, workers};
 use super::{LONG, alive, freeze, options, pid, signal, spec, state_of, status, stop, transports, until};
 
@@ -154,6 +155,8 @@ pub(crate) async fn a_group_spans_nodes_that_joined_a_cluster() {
     let variable = |at: usize, name: &str| ranks[at].variables[name].clone();
     assert_eq!([0, 1, 2, 3].map(|at| variable(at, "NODE_RANK")), ["0", "0", "1", "1"]);
     assert_eq!([0, 1, 2, 3].map(|at| variable(at, "LOCAL_RANK")), ["0", "1", "0", "1"]);
+    assert_eq!([0, 1, 2, 3].map(|at| variable(at, "LOCAL_WORLD_SIZE")), ["2"; 4]);
+    told_as_it_is(&group, 3, &ranks[3].variables).await;
     let meeting: BTreeSet<_> = (0..4).map(|at| (variable(at, "MASTER_ADDR"), variable(at, "MASTER_PORT"))).collect();
     assert_eq!(meeting.len(), 1, "one rendezvous: {meeting:?}");
     assert_eq!(variable(0, "AVAILABLE_PORT_LIST").split(',').count(), 4);

@@ -1,6 +1,6 @@
 //! Ranks: who they are, what they find in their environment, where they meet.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::sync::atomic::Ordering;
@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use gym_client::Transports;
 use gym_client::group::InProcessRanks;
-use gym_client::group::{Group, GroupOptions};
+use gym_client::group::{Group, GroupOptions, VariableSource};
 use gym_core::group::{Dispatch, WorkerGroup, WorkerGroupExt};
 use gym_core::transport::InProcess;
 use gym_core::{CallContext, Code};
@@ -39,7 +39,8 @@ pub(crate) async fn c138_ranks_find_their_place_and_meet_at_a_held_port() {
     for (number, Description { variables, .. }) in ranks.iter().enumerate() {
         let own = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "NODE_RANK"].map(|name| variables[name].clone());
         assert_eq!(own, [number.to_string(), number.to_string(), "2".to_owned(), "0".to_owned()]);
-        assert_eq!(variables["CUDA_VISIBLE_DEVICES"], "");
+        assert_eq!((variables["CUDA_VISIBLE_DEVICES"].as_str(), variables["LOCAL_WORLD_SIZE"].as_str()), ("", "2"));
+        told_as_it_is(&group, number, variables).await;
         for shared in ["MASTER_ADDR", "MASTER_PORT", "AVAILABLE_ADDR_LIST", "AVAILABLE_PORT_LIST"] {
             assert_eq!(variables[shared], ranks[0].variables[shared]);
         }
@@ -50,6 +51,19 @@ pub(crate) async fn c138_ranks_find_their_place_and_meet_at_a_held_port() {
     stop(&group).await;
     drop(group);
     until("it is given back", || gym_client::group::HeldPort::bind(port).is_ok()).await;
+}
+
+/// The environment that the group tells is the one that the rank has.
+pub(super) async fn told_as_it_is(group: &Group, rank: usize, variables: &BTreeMap<String, String>) {
+    let rank = u32::try_from(rank).expect("fits");
+    let told = group.environment(&CallContext::within(LONG), rank).await.expect("it was launched");
+    for (name, variable) in told.iter() {
+        assert_eq!(variables.get(name), Some(&variable.value), "{name}");
+    }
+    let source = |name: &str| told.get(name).map(|variable| variable.source);
+    assert_eq!([source("RANK"), source("PATH")], [Some(VariableSource::Rank), Some(VariableSource::Process)]);
+    let none = group.environment(&CallContext::within(LONG), 99).await.expect_err("there is no such rank");
+    assert_eq!(none.code(), Code::NotFound);
 }
 
 pub(crate) async fn c141_c142_later_layers_of_the_environment_win() {

@@ -8,6 +8,7 @@
 //! on_nodes node gpu-1 --host 10.0.0.2                                # on each node
 //! on_nodes member gpu-2 --host 10.0.0.3                              # or on some: a node that serves an agent and takes rollouts too
 //! on_nodes group                                                     # anywhere
+//! on_nodes environment 0                                             # the variables of a rank, and where each is from
 //! ```
 
 use std::process::Stdio;
@@ -23,6 +24,7 @@ use gym_client::group::{
 };
 use gym_client::registry::RemoteRegistry;
 use gym_client::work::WorkPullerOptions;
+use gym_core::group::Rank;
 use gym_core::group::cluster::ClusterSpec;
 use gym_core::group::prelude::*;
 use gym_core::{AgentServer, CallContext, Endpoint, RawObject, Response, SessionId, World};
@@ -74,8 +76,11 @@ fn main() -> anyhow::Result<()> {
             ["node", name, "--host", host] => node(name, host).await,
             ["member", name] => member(name, "127.0.0.1").await,
             ["member", name, "--host", host] => member(name, host).await,
-            ["group"] => over_cluster().await,
-            _ => bail!("usage: on_nodes [node NAME [--host ADDRESS] | member NAME [--host ADDRESS] | group]"),
+            ["group"] => over_cluster(None).await,
+            ["environment", rank] => over_cluster(Some(rank.parse()?)).await,
+            _ => bail!(
+                "usage: on_nodes [node NAME [--host ADDRESS] | member NAME [--host ADDRESS] | group | environment RANK]"
+            ),
         }
     })
 }
@@ -151,8 +156,8 @@ async fn tell(group: &Group, cx: &CallContext) -> anyhow::Result<()> {
 }
 
 /// Runs a group on the nodes of a cluster, and prints what happens to nodes and ranks, with milliseconds since 1970, until it is
-/// interrupted.
-async fn over_cluster() -> anyhow::Result<()> {
+/// interrupted. With `environment`, prints the variables of that rank instead.
+async fn over_cluster(environment: Option<Rank>) -> anyhow::Result<()> {
     let head = head()?.context("set HEAD_SERVER_URL: the nodes join a head server")?;
     let registry = RemoteRegistry::new(head, Transports::standard(), World::real());
     let mut options = NodesOptions::default();
@@ -160,6 +165,10 @@ async fn over_cluster() -> anyhow::Result<()> {
     let nodes = Nodes::of_cluster(Arc::new(registry), Transports::standard(), secret()?).with(options);
     let cx = CallContext::within(Duration::from_secs(120));
     let (cluster, group) = start(nodes, &cx).await?;
+    if let Some(rank) = environment {
+        print!("{}", group.environment(&cx, rank).await?);
+        return Ok(cluster.shutdown(Duration::from_secs(10)).await?);
+    }
     let mut events = cluster.node_events(&cx).await?;
     let mut look = tokio::time::interval(Duration::from_millis(20));
     let (mut before, world) = (Vec::new(), World::real());

@@ -2,6 +2,8 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use gym_client::group::{NODE_FIRST, NOT_INHERITED, NOT_SENT, VariableKind, VariableSource};
+
 use crate::page::{Page, code, sources};
 
 /// The variables that a user sets: name, reader, meaning.
@@ -158,7 +160,7 @@ const POLICY_API_KEY: (&str, &str, &str) = (
 );
 
 /// The variables that the SDK sets for its child processes: name, child, meaning.
-const SET: [(&str, &str, &str); 21] = [
+const SET: [(&str, &str, &str); 23] = [
     ("AVAILABLE_ADDR_LIST", "rank", "The addresses of all ranks, as a Python list."),
     ("AVAILABLE_PORT_LIST", "rank", "A reserved port of each rank, as a Python list."),
     (
@@ -173,11 +175,17 @@ const SET: [(&str, &str, &str); 21] = [
     ("GYM_WORKER", "rank", "What the rank runs, as JSON."),
     ("LANG", "limited program", "`C.UTF-8`. A limited program has no variable of its parent."),
     ("LOCAL_RANK", "rank", "The number of the rank on its node, from 0."),
+    ("LOCAL_WORLD_SIZE", "rank", "The number of ranks of the group on the node of the rank."),
     ("MASTER_ADDR", "rank", "The address for the rendezvous of torch."),
     ("MASTER_PORT", "rank", "The port for the rendezvous of torch."),
     ("NEMO_GYM_CONFIG_DICT", "Python server", "The merged configuration as YAML."),
     ("NEMO_GYM_CONFIG_PATH", "Python server", "The name of the instance to serve."),
     ("NODE_RANK", "rank", "The number of the node, from 0."),
+    (
+        "OMP_NUM_THREADS",
+        "rank",
+        "The CPUs of the bundle of the rank, at least 1, unless the program, the group or the worker type sets it.",
+    ),
     ("PYTHONUNBUFFERED", "Python server", "`1`, so that lines of output arrive at once."),
     ("RANK", "rank", "The number of the rank in its group, from 0."),
     ("RAY_JOB_STOP_WAIT_TIME_S", "job on Ray", "The seconds that Ray gives the job to stop."),
@@ -242,21 +250,26 @@ const OF_TESTS: [&str; 50] = [
 
 /// Texts in capitals that are no variables of this program: parts of names, settings of UCX, variables of other launchers and of the
 /// children of tests, variables of the build, and names of other kinds.
-const NO_VARIABLES: [&str; 32] = [
+const NO_VARIABLES: [&str; 37] = [
     "A",
     "BIG",
     "CARGO_MANIFEST_DIR",
     "CARGO_PKG_VERSION",
+    "DATABASE_URL",
     "EXTRA_OPTIONS",
     "F8_E4M3",
+    "GLOO_SOCKET_IFNAME",
     "GYM_NODE_",
     "GYM_RAY_",
     "GYM_SOURCES",
+    "HF_HOME",
+    "HF_TOKEN",
+    "HIP_VISIBLE_DEVICES",
     "MM_FIFO_SIZE",
     "MM_RX_BUFS_GROW",
     "NCCL_DEBUG",
+    "NCCL_SOCKET_IFNAME",
     "NET_DEVICES",
-    "OMPI_COMM_WORLD_RANK",
     "ONLY",
     "PROFILE_STEP_RANGE",
     "PROTO_INDIRECT_ID",
@@ -288,8 +301,31 @@ fn the_page_on_environment_variables_is_the_generated_one() {
     let row = |(name, who, meaning): (&str, &str, &str)| [code(name), who.to_owned(), meaning.to_owned()];
     page.section("Read", "");
     page.table(["variable", "reader", "meaning"], READ.into_iter().chain([POLICY_API_KEY]).map(row));
-    page.section("Set for child processes", "A rank also has the variables of the program and of its group.");
+    page.section("Set for child processes", "");
     page.table(["variable", "child", "meaning"], SET.map(row));
+    page.section(
+        "The environment of a rank",
+        "A rank has the variables of these layers. Later layers take precedence over earlier ones. `Group::environment` tells the \
+         environment of a rank with the layer of each variable; as a text, secrets are `****`.",
+    );
+    page.table(["layer", "from"], VariableSource::ALL.map(|layer| [code(layer.as_str()), layer.content().to_owned()]));
+    page.section(
+        "Not inherited by ranks",
+        "What launchers and other programs set for one process (`NOT_INHERITED`). A group, a worker type and its function can set such a \
+         variable. Ranks get no variable that is not valid UTF-8; a warning names those.",
+    );
+    page.table(["kind", "variables", "reason"], NOT_INHERITED.map(|kind| kind_row(&kind)));
+    page.section(
+        "Not sent to other machines",
+        "A controller sends its variables to the agents of its nodes, also on Ray, unencrypted, with the tokens in them, and at most 1 MiB. It does not \
+         send the kinds above, and the following ones (`NOT_SENT`): a rank has those of its own machine.",
+    );
+    page.table(["kind", "variables", "reason"], NOT_SENT.map(|kind| kind_row(&kind)));
+    page.section(
+        "The node first",
+        "For these, a variable of the agent takes precedence over that of the controller (`NODE_FIRST`).",
+    );
+    page.table(["kind", "variables", "reason"], [kind_row(&NODE_FIRST)]);
     page.section("Tests", "These variables are read by tests and benchmarks only.");
     let found = literals();
     let tests = OF_TESTS.map(|name| {
@@ -300,13 +336,18 @@ fn the_page_on_environment_variables_is_the_generated_one() {
     page.finish();
 }
 
+fn kind_row(kind: &VariableKind) -> [String; 3] {
+    [kind.of.to_owned(), kind.names.iter().map(|name| code(name)).collect::<Vec<_>>().join(" "), kind.why.to_owned()]
+}
+
 /// Returns every text of the sources that can be the name of a variable, with its files: capitals with an underscore, and the names
 /// that are given to `var`, `var_os` and `env`.
 fn literals() -> BTreeMap<String, BTreeSet<String>> {
     let mut found: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
     for (file, text) in sources() {
-        // These tables name every variable.
-        if file.contains("tests/reference/") && !file.ends_with("page.rs") {
+        // These tables name every variable, and that of the kinds is on the page as it is.
+        let tables = file.contains("tests/reference/") && !file.ends_with("page.rs");
+        if tables || file.ends_with("provision/variables/kinds.rs") {
             continue;
         }
         for (at, _) in text.match_indices('"') {
@@ -345,7 +386,7 @@ fn every_variable_in_the_sources_is_in_a_table_and_the_other_way_round() {
 fn the_tables_are_sorted() {
     let sorted = |names: &[&str]| assert!(names.is_sorted(), "{names:?}");
     sorted(&READ.map(|(name, ..)| name));
-    sorted(&SET[..18].iter().map(|(name, ..)| *name).collect::<Vec<_>>());
+    sorted(&SET[..20].iter().map(|(name, ..)| *name).collect::<Vec<_>>());
     sorted(&OF_TESTS);
     sorted(&NO_VARIABLES);
 }

@@ -32,7 +32,7 @@ use serde_json::value::RawValue;
 
 use crate::group::provision::{
     DEFAULT_START_TIMEOUT, LaunchSpec, NodeEvent, NodeStatus, Provisioner, RankPlace, Reservation, ReserveRequest,
-    Variables,
+    Variables, count_local,
 };
 use crate::group::supervise::{ClusterBinding, ClusterGroups, Group, GroupOptions};
 use crate::group::usage::node::{NodeMonitor, NodeUsage};
@@ -240,7 +240,10 @@ impl VirtualCluster {
         // Only tied ranks can be an engine, which needs these ports.
         let gpus_per_node = matches!(on, WorkersOn::Tied(_)).then_some(placement.gpus_per_node);
         let one = placement.groups.len() == 1;
-        let ranks = places.into_iter().map(|place| rank_place(place, world_size, gpus_per_node, one)).collect();
+        let of_bundle = RankPlace { cpus: self.spec.cpus_per_bundle(), ..RankPlace::on_one_node(0, world_size) };
+        let ranks = places.into_iter().map(|place| rank_place(place, &of_bundle, gpus_per_node, one));
+        let mut ranks: Vec<RankPlace> = ranks.collect();
+        count_local(&placement, &mut ranks);
         let mut spec = LaunchSpec::new(Arc::clone(&group), worker, init, ranks);
         (spec.variables, spec.start_timeout, spec.ports) = (variables, start_timeout, self.spec.ports());
         spec.transport_policy = self.spec.transport_policy();
@@ -282,13 +285,12 @@ impl VirtualCluster {
     }
 }
 
-/// `one` is `true` if the placement has a single group; the node of a worker is then only a label.
-fn rank_place(place: WorkerPlacement, world_size: u32, engines: Option<u32>, one: bool) -> RankPlace {
+/// `each` has what all ranks have in common. `one` is `true` if the placement has a single group; the node of a worker is then only a label.
+fn rank_place(place: WorkerPlacement, each: &RankPlace, engines: Option<u32>, one: bool) -> RankPlace {
     let engine_port = engines.and_then(|gpus_per_node| engine_port(place.bundles.as_ref()?, gpus_per_node));
     RankPlace {
         rank: place.rank,
         name: place.name,
-        world_size,
         local_rank: place.bundle,
         node_rank: place.node,
         bundle: (if one { 0 } else { place.node }, place.bundle),
@@ -296,6 +298,7 @@ fn rank_place(place: WorkerPlacement, world_size: u32, engines: Option<u32>, one
         bundles: place.bundles,
         tied: place.group,
         engine_port,
+        ..each.clone()
     }
 }
 

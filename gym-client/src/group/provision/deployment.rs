@@ -11,12 +11,12 @@ use futures_util::stream::BoxStream;
 use gym_core::group::Rank;
 use gym_core::group::cluster::{ClusterSpec, NodeResources, Placement};
 use gym_core::transport::TransportPolicy;
-use gym_core::{CallContext, Incarnation, Result};
+use gym_core::{CallContext, Code, Error, Incarnation, Result};
 use serde_json::value::RawValue;
 
 use crate::group::provision::events::{NodeEvent, NodeStatus, RankEvent};
 use crate::group::provision::place::RankPlace;
-use crate::group::provision::variables::Variables;
+use crate::group::provision::variables::{RankEnvironment, Variables};
 use crate::group::usage::node::NodeUsage;
 use crate::group::usage::process::ProcessUsage;
 
@@ -139,6 +139,17 @@ pub trait Deployment: fmt::Debug + Send + Sync + 'static {
         None
     }
 
+    /// Returns the environment with which the rank starts, with the source of each variable. It is the one of the last start unless a program has
+    /// changed its own variables since. Without the variables by which the SDK starts a process (`GYM_WORKER`, `GYM_LAUNCH_MARK`).
+    ///
+    /// # Errors
+    /// `NotFound` for a rank that was not launched. `Unimplemented` for a deployment without environments.
+    async fn environment(&self, cx: &CallContext, rank: Rank) -> Result<RankEnvironment> {
+        cx.check()?;
+        let message = format!("the provisioner of rank {rank} does not tell its environment");
+        Err(Error::not_started(Code::Unimplemented, message))
+    }
+
     /// Asks all ranks to stop, kills ranks that still run after `grace`, and returns when all have exited. Later calls have no
     /// effect.
     ///
@@ -162,6 +173,8 @@ pub struct LaunchSpec {
     pub ranks: Vec<RankPlace>,
     /// Environment variables of the group. Default: none.
     pub variables: Variables,
+    /// The variables that the controller has sent, if another process starts the ranks.
+    pub(super) controller: Option<Variables>,
     /// Memory limit of one rank with all processes that it started, in bytes. Default: none.
     ///
     /// Where this process may create control groups (version 2), the kernel enforces the limit and counts all memory that it charges to the rank. Elsewhere
@@ -192,6 +205,7 @@ impl LaunchSpec {
             init,
             ranks,
             variables: Variables::new(),
+            controller: None,
             memory_limit_bytes: None,
             start_timeout: DEFAULT_START_TIMEOUT,
             ports: gym_core::group::cluster::MASTER_PORTS,

@@ -10,6 +10,7 @@ use futures_util::stream::BoxStream;
 use gym_core::group::{ExitCause, Rank, RankExit, WorkerEnv, WorkerHost, watch};
 use gym_core::transport::{ListenOptions, Listener};
 use gym_core::{CallContext, CancelToken, Code, Error, Handler, Incarnation, Result};
+use serde_json::value::RawValue;
 use tokio::time::Instant;
 use tokio_util::task::{AbortOnDropHandle, TaskTracker};
 
@@ -17,7 +18,8 @@ use crate::group::provision::deployment::{Deployment, LaunchSpec, Provisioner, R
 use crate::group::provision::events::{EventLog, RankEvent};
 use crate::group::provision::machine::{MachineReservation, PreparedRanks, PreparesRanks};
 use crate::group::provision::place::{HeldPlace, RankPlace, Rendezvous};
-use crate::group::provision::workers::{Workers, start_inputs};
+use crate::group::provision::variables::RankEnvironment;
+use crate::group::provision::workers::{WorkerKind, Workers, start_inputs};
 use crate::group::usage::process::ProcessUsage;
 use crate::transport::Transports;
 
@@ -213,19 +215,24 @@ impl InProcessState {
         }
     }
 
+    /// Returns what the worker of a rank is started with.
+    fn inputs(&self, kind: &WorkerKind, place: &RankPlace) -> Result<(RankEnvironment, Box<RawValue>)> {
+        let rendezvous = self.rendezvous.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        start_inputs(kind, &self.workers.transports(), &self.spec, place, &rendezvous)
+    }
+
     async fn make(
         &self,
         place: &RankPlace,
         incarnation: Incarnation,
     ) -> Result<(WorkerHost, Box<dyn Listener>, Arc<dyn Handler>)> {
         let kind = self.workers.kind(&self.spec.worker)?;
-        let rendezvous = self.rendezvous.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        let (variables, init) = start_inputs(kind, &self.workers.transports(), &self.spec, place, &rendezvous)?;
+        let (environment, init) = self.inputs(kind, place)?;
         let mut env = WorkerEnv::new(Arc::clone(&self.spec.group), place.rank, place.world_size);
         env.local_rank = place.local_rank;
         env.node_rank = place.node_rank;
         env.incarnation = incarnation;
-        env.variables = variables;
+        env.variables = environment.into_variables();
         let host = kind.start(env, init).await?;
         let name = format!("{}.{:x}/{}/{incarnation}", self.spec.group, self.launch, place.rank);
         let options = ListenOptions::named(name).bounded_by_handler();
@@ -366,6 +373,13 @@ impl Deployment for InProcessDeployment {
         BTreeMap::new()
     }
 
+    async fn environment(&self, cx: &CallContext, rank: Rank) -> Result<RankEnvironment> {
+        cx.check()?;
+        let place = self.state.spec.ranks.iter().find(|place| place.rank == rank);
+        let place = place.ok_or_else(|| self.state.no_such(rank))?;
+        Ok(self.state.inputs(self.state.workers.kind(&self.state.spec.worker)?, place)?.0)
+    }
+
     async fn shutdown(&self, grace: Duration) -> Result<()> {
         let lives = self.state.lock().close();
         join_all(lives.into_values().map(|life| life.finish(grace))).await;
@@ -390,7 +404,6 @@ mod tests {
     use gym_core::transport::InProcess;
 
     use super::*;
-    use crate::group::provision::workers::WorkerKind;
     use crate::group::provision::workers::tests::Idle;
 
     async fn idle() -> Arc<dyn Deployment> {

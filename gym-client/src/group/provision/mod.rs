@@ -27,6 +27,10 @@ pub use local::{Local, LocalOptions};
 #[cfg(feature = "ray")]
 pub(crate) use nodes::{AGENT_ROLE, AgentLines, BundleMoves, NodeSource, NodesReservation};
 pub use nodes::{NodeAgent, NodeOptions, Nodes, NodesOptions};
+pub(crate) use place::count_local;
 pub use place::{BundleId, HeldPort, RankPlace, Rendezvous};
-pub use variables::{JOIN_SECRET_VARIABLE, Variables};
+pub use variables::{
+    JOIN_SECRET_VARIABLE, NODE_FIRST, NOT_INHERITED, NOT_SENT, RankEnvironment, RankVariable, VariableKind,
+    VariableSource, Variables,
+};
 pub use workers::{RankOverrides, WorkerKind, Workers};

@@ -14,7 +14,7 @@ use serde_json::{Map, Value};
 
 use crate::group::provision::deployment::LaunchSpec;
 use crate::group::provision::place::{RankPlace, Rendezvous};
-use crate::group::provision::variables::{VariableLayers, Variables, process_variables};
+use crate::group::provision::variables::{RankEnvironment, VariableLayers, Variables, process_variables};
 use crate::transport::Transports;
 
 type Start = dyn Fn(WorkerEnv, Box<RawValue>, HostOptions) -> BoxFuture<'static, Result<WorkerHost>> + Send + Sync;
@@ -228,11 +228,12 @@ pub(crate) fn start_inputs(
     spec: &LaunchSpec,
     place: &RankPlace,
     rendezvous: &Rendezvous,
-) -> Result<(Variables, Box<RawValue>)> {
+) -> Result<(RankEnvironment, Box<RawValue>)> {
     let configured = kind.configured(place);
     let layers = VariableLayers {
         defaults: defaults(kind, transports, spec.transport_policy.as_ref()),
         process: process_variables(),
+        controller: spec.controller.as_ref(),
         group: Some(&spec.variables),
         configured: configured.variables.clone(),
     };

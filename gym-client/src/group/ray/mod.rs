@@ -72,7 +72,8 @@ pub struct RayOptions {
     /// The path of this program on the nodes. It must be the same build. Agents start sooner, in the working directory of `ray start` on their node.
     /// Default: none; the file of this program is sent, if Ray's limit of 100 MiB for a compressed package allows it.
     pub program: Option<PathBuf>,
-    /// Environment variables of the agents and their ranks, in addition to those of the node. Default: none.
+    /// Environment variables of the agents and their ranks. They take precedence over those of the node, and for the ranks also over those of this program.
+    /// Default: none.
     pub variables: BTreeMap<String, String>,
     /// Resources of each bundle in addition to its CPUs and its GPU, by the names of the cluster. Default: none.
     pub resources: BTreeMap<String, f64>,
@@ -264,7 +265,8 @@ impl Ray {
                 let shares: Arc<dyn NodeSource> =
                     if placed { Arc::new(PlacedShares(Arc::clone(&run))) } else { Arc::clone(&run) as _ };
                 let nodes = Nodes::of(shares, self.workers.transports(), secret.into());
-                nodes.with(self.options.nodes.clone()).reserve_nodes(cx, request).await
+                let nodes = nodes.with(self.options.nodes.clone()).with_variables(self.options.variables.clone());
+                nodes.reserve_nodes(cx, request).await
             };
             match reserved.await {
                 Ok(nodes) => Ok((nodes, run)),

@@ -41,6 +41,7 @@ EVENT_BYTES = 12_000
 RELEASED, FAILED, NOT_PLACED, NO_CONTROLLER, STOPPED = 0, 1, 3, 75, 143
 # Ray hands the configuration of a job to its driver in this variable.
 JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+THREADS = "OMP_NUM_THREADS"
 LOG, STDERR_LINES, STDERR_LINE_CHARACTERS, STDERR_BYTES = "/proc/self/fd/2", 20, 500, 1 << 17
 
 
@@ -63,6 +64,8 @@ class Slot:
         assignment.update(spec["agent"])
         # The ranks get no token of the cluster.
         variables = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH_")}
+        if not node_has(THREADS):
+            variables.pop(THREADS, None)
         variables.update(spec["variables"], GYM_NODE_AGENT=json.dumps(assignment))
         with self.lock:
             if self.incarnation < incarnation:
@@ -168,6 +171,16 @@ class Agent:
         except subprocess.TimeoutExpired:
             self.child.kill()
             self.child.wait()
+
+
+def node_has(name):
+    """Returns whether Ray's own process on this node has the variable. Its child may have it by Ray, which sets the threads to the CPUs of the actor: those of
+    all ranks of a share."""
+    try:
+        with open(f"/proc/{os.getppid()}/environ", "rb") as environment:
+            return any(entry.startswith(f"{name}=".encode()) for entry in environment.read().split(b"\0"))
+    except OSError:
+        return False
 
 
 def domain(node_id):

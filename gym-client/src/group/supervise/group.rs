@@ -12,7 +12,7 @@ use tokio::sync::{mpsc, oneshot};
 use tokio::time::Instant;
 use tokio_util::task::AbortOnDropHandle;
 
-use crate::group::provision::{LaunchSpec, Provisioner, Reservation, ReserveRequest};
+use crate::group::provision::{LaunchSpec, Provisioner, RankEnvironment, Reservation, ReserveRequest};
 use crate::group::supervise::options::GroupOptions;
 use crate::group::supervise::record::RankRecord;
 use crate::group::supervise::registration::{ClusterBinding, GroupRegistration};
@@ -336,6 +336,17 @@ impl Group {
     pub fn worker_status(&self) -> Vec<RankStatus> {
         let now = Instant::now();
         self.shared.records().iter().map(|record| status::status(record, now, &self.shared.options)).collect()
+    }
+
+    /// Returns the environment with which a rank starts, with the source of each variable. Its text is a table without secrets.
+    ///
+    /// It is the one of the last start unless a program has changed its own variables since.
+    ///
+    /// # Errors
+    /// `NotFound` for a rank that the group does not have. The errors of the agent, for a rank on another machine.
+    pub async fn environment(&self, cx: &CallContext, rank: Rank) -> Result<RankEnvironment> {
+        let environment = self.shared.deployment.environment(cx, rank).await;
+        environment.map_err(|error| error.about(format!("environment of rank {rank} of {}", self.shared.name)))
     }
 
     /// Returns the resource usage of each rank, in rank order, as last sampled. Never waits for a rank.

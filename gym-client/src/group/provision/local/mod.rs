@@ -21,6 +21,7 @@ use gym_core::group::cluster::ProfilerRequest;
 use gym_core::group::{Rank, RankExit};
 use gym_core::transport::TransportPolicy;
 use gym_core::{CallContext, Code, Error, Incarnation, Result};
+use serde_json::value::RawValue;
 use tokio::time::Instant;
 use tokio_util::task::AbortOnDropHandle;
 
@@ -28,6 +29,7 @@ use crate::group::provision::deployment::{Deployment, LaunchSpec, Provisioner, R
 use crate::group::provision::events::{EventLog, RankEvent};
 use crate::group::provision::machine::{MachineReservation, PreparedRanks, PreparesRanks};
 use crate::group::provision::place::{GpuFolder, HeldPlace, RankPlace, Rendezvous};
+use crate::group::provision::variables::RankEnvironment;
 use crate::group::provision::workers::{Workers, start_inputs};
 use crate::group::usage::gpu::GpuSampler;
 use crate::group::usage::process::{ProcessSample, ProcessUsage, UsageMeter};
@@ -134,7 +136,11 @@ impl PreparesRanks for Local {
                            or name a program that does in LocalOptions::program";
             return Err(Error::not_started(Code::FailedPrecondition, message).about(subject));
         }
-        let asked = |name: &str| spec.variables.get(name).cloned().or_else(|| std::env::var(name).ok());
+        let given = [Some(&spec.variables), spec.controller.as_ref()];
+        let asked = |name: &str| {
+            let given = given.iter().flatten().find_map(|variables| variables.get(name));
+            given.cloned().or_else(|| std::env::var(name).ok())
+        };
         // A rank takes seven: its output, its process, and its connections.
         raise_descriptors();
         let profiler = ProfilerRequest::from_variables(asked)
@@ -238,15 +244,20 @@ impl LocalState {
         }
     }
 
-    fn process_start(&self, place: &RankPlace, incarnation: Incarnation) -> Result<ProcessStart> {
+    /// Returns what a rank is started with.
+    fn inputs(&self, place: &RankPlace) -> Result<(RankEnvironment, Box<RawValue>)> {
         let kind = self.workers.kind(&self.spec.worker)?;
         let rendezvous = self.rendezvous.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        let (environment, init) = start_inputs(kind, &self.workers.transports(), &self.spec, place, &rendezvous)?;
+        start_inputs(kind, &self.workers.transports(), &self.spec, place, &rendezvous)
+    }
+
+    fn process_start(&self, place: &RankPlace, incarnation: Incarnation) -> Result<ProcessStart> {
+        let (environment, init) = self.inputs(place)?;
         Ok(ProcessStart {
             name: place.name.clone(),
             program: self.program.clone(),
             runner: self.runner.clone(),
-            environment,
+            environment: environment.into_variables(),
             assignment: WorkerAssignment {
                 worker: self.spec.worker.clone(),
                 group: self.spec.group.to_string(),
@@ -262,6 +273,11 @@ impl LocalState {
             memory_limit_bytes: self.spec.memory_limit_bytes,
             start_timeout: self.spec.start_timeout,
         })
+    }
+
+    fn place(&self, rank: Rank) -> Result<&RankPlace> {
+        let place = self.spec.ranks.iter().find(|place| place.rank == rank);
+        place.ok_or_else(|| no_such(rank, &self.spec.group))
     }
 
     fn process(&self, rank: Rank) -> Option<Arc<RankProcess>> {
@@ -343,11 +359,7 @@ fn no_such(rank: Rank, group: &str) -> Error {
 impl PreparedRanks for LocalDeployment {
     async fn start(&self, lives: &[(Rank, Incarnation)], rendezvous: Option<Rendezvous>) -> Result<()> {
         let state = &self.state;
-        let place_of = |rank: Rank| {
-            let place = state.spec.ranks.iter().find(|place| place.rank == rank);
-            place.ok_or_else(|| no_such(rank, &state.spec.group))
-        };
-        let places = lives.iter().map(|(rank, life)| Ok((place_of(*rank)?, *life))).collect::<Result<Vec<_>>>()?;
+        let places = lives.iter().map(|(rank, life)| Ok((state.place(*rank)?, *life))).collect::<Result<Vec<_>>>()?;
         if let Some(rendezvous) = rendezvous {
             *state.rendezvous.lock().unwrap_or_else(PoisonError::into_inner) = rendezvous;
         }
@@ -377,10 +389,7 @@ impl Deployment for LocalDeployment {
 
     async fn restart(&self, cx: &CallContext, lives: &[(Rank, Incarnation)]) -> Result<()> {
         cx.check()?;
-        let known = |rank: Rank| self.state.spec.ranks.iter().any(|place| place.rank == rank);
-        if let Some((rank, _)) = lives.iter().find(|(rank, _)| !known(*rank)) {
-            return Err(no_such(*rank, &self.state.spec.group));
-        }
+        lives.iter().try_for_each(|(rank, _)| self.state.place(*rank).map(drop))?;
         self.end(&lives.iter().map(|(rank, _)| *rank).collect::<Vec<_>>()).await?;
         self.start(lives, None).await
     }
@@ -393,6 +402,11 @@ impl Deployment for LocalDeployment {
 
     fn usage(&self) -> BTreeMap<Rank, ProcessUsage> {
         self.state.live().iter().filter_map(|(rank, life)| Some((*rank, life.usage?))).collect()
+    }
+
+    async fn environment(&self, cx: &CallContext, rank: Rank) -> Result<RankEnvironment> {
+        cx.check()?;
+        Ok(self.state.inputs(self.state.place(rank)?)?.0)
     }
 
     async fn shutdown(&self, grace: Duration) -> Result<()> {

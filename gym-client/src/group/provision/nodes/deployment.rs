@@ -15,9 +15,10 @@ use crate::group::provision::deployment::{Deployment, LaunchSpec};
 use crate::group::provision::events::{EventLog, RankEvent};
 use crate::group::provision::nodes::link::NodeLink;
 use crate::group::provision::nodes::lock;
-use crate::group::provision::nodes::message::{KillBody, LaunchBody, RanksBody, StartBody, StopBody, millis};
+use crate::group::provision::nodes::message::{KillBody, LaunchBody, RankBody, RanksBody, StartBody, StopBody, millis};
 use crate::group::provision::nodes::state::{NodeRanks, NodesState};
-use crate::group::provision::place::{RankPlace, Rendezvous};
+use crate::group::provision::place::{RankPlace, Rendezvous, count_local};
+use crate::group::provision::variables::{RankEnvironment, process_variables, sent_variables};
 use crate::group::usage::node::NodeUsage;
 use crate::group::usage::process::ProcessUsage;
 
@@ -67,8 +68,10 @@ struct NodeStart {
 }
 
 impl NodesDeployment {
-    pub(super) async fn launch(state: &Arc<NodesState>, cx: &CallContext, spec: LaunchSpec) -> Result<Self> {
+    pub(super) async fn launch(state: &Arc<NodesState>, cx: &CallContext, mut spec: LaunchSpec) -> Result<Self> {
         let subject = format!("start group {}", spec.group);
+        let controller = sent_variables(process_variables(), state.variables());
+        spec.controller = Some(controller.map_err(|error| error.about(subject.clone()))?);
         let lives: Vec<(Rank, Incarnation)> = spec.ranks.iter().map(|place| (place.rank, Incarnation(1))).collect();
         let ranks = NodesRanks {
             group: state.number(),
@@ -105,8 +108,11 @@ impl NodesRanks {
         rendezvous: &Rendezvous,
     ) -> Result<()> {
         let mut starts: BTreeMap<String, (Arc<NodeLink>, NodeStart)> = BTreeMap::new();
+        // Bundles may have moved.
+        let mut places = self.spec.ranks.clone();
+        count_local(&self.state.placement(), &mut places);
         for (rank, incarnation) in lives {
-            let place = self.place(*rank)?;
+            let place = places.iter().find(|place| place.rank == *rank).ok_or_else(|| self.no_such(*rank))?;
             let (link, gpu) = self.state.host_of(place.bundle)?;
             let (_, start) =
                 starts.entry(link.session.clone()).or_insert_with(|| (Arc::clone(&link), NodeStart::default()));
@@ -361,6 +367,12 @@ impl Deployment for NodesDeployment {
 
     fn node_usage(&self) -> Option<BTreeMap<String, NodeUsage>> {
         Some(self.0.state.usage())
+    }
+
+    async fn environment(&self, cx: &CallContext, rank: Rank) -> Result<RankEnvironment> {
+        let on = lock(&self.0.ranks).get(&rank).cloned();
+        let RankOnNode { link, launch, .. } = on.ok_or_else(|| self.0.no_such(rank))?;
+        link.call(cx, "/node/environment", &RankBody { session: link.session.clone(), launch, rank }).await
     }
 
     async fn shutdown(&self, grace: Duration) -> Result<()> {

@@ -10,6 +10,7 @@
 //! | `POST /node/start` | [`StartBody`] | starts incarnations of prepared ranks |
 //! | `POST /node/end` | [`RanksBody`] | kills ranks, and answers when they have ended |
 //! | `POST /node/kill` | [`KillBody`] | kills a rank as a crash would |
+//! | `POST /node/environment` | [`RankBody`] → [`RankEnvironment`](crate::group::RankEnvironment) | the variables with which a rank starts |
 //! | `POST /node/stop` | [`StopBody`] | stops the ranks of a launch |
 //! | `POST /node/release` | [`ReleaseBody`] | stops all ranks of the session and ends it |
 //!
@@ -135,6 +136,7 @@ pub(super) struct LaunchBody {
     pub(super) init: Box<RawValue>,
     pub(super) ranks: Vec<RankPlace>,
     pub(super) variables: Variables,
+    pub(super) controller: Variables,
     pub(super) memory_limit_bytes: Option<u64>,
     pub(super) start_timeout_ms: u64,
     /// The transports that the policy allows, and the required one; `None` without a policy.
@@ -163,6 +165,13 @@ pub(super) struct KillBody {
     pub(super) launch: u64,
     pub(super) rank: Rank,
     pub(super) incarnation: Option<Incarnation>,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) struct RankBody {
+    pub(super) session: String,
+    pub(super) launch: u64,
+    pub(super) rank: Rank,
 }
 
 #[derive(Debug, Serialize, Deserialize)]
@@ -200,6 +209,7 @@ impl LaunchBody {
             init: spec.init.clone(),
             ranks,
             variables: spec.variables.clone(),
+            controller: spec.controller.clone().unwrap_or_default(),
             memory_limit_bytes: spec.memory_limit_bytes,
             start_timeout_ms: millis(spec.start_timeout),
             transports: spec.transport_policy.as_ref().map(allowed),
@@ -217,7 +227,7 @@ impl LaunchBody {
             })
         };
         let mut spec = LaunchSpec::new(self.group, self.worker, self.init, self.ranks);
-        spec.variables = self.variables;
+        (spec.variables, spec.controller) = (self.variables, Some(self.controller));
         spec.memory_limit_bytes = self.memory_limit_bytes;
         spec.start_timeout = Duration::from_millis(self.start_timeout_ms);
         spec.transport_policy = self.transports.map(policy).transpose()?;

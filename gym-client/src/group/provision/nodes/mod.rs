@@ -38,6 +38,7 @@ use gym_core::{CallContext, Endpoint, Result};
 use tokio::time::{Instant, timeout_at};
 
 use crate::group::provision::deployment::{Provisioner, Reservation, ReserveRequest};
+use crate::group::provision::variables::Variables;
 use crate::transport::Transports;
 #[cfg(feature = "ray")]
 pub(crate) use agent::program::{AGENT_ROLE, AgentLines};
@@ -73,6 +74,8 @@ pub struct Nodes {
     source: Arc<dyn NodeSource>,
     transports: Transports,
     secret: Arc<str>,
+    /// Variables of the ranks, over those of this program.
+    variables: Arc<Variables>,
     options: NodesOptions,
 }
 
@@ -121,7 +124,13 @@ impl Nodes {
 
     /// Uses the agents of `source`.
     pub(crate) fn of(source: Arc<dyn NodeSource>, transports: Transports, secret: Arc<str>) -> Self {
-        Self { source, transports, secret, options: NodesOptions::default() }
+        Self { source, transports, secret, variables: Arc::default(), options: NodesOptions::default() }
+    }
+
+    /// Sets variables of the ranks that take precedence over those of this program.
+    #[cfg(feature = "ray")]
+    pub(crate) fn with_variables(self, variables: Variables) -> Self {
+        Self { variables: Arc::new(variables), ..self }
     }
 
     /// Replaces the options.

@@ -26,6 +26,7 @@ use crate::group::provision::nodes::message::{NodeReport, PortsBody, PortsReply,
 use crate::group::provision::nodes::moving::{PlacedBundles, moved};
 use crate::group::provision::nodes::{Nodes, REPORT_TIME, lock};
 use crate::group::provision::place::{BundleId, placed};
+use crate::group::provision::variables::Variables;
 use crate::group::usage::node::NodeUsage;
 use crate::group::usage::process::ProcessUsage;
 use crate::transport::Transports;
@@ -127,6 +128,11 @@ impl NodesState {
         (held.placement, held.hosts) = (Arc::new(placement), hosts);
         drop(held);
         Ok(state)
+    }
+
+    /// Returns the variables that the ranks get over those of this program.
+    pub(super) fn variables(&self) -> &Variables {
+        &self.nodes.variables
     }
 
     pub(super) fn placement(&self) -> Arc<Placement> {

@@ -3,7 +3,7 @@
 mod gpus;
 mod ports;
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::net::{IpAddr, Ipv4Addr};
 use std::ops::Range;
 use std::sync::Arc;
@@ -33,10 +33,14 @@ pub struct RankPlace {
     pub world_size: u32,
     /// Index of its first bundle on the node.
     pub local_rank: u32,
+    /// Number of ranks of the group on its node.
+    pub local_world_size: u32,
     /// Index of its node.
     pub node_rank: u32,
     /// The bundle on which it runs. The reservation knows the node of the bundle.
     pub bundle: BundleId,
+    /// Number of CPUs of the bundle; 1 if CPUs are not counted.
+    pub cpus: u32,
     /// Its GPUs, as in `CUDA_VISIBLE_DEVICES`; empty without GPUs.
     pub gpus: Vec<String>,
     /// The bundles of its tied ranks, for the leader of the tied ranks; `None` for the others.
@@ -54,9 +58,29 @@ impl RankPlace {
         let name = format!("worker-0-{rank}");
         let bundles = Some(vec![rank]);
         let (gpus, engine_port) = (Vec::new(), None);
-        let bundle = (0, rank);
-        Self { rank, name, world_size, local_rank: rank, node_rank: 0, bundle, gpus, bundles, tied: rank, engine_port }
+        Self {
+            rank,
+            name,
+            world_size,
+            local_rank: rank,
+            local_world_size: world_size,
+            node_rank: 0,
+            bundle: (0, rank),
+            cpus: 1,
+            gpus,
+            bundles,
+            tied: rank,
+            engine_port,
+        }
     }
+}
+
+/// Counts the ranks of the group on each host of the placement, and writes the numbers into the places.
+pub(crate) fn count_local(placement: &Placement, ranks: &mut [RankPlace]) {
+    let host = |place: &RankPlace| placed(placement, place.bundle).map(|bundle| bundle.host);
+    let mut counts: BTreeMap<Option<usize>, u32> = BTreeMap::new();
+    ranks.iter().for_each(|place| *counts.entry(host(place)).or_default() += 1);
+    ranks.iter_mut().for_each(|place| place.local_world_size = counts[&host(place)]);
 }
 
 /// Returns a bundle of a placement.
@@ -126,4 +150,32 @@ pub(crate) fn hold_ports(count: usize, range: &Range<u16>) -> Result<Vec<HeldPor
     let mut random = fastrand::Rng::new();
     let hold = |_| search(range, SearchOrder::EachOnce, &BTreeSet::new(), &mut random, HeldPort::bind);
     (0..count).map(hold).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use gym_core::group::cluster::{ClusterSpec, NodeResources, place};
+
+    use super::*;
+
+    #[test]
+    fn ranks_are_counted_on_their_host() {
+        let nodes = [NodeResources::new("a", 3, Vec::new()), NodeResources::new("b", 3, Vec::new())];
+        // The bundles of the ranks, and the number of ranks on the host of each.
+        let cases: [(bool, &[BundleId], &[u32]); 3] = [
+            (false, &[(0, 0), (0, 1), (1, 0)], &[2, 2, 1]),
+            (false, &[(1, 1), (0, 0)], &[1, 1]),
+            (true, &[(0, 0), (0, 1), (0, 2), (0, 3)], &[3, 3, 3, 1]),
+        ];
+        for (unified, bundles, expected) in cases {
+            let mut spec = ClusterSpec::new(if unified { vec![4] } else { vec![2, 2] });
+            (spec.use_gpus, spec.placement_group_strategy) = (false, gym_core::group::cluster::PlacementStrategy::Pack);
+            let placement = place(&spec, &nodes, unified).expect("there is room");
+            let of = |bundle: &BundleId| RankPlace { bundle: *bundle, ..RankPlace::on_one_node(0, 9) };
+            let mut ranks: Vec<RankPlace> = bundles.iter().map(of).collect();
+            count_local(&placement, &mut ranks);
+            let counts: Vec<u32> = ranks.iter().map(|rank| rank.local_world_size).collect();
+            assert_eq!(counts, expected, "{placement:?}");
+        }
+    }
 }

@@ -31,8 +31,8 @@ use crate::group::provision::machine::{PreparesRanks, this_machine};
 use crate::group::provision::nodes::lease::check_lease;
 use crate::group::provision::nodes::lock;
 use crate::group::provision::nodes::message::{
-    KillBody, LaunchBody, NodeReport, PollBody, PortsBody, PortsReply, RanksBody, ReleaseBody, ReserveBody, StartBody,
-    StopBody, is_allowed, read, reply,
+    KillBody, LaunchBody, NodeReport, PollBody, PortsBody, PortsReply, RankBody, RanksBody, ReleaseBody, ReserveBody,
+    StartBody, StopBody, is_allowed, read, reply,
 };
 use crate::group::provision::place::{GpuFolder, HeldGpus, listed};
 use crate::group::provision::workers::Workers;
@@ -471,6 +471,11 @@ impl AgentState {
                 let KillBody { session, launch, rank, incarnation } = read(&body)?;
                 self.running(&session)?.ranks(launch)?.kill(rank, incarnation).await?;
                 reply(&json!({}))
+            }
+            (Verb::Post, "/node/environment") => {
+                let RankBody { session, launch, rank } = read(&body)?;
+                let ranks = self.running(&session)?.ranks(launch)?;
+                reply(&ranks.environment(&CallContext::default(), rank).await?)
             }
             (Verb::Post, "/node/stop") => {
                 let StopBody { session, launch, grace_ms } = read(&body)?;

@@ -222,6 +222,7 @@ mod tests {
     use crate::group::provision::deployment::LaunchSpec;
     use crate::group::provision::in_process::InProcessRanks;
     use crate::group::provision::place::{RankPlace, Rendezvous};
+    use crate::group::provision::variables::VariableSource;
     use crate::group::provision::workers::tests::Idle;
     use crate::group::provision::workers::{WorkerKind, Workers};
     use crate::transport::Transports;
@@ -263,6 +264,20 @@ mod tests {
         let first = session.ranks(1).expect("they are prepared");
         session.launch(launch(1)).await.expect("the lease runs");
         assert!(Arc::ptr_eq(&first, &session.ranks(1).expect("they are prepared")));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_rank_has_the_variables_of_its_controller() {
+        let session = session();
+        let mut body = launch(1);
+        body.controller.insert("only_controller".to_owned(), "1".to_owned());
+        session.launch(body).await.expect("the lease runs");
+        let ranks = session.ranks(1).expect("they are prepared");
+        let environment = ranks.environment(&CallContext::default(), 0).await.expect("rank 0 was launched");
+        let variable = environment.get("only_controller").expect("it was sent");
+        assert_eq!((variable.value.as_str(), variable.source), ("1", VariableSource::Controller));
+        let unknown = ranks.environment(&CallContext::default(), 1).await.expect_err("there is no rank 1");
+        assert_eq!(unknown.code(), Code::NotFound);
     }
 
     /// The agent is stopped, and reads requests of before when it goes on: the controller may have started the ranks on another node by then.
