@@ -24,6 +24,12 @@ const AGENT_GRACE: Duration = RANK_GRACE.saturating_add(Duration::from_secs(1));
 /// The same for a driver, with its agents.
 pub(super) const DRIVER_GRACE: Duration = AGENT_GRACE.saturating_add(Duration::from_secs(2));
 
+/// The command that starts the driver, but for its file. It runs in a shell that is a child of a process of Ray's raylet, whose arguments name the
+/// interpreter of the node: a head that was started by its full path need not have it in `PATH`. Ray's own environment may have either name there.
+const INTERPRETER: &str = "raylet=$(awk '/^PPid:/ { print $2 }' /proc/$PPID/status); \
+    python=$(tr '\\0' '\\n' < /proc/$raylet/cmdline | sed -n 's/^--python_worker_command=\\([^ ]*\\) .*/\\1/p'); \
+    [ -x \"$python\" ] || python=$(command -v python || command -v python3); exec \"$python\"";
+
 /// What the driver is given.
 #[derive(Serialize)]
 struct ShimSpec<'a> {
@@ -72,8 +78,7 @@ impl JobTemplate {
     pub(super) async fn prepare(&self, cx: &CallContext, id: &str) -> Result<JobRequest> {
         let working_dir = self.upload(cx).await?;
         Ok(JobRequest {
-            // Ray's own environment may have either name.
-            entrypoint: format!("exec \"$(command -v python || command -v python3)\" {SHIM_FILE}"),
+            entrypoint: format!("{INTERPRETER} {SHIM_FILE}"),
             submission_id: id.to_owned(),
             metadata: BTreeMap::from([
                 ("name".to_owned(), self.options.name.clone()),
