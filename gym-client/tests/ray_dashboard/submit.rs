@@ -96,7 +96,10 @@ async fn a_job_is_submitted_again_while_the_cluster_starts() {
     let reserved =
         ray(&fake, options()).reserve(&CallContext::within(std::time::Duration::from_secs(5)), &two_nodes()).await;
     let text = reserved.map(drop).expect_err("it never starts").to_string();
-    assert!(text.contains("No available agent"), "{text}");
+    for part in ["No available agent", "job agent of its head", "--dashboard-agent-listen-port"] {
+        assert!(text.contains(part), "{text}");
+    }
+    assert!(!text.contains("does not respond"), "the dashboard does: {text}");
 }
 
 /// Case 10, as Ray says it; the limit of the client itself needs a program of more than 100 MiB.

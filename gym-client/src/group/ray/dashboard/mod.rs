@@ -21,8 +21,18 @@ use connection::Connection;
 
 /// The version of the REST interface that this client was written for.
 const API_VERSION: &str = "4";
-/// Limit of a request, except uploads.
+/// Limit of a request, except uploads and submissions.
 const CALL_TIME: Duration = Duration::from_secs(5);
+/// The path to which jobs are submitted.
+const JOBS: &str = "/api/jobs/";
+/// Limit of a submission. The dashboard hands it on to the job agent of the head, for which it waits up to 10 s before it answers.
+const SUBMIT_TIME: Duration = Duration::from_secs(15);
+/// What Ray says if the head has no job agent.
+const NO_AGENT: &str = "No available agent";
+/// What to do then, unless the cluster has just started.
+const AGENT_FIX: &str = "look into logs/dashboard_agent.log in the directory of the head's session (/tmp/ray/session_latest); if another program has its port, for \
+                         example another Ray cluster of the machine (52365 by default), start the head with `ray start --head \
+                         --dashboard-agent-listen-port=PORT`";
 /// Pause before a job is submitted again to a cluster that starts.
 const STARTS_PAUSE: Duration = Duration::from_millis(500);
 /// Limit of a response: a log, or the list of nodes.
@@ -436,8 +446,7 @@ impl RayDashboard {
             serde_json::to_vec(request).map_err(|error| Error::internal("the job").caused_by(error))?.into();
         let mut starting: Option<Error> = None;
         let response = loop {
-            let response = match (self.repeat(cx, Verb::Post, "/api/jobs/", Some(body.clone())).await, starting.take())
-            {
+            let response = match (self.repeat(cx, Verb::Post, JOBS, Some(body.clone())).await, starting.take()) {
                 (Ok(response), _) => response,
                 (Err(_), Some(starting)) if cx.check().is_err() => return Err(starting),
                 (Err(error), _) => return Err(error),
@@ -447,11 +456,11 @@ impl RayDashboard {
             }
             // A cluster that has just started takes no jobs for some seconds, although its dashboard responds.
             let starts = matches!(response.status, 502..=504)
-                || (response.status == 500 && response.message().contains("No available agent"));
+                || (response.status == 500 && response.message().contains(NO_AGENT));
             if !starts {
                 break response;
             }
-            let error = self.refused("/api/jobs/", &response);
+            let error = self.refused(JOBS, &response);
             let pause = async {
                 sleep(STARTS_PAUSE).await;
                 Ok(())
@@ -468,7 +477,7 @@ impl RayDashboard {
         {
             return Ok(());
         }
-        Err(self.refused("/api/jobs/", &response))
+        Err(self.refused(JOBS, &response))
     }
 
     /// Uploads a package unless the cluster has it. Returns its URI.
@@ -520,7 +529,11 @@ impl RayDashboard {
     }
 
     async fn send(&self, cx: &CallContext, verb: Verb, path: &str, body: Option<Bytes>) -> Result<RayResponse> {
-        let mut own = if verb == Verb::Put { cx.child() } else { cx.child().at_most(CALL_TIME) };
+        let mut own = match verb {
+            Verb::Put => cx.child(),
+            Verb::Post if path == JOBS => cx.child().at_most(SUBMIT_TIME),
+            _ => cx.child().at_most(CALL_TIME),
+        };
         own.metadata = Metadata::new();
         own.reply_bytes_max = RESPONSE_BYTES_MAX;
         // Ray 2.51 answers a request without this header with status 500.
@@ -583,6 +596,12 @@ impl RayDashboard {
             ),
             (404, _) => (Code::NotFound, format!("{path}: {message}")),
             (413, _) => (Code::ResourceExhausted, format!("{path}: {message}\n  fix: {SMALLER}")),
+            (500, _) if message.contains(NO_AGENT) => (
+                Code::Unavailable,
+                format!(
+                    "the dashboard at {dashboard} responds, and the job agent of its head does not: {message}\n  fix: {AGENT_FIX}"
+                ),
+            ),
             (status, _) => (Code::Unavailable, format!("Ray answered {path} with {status}: {message}")),
         };
         Error::new(code, Execution::Finished, text)
