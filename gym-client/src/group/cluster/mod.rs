@@ -369,7 +369,7 @@ mod tests {
         let request = GroupRequest::new("group", "telling", &settings, options).unwrap();
         let init = RankOverrides::default().with_init("seed", 7).over(&request.init).unwrap();
         let started = WorkerKind::of::<Telling>().start(WorkerEnv::new("group", 0, 1), init).await;
-        let told = started.err().expect("the worker refuses to start").to_string();
+        let told = started.unwrap_err().to_string();
         assert!(told.contains("Settings { clip: inf, warm: Some(NaN), seed: 7 }"), "{told}");
     }
 

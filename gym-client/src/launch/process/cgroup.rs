@@ -226,7 +226,8 @@ mod tests {
 
     #[test]
     fn the_group_of_a_process_is_found_in_both_versions() {
-        let cases: [(&str, &str, Option<(Version, &str)>); 9] = [
+        type Found = Option<(Version, &'static str)>;
+        let cases: [(&str, &str, Found); 9] = [
             ("4:memory:/a/b\n0::/\n", ONE, Some((Version::One, "sys/fs/cgroup/memory/a/b"))),
             ("3:cpu,memory:/a\n", ONE, Some((Version::One, "sys/fs/cgroup/memory/a"))),
             ("4:memory:/\n", ONE, Some((Version::One, "sys/fs/cgroup/memory"))),
