@@ -3,7 +3,7 @@
 use std::process::Stdio;
 use std::time::Duration;
 
-use gym_client::group::{GroupOptions, ProcessUsage, StuckRank, StuckReason};
+use gym_client::group::{Group, GroupOptions, ProcessUsage, StuckRank, StuckReason};
 use gym_core::CallContext;
 use gym_core::group::{
     Dispatch, ExitCause, FailureKind, RankOutcome, RankState, RunningCall, WorkerGroup, WorkerGroupExt,
@@ -14,7 +14,7 @@ use tokio::io::{AsyncBufReadExt, BufReader};
 use tokio::time::timeout;
 
 use super::types::{Compute, Deafen, Describe, Hold, Job, Python, Work};
-use super::{LONG, alive, freeze, group, options, pid, signal, spec, start, status, stop, until};
+use super::{LONG, alive, freeze, group, local, options, pid, signal, spec, start, status, stop, until};
 
 const MIB: u64 = 1 << 20;
 
@@ -246,7 +246,8 @@ pub(crate) async fn a_silent_rank_loses_its_call_and_the_usual_recovery_restarts
 pub(crate) async fn paused_controller() {
     let mut options = attentive();
     options.silence_max = Duration::from_secs(3);
-    let group = group(2, options).await;
+    // Of this machine: on nodes, a pause can be longer than the lease, which ends the ranks.
+    let group = Group::start(&CallContext::within(LONG), &local(), spec("obedient", 2), options).await.expect("starts");
     println!("pid {}", pid(&group, 0));
     let running = group.call(Work, Job { ms: 8_000, tells: false }).deadline(LONG);
     let ended = running.await.map(|_| ()).map_err(|error| error.to_string());

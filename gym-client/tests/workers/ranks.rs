@@ -39,7 +39,10 @@ pub(crate) async fn c138_ranks_find_their_place_and_meet_at_a_held_port() {
     for (number, Description { variables, .. }) in ranks.iter().enumerate() {
         let own = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "NODE_RANK"].map(|name| variables[name].clone());
         assert_eq!(own, [number.to_string(), number.to_string(), "2".to_owned(), "0".to_owned()]);
-        assert_eq!((variables["CUDA_VISIBLE_DEVICES"].as_str(), variables["LOCAL_WORLD_SIZE"].as_str()), ("", "2"));
+        // The two nodes of another run have a rank each.
+        let local = if std::env::var_os("GYM_WORKERS_ON").is_some() { &["1", "2"][..] } else { &["2"] };
+        assert!(local.contains(&variables["LOCAL_WORLD_SIZE"].as_str()), "{variables:?}");
+        assert_eq!(variables["CUDA_VISIBLE_DEVICES"], "");
         told_as_it_is(&group, number, variables).await;
         for shared in ["MASTER_ADDR", "MASTER_PORT", "AVAILABLE_ADDR_LIST", "AVAILABLE_PORT_LIST"] {
             assert_eq!(variables[shared], ranks[0].variables[shared]);
