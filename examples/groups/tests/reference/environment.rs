@@ -329,11 +329,19 @@ fn the_page_on_environment_variables_is_the_generated_one() {
     page.section("Tests", "These variables are read by tests and benchmarks only.");
     let found = literals();
     let tests = OF_TESTS.map(|name| {
-        let files: Vec<String> = found.get(name).into_iter().flatten().map(|file| code(file)).collect();
-        [code(name), files.join(", ")]
+        let places: BTreeSet<String> = found.get(name).into_iter().flatten().map(|file| code(suite(file))).collect();
+        [code(name), places.into_iter().collect::<Vec<_>>().join(", ")]
     });
     page.table(["variable", "named in"], tests);
     page.finish();
+}
+
+/// Returns the test suite of a file, such as `gym-client/tests/workers`: the modules of a suite change more often than what it reads. Other files stay as
+/// they are.
+fn suite(file: &str) -> &str {
+    let Some(start) = file.find("/tests/").map(|at| at + "/tests/".len()) else { return file };
+    let end = file[start..].find(['/', '.']).map_or(file.len(), |length| start + length);
+    &file[..end]
 }
 
 fn kind_row(kind: &VariableKind) -> [String; 3] {

@@ -1,5 +1,6 @@
 //! The supervised group: start and shutdown, restarts on request, status and usage.
 
+use std::collections::BTreeSet;
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -162,7 +163,8 @@ impl Group {
     pub async fn restart_failed_workers(&self, cx: &CallContext) -> Result<Vec<Rank>> {
         let subject = format!("restart the failed ranks of {}", self.shared.name);
         self.await_exits(cx).await;
-        let mut restarted = self.end_silent(cx).await.map_err(|error| error.about(subject.clone()))?;
+        let ended = self.end_silent(cx).await.map_err(|error| error.about(subject.clone()))?;
+        let mut restarted: BTreeSet<Rank> = ended.into_iter().collect();
         loop {
             let RestartReply { begun, refused } = self.ask_for_restarts().await?;
             restarted.extend(begun);
@@ -173,11 +175,7 @@ impl Group {
                 return Err(Error::not_started(Code::ResourceExhausted, message).about(subject));
             }
             match self.ready(cx).await {
-                Ok(()) => {
-                    restarted.sort_unstable();
-                    restarted.dedup();
-                    return Ok(restarted);
-                }
+                Ok(()) => return Ok(restarted.into_iter().collect()),
                 // The exit of a rank was reported in the meantime. The next round restarts or rejects it, each rank at most once.
                 Err(error) if cx.check().is_ok() && error.failed().any(|rank| fresh(&rank, &restarted)) => {}
                 Err(error) => return Err(Error::from(error).about(subject)),
@@ -217,18 +215,19 @@ impl Group {
         };
         self.end(cx, &running).await?;
         // With `restart_on_failure`, their restarts may have begun already.
-        let mut restarted = self.restart_failed_workers(cx).await?;
-        restarted.extend(running.iter().map(|(rank, _)| *rank));
-        restarted.sort_unstable();
-        restarted.dedup();
-        Ok(restarted)
+        let restarted = self.restart_failed_workers(cx).await?.into_iter();
+        let all: BTreeSet<Rank> = restarted.chain(running.iter().map(|(rank, _)| *rank)).collect();
+        Ok(all.into_iter().collect())
     }
 
     /// Kills these incarnations, and waits for their exits.
     async fn end(&self, cx: &CallContext, running: &[(Rank, Incarnation)]) -> Result<()> {
+        let mut refused = None;
         for (rank, incarnation) in running {
             // A rank that has already exited needs no kill. Ranks tied to a killed one are killed with it.
-            let _ = self.shared.deployment.kill(*rank, Some(*incarnation)).await;
+            if let Err(error) = self.shared.deployment.kill(*rank, Some(*incarnation)).await {
+                refused.get_or_insert(error);
+            }
         }
         let ended = |view: &Arc<GroupView>| {
             running.iter().all(|(rank, incarnation)| {
@@ -244,7 +243,11 @@ impl Group {
             seen.map(drop).map_err(|_| Error::internal("the group's supervisor is gone"))
         };
         let subject = || format!("restart ranks of {}: wait for their exits", self.shared.name);
-        cx.bound(Execution::Unknown, exits).await.map_err(|error| error.about(subject()))
+        let ended = cx.bound(Execution::Unknown, exits).await.map_err(|error| error.about(subject()));
+        ended.map_err(|error| match refused {
+            Some(refusal) => error.caused_by(refusal),
+            None => error,
+        })
     }
 
     /// Waits until each suspect rank has a heartbeat again, or has been silent for [`GroupOptions::silence_restart`] and is killed. Returns the killed ranks.
@@ -400,7 +403,7 @@ impl Group {
 }
 
 /// Returns `true` if a rank is dead and this call has not restarted it.
-fn fresh((rank, state, _): &(Rank, RankState, Option<&RankExit>), restarted: &[Rank]) -> bool {
+fn fresh((rank, state, _): &(Rank, RankState, Option<&RankExit>), restarted: &BTreeSet<Rank>) -> bool {
     *state == RankState::Dead && !restarted.contains(rank)
 }
 

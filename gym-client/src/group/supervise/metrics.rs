@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::sync::{Arc, Weak};
+use std::time::Duration;
 
 use gym_core::group::RankState;
 use prometheus_client::collector::Collector;
@@ -111,9 +112,7 @@ const GAUGES: [RankGauge; 10] = [
         name: "gym_worker_heartbeat_age",
         help: "Time since the last heartbeat of the rank",
         unit: Some(Unit::Seconds),
-        of: |rank| {
-            rank.record.last_heartbeat.map(|last_heartbeat| rank.now.duration_since(last_heartbeat).as_secs_f64())
-        },
+        of: |rank| rank.record.heartbeat_age(rank.now).as_ref().map(Duration::as_secs_f64),
     },
     gauge("gym_worker_cpu_cores", "CPU cores that the rank uses, with all processes that it started", |rank| {
         rank.usage?.cpu_percent.map(|percent| percent / 100.0)

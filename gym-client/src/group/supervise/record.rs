@@ -35,10 +35,7 @@ pub(crate) struct RankRecord {
     healthy_since: Option<Instant>,
     /// The time of the last loss of a node that used a restart.
     node_loss: Option<Instant>,
-    /// The time of the last heartbeat.
-    pub(crate) last_heartbeat: Option<Instant>,
-    pub(crate) report: Option<WorkerStatus>,
-    /// The same for the errors of calls, which read it without the record.
+    /// Shared with the errors of calls, which read it without the record.
     reported: Arc<LastReport>,
     /// `true` if the log says that the rank is stuck.
     pub(crate) stuck: bool,
@@ -114,8 +111,6 @@ impl RankRecord {
             streak: 0,
             healthy_since: None,
             node_loss: None,
-            last_heartbeat: None,
-            report: None,
             reported: Arc::default(),
             stuck: false,
             probing: false,
@@ -199,8 +194,7 @@ impl RankRecord {
     pub(crate) fn reached(&mut self, channel: Channel, control: Channel, now: Instant) {
         self.channel = Some(channel);
         self.control = Some(control);
-        self.last_heartbeat = Some(now);
-        *self.reported.lock() = Some((now, self.report.clone()));
+        *self.reported.lock() = Some((now, None));
     }
 
     /// Records the result of `on_restart`.
@@ -229,9 +223,7 @@ impl RankRecord {
         self.probing = false;
         let before = self.state();
         if let Some(report) = answer {
-            self.last_heartbeat = Some(now);
-            *self.reported.lock() = Some((now, Some(report.clone())));
-            self.report = Some(report);
+            *self.reported.lock() = Some((now, Some(report)));
             self.note(HealthEvent::Probed { ok: true }, options);
         } else if self.silence(now) > options.silence_max {
             self.note(HealthEvent::Probed { ok: false }, options);
@@ -249,18 +241,25 @@ impl RankRecord {
     }
 
     /// Moves the last heartbeat by a pause of this process, in which no rank was asked.
-    pub(crate) fn forgive(&mut self, pause: Duration) {
-        if let Some(heartbeat) = &mut self.last_heartbeat {
-            *heartbeat += pause;
-        }
+    pub(crate) fn forgive(&self, pause: Duration) {
         if let Some((heartbeat, _)) = &mut *self.reported.lock() {
             *heartbeat += pause;
         }
     }
 
+    /// Returns the time since the last heartbeat, or since the connection; `None` for a rank that is not connected.
+    pub(crate) fn heartbeat_age(&self, now: Instant) -> Option<Duration> {
+        self.reported.lock().as_ref().map(|(heartbeat, _)| now.duration_since(*heartbeat))
+    }
+
     /// Returns the time since the last heartbeat; zero for a rank that is not connected.
     pub(crate) fn silence(&self, now: Instant) -> Duration {
-        self.last_heartbeat.map_or(Duration::ZERO, |last_heartbeat| now.duration_since(last_heartbeat))
+        self.heartbeat_age(now).unwrap_or_default()
+    }
+
+    /// Returns what the last heartbeat told.
+    pub(crate) fn report(&self) -> Option<WorkerStatus> {
+        self.reported.lock().as_ref().and_then(|(_, status)| status.clone())
     }
 
     pub(crate) fn member(&self) -> Member {
@@ -276,7 +275,7 @@ impl RankRecord {
     }
 
     fn reset(&mut self) {
-        (self.channel, self.control, self.last_heartbeat, self.report, self.pid) = (None, None, None, None, None);
+        (self.channel, self.control, self.pid) = (None, None, None);
         (self.probing, self.memory_high, self.preparation) = (false, false, RestartPreparation::Pending);
         (self.kill_reason, self.stuck, self.draining) = (None, false, false);
         // Replaced, not cleared: the views of this incarnation, and the errors of its calls, keep its last report.
@@ -533,7 +532,7 @@ mod tests {
         let options = GroupOptions::new(Transports::new());
         let (mut record, now) = (record(), Instant::now());
         record.serve(now, &options);
-        record.last_heartbeat = Some(now);
+        *record.reported.lock() = Some((now, None));
         assert!(!record.probed(None, now + options.silence_max, &options), "not yet");
         assert!(record.probed(None, now + options.silence_max * 2, &options));
         assert_eq!(record.state(), RankState::Suspect);

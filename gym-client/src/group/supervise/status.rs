@@ -100,7 +100,7 @@ impl fmt::Display for StuckReason {
 }
 
 pub(super) fn status(record: &RankRecord, now: Instant, options: &GroupOptions) -> RankStatus {
-    let report = record.report.as_ref();
+    let report = record.report();
     RankStatus {
         rank: record.place.rank,
         node: record.place.node_rank,
@@ -111,9 +111,9 @@ pub(super) fn status(record: &RankRecord, now: Instant, options: &GroupOptions) 
         incarnation: record.incarnation,
         restarts_used: record.restarts_used(),
         restarts_left: options.max_restarts.saturating_sub(record.restarts_used()),
-        running: report.map(|report| report.running.clone()).unwrap_or_default(),
-        waiting: report.map_or(0, |report| report.waiting),
-        heartbeat_age: record.last_heartbeat.map(|last_heartbeat| now.duration_since(last_heartbeat)),
+        waiting: report.as_ref().map_or(0, |report| report.waiting),
+        running: report.map(|report| report.running).unwrap_or_default(),
+        heartbeat_age: record.heartbeat_age(now),
         path: record.channel.as_ref().map(|channel| channel.path().clone()),
         last_error: record.last_error.clone(),
     }
@@ -125,12 +125,12 @@ pub(super) fn stuck(record: &RankRecord, now: Instant, options: &GroupOptions) -
         return None;
     }
     let silent = record.silence(now);
-    let running = record.report.as_ref().into_iter().flat_map(|report| &report.running);
+    let running = record.report().into_iter().flat_map(|report| report.running);
     // The rank's report is as old as its last heartbeat.
     let since = |ms: u64| Duration::from_millis(ms) + silent;
     let stillest = running.max_by_key(|call| call.still_ms);
-    let method = stillest.map(|call| call.method.clone());
-    let elapsed = stillest.map_or(Duration::ZERO, |call| since(call.elapsed_ms));
+    let method = stillest.as_ref().map(|call| call.method.clone());
+    let elapsed = stillest.as_ref().map_or(Duration::ZERO, |call| since(call.elapsed_ms));
     let (still, reason) = if silent > options.silence_max {
         (silent, StuckReason::NoHeartbeat)
     } else {
@@ -208,7 +208,7 @@ mod tests {
         let Some(StuckChange::Stuck(stuck)) = change else { panic!("{change:?}") };
         assert_eq!((stuck.method.as_deref(), stuck.still.as_secs()), (Some("train"), 301));
         assert_eq!(stuck_change(&mut record, later, &options), None);
-        let moving = last_heartbeat(later, &running(0)).report;
+        let moving = last_heartbeat(later, &running(0)).report();
         record.probed(moving, later, &options);
         assert_eq!(stuck_change(&mut record, later, &options), Some(StuckChange::Moves));
         assert_eq!(stuck_change(&mut record, later, &options), None);

@@ -125,10 +125,14 @@ impl MemoryWatch {
     /// Returns the kill, if the process ended as one that was killed, and the kernel has killed a process of the group since the start. A kill explains one end,
     /// so that the next process of the group that anybody kills is not the kernel's.
     pub(crate) fn explains(&self, status: ExitStatus) -> Option<MemoryKill> {
+        const EXPLAINED_MAX: usize = 1024;
         static EXPLAINED: Mutex<BTreeMap<PathBuf, u64>> = Mutex::new(BTreeMap::new());
         let is_killed = status.signal() == Some(Signal::KILL.as_raw()) || status.code() == Some(KILLED_BELOW);
         let kills = self.group.kills().filter(|_| is_killed)?;
         let mut explained = EXPLAINED.lock().unwrap_or_else(PoisonError::into_inner);
+        if explained.len() >= EXPLAINED_MAX {
+            explained.retain(|path, _| path.exists());
+        }
         let known = explained.entry(self.group.path.clone()).or_default();
         let before = self.kills.max(*known);
         if kills <= before {

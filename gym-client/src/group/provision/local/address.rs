@@ -10,7 +10,7 @@ use std::sync::Arc;
 use gym_core::base::{is_out_of_descriptors, temporary_folder};
 use gym_core::group::Rank;
 use gym_core::transport::{ListenOptions, Listener, TransportPolicy};
-use gym_core::{Code, Error, Execution, Handler, Incarnation, Result};
+use gym_core::{Code, Error, Handler, Incarnation, Result};
 use serde::{Deserialize, Serialize};
 
 use crate::transport::Transports;
@@ -36,8 +36,6 @@ impl ListenAddresses {
     /// another transport first need a host.
     pub(crate) fn open(host: Option<&str>, transports: &Transports) -> Result<Self> {
         let needs_host = !transports.meets_over().is_empty();
-        let allowed = transports.known().into_iter().filter(|transport| transports.policy().allows(*transport));
-        let transports = allowed.map(|transport| transport.as_str().to_owned()).collect();
         let host = host.or(needs_host.then_some("127.0.0.1")).map(str::to_owned);
         let directory = if host.is_some() {
             None
@@ -45,7 +43,7 @@ impl ListenAddresses {
             let parent = temporary_folder(PARENT_BYTES_MAX);
             Some(SocketDirectory::create(&parent).map_err(|error| no_folder(&parent, error))?)
         };
-        Ok(Self { transports, host, directory })
+        Ok(Self { transports: allowed_names(transports), host, directory })
     }
 
     /// Returns the address of an incarnation. Each incarnation has its own, so that a caller of an old one cannot reach a new one.
@@ -59,10 +57,8 @@ impl ListenAddress {
     /// Returns the address at which the same worker listens for heartbeats: over the transports that need no configuration.
     pub(crate) fn for_control(&self, transports: &Transports) -> Self {
         let transports = transports.clone().with_policy(TransportPolicy::unconfigured());
-        let allowed = transports.known().into_iter().filter(|transport| transports.policy().allows(*transport));
-        let names = allowed.map(|transport| transport.as_str().to_owned()).collect();
         let socket = self.socket.as_ref().map(|socket| socket.with_added_extension(CONTROL_EXTENSION));
-        Self { transports: names, host: self.host.clone(), socket }
+        Self { transports: allowed_names(&transports), host: self.host.clone(), socket }
     }
 
     /// Listens at this address over the transports of this program. Returns the handler to serve: `handler`, or `handler` behind
@@ -85,6 +81,11 @@ impl ListenAddress {
     }
 }
 
+fn allowed_names(transports: &Transports) -> Vec<String> {
+    let allowed = transports.known().into_iter().filter(|transport| transports.policy().allows(*transport));
+    allowed.map(|transport| transport.as_str().to_owned()).collect()
+}
+
 /// A directory that only this user can enter. Dropping it removes it with its contents. If a controller was killed, the next one
 /// removes its directory. The lock was released with the process, even if the process ID is reused or has another namespace.
 #[derive(Debug)]
@@ -95,14 +96,16 @@ pub(crate) struct SocketDirectory {
 }
 
 fn no_folder(parent: &Path, error: io::Error) -> Error {
-    let error_of = |text: &str| Error::new(Code::ResourceExhausted, Execution::NotStarted, text.to_owned());
-    let text = match is_out_of_descriptors(&error) {
-        true => error_of("too many open files\n  fix: raise the limit (`ulimit -n`)"),
+    let refusal = match is_out_of_descriptors(&error) {
+        true => {
+            let text = "too many open files\n  fix: raise the limit (`ulimit -n`)";
+            Error::not_started(Code::ResourceExhausted, text)
+        }
         false => Error::internal(
             "no folder for the workers' sockets can be made here\n  fix: set TMPDIR to a folder that can be written to",
         ),
     };
-    text.about(parent.display().to_string()).caused_by(error)
+    refusal.about(parent.display().to_string()).caused_by(error)
 }
 
 /// Prefix of the names of such directories.
