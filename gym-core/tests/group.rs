@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use async_trait::async_trait;
-use gym_core::group::{InProcessGroup, InProcessOptions, Rank, WorkerGroup};
+use gym_core::group::{InProcessGroup, InProcessOptions, Rank, WorkerGroupExt};
 use gym_core::testing::conformance::{
     GroupFixture, GroupSetup, ServedGroups, TestBlockingWorker, TestGroup, TestWorker, TestWorkerKind, group,
     group_rogues,
@@ -40,7 +40,7 @@ impl GroupFixture for InThisProcess {
 
 #[async_trait(?Send)]
 impl TestGroup for Started {
-    fn group(&self) -> Arc<dyn WorkerGroup> {
+    fn group(&self) -> Arc<dyn WorkerGroupExt> {
         Arc::clone(&self.0) as _
     }
 

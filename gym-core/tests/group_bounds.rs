@@ -8,10 +8,10 @@ use std::time::Duration;
 
 use futures_util::FutureExt;
 use futures_util::future::{BoxFuture, join_all};
-use gym_core::group::watch;
+use gym_core::base::watch;
 use gym_core::group::{
-    Balancer, Batch, Gate, GroupView, Handles, HostOptions, InProcessGroup, InProcessOptions, Method, Methods, Payload,
-    Permit, Rank, RankLayout, RankState, Worker, WorkerEnv, WorkerGroup, WorkerGroupExt, WorkerHost,
+    Balancer, Batch, CallSupport, Gate, GroupView, Handles, HostOptions, InProcessGroup, InProcessOptions, Method,
+    Methods, Payload, Permit, Rank, RankLayout, RankState, Worker, WorkerEnv, WorkerGroup, WorkerGroupExt, WorkerHost,
 };
 use gym_core::registry::Balance;
 use gym_core::transport::{Backend, ConnectOptions, Connector, InProcess, ListenOptions};
@@ -111,9 +111,11 @@ impl WorkerGroup for GatedGroup {
     fn view(&self) -> watch::Receiver<Arc<GroupView>> {
         self.0.view()
     }
+}
 
-    fn gate(&self) -> Option<Arc<dyn Gate>> {
-        Some(Arc::new(ClosedGate))
+impl WorkerGroupExt for GatedGroup {
+    fn call_support(&self) -> CallSupport {
+        CallSupport { gate: Some(Arc::new(ClosedGate)), ..CallSupport::default() }
     }
 }
 

@@ -4,10 +4,11 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use gym_core::base::watch;
 use gym_core::group::health::RetryBudgets;
 use gym_core::group::{
-    Balancer, Batch, Dispatch, Free, Gathered, GroupView, Handles, InProcessGroup, InProcessOptions, Member, Method,
-    Methods, Payload, Rank, RankLayout, Tensor, Worker, WorkerEnv, WorkerGroup, WorkerGroupExt, watch,
+    Balancer, Batch, Dispatch, Free, Gathered, GroupView, Handles, InProcessGroup, InProcessOptions, Method, Methods,
+    Payload, Rank, RankLayout, RankView, Tensor, Worker, WorkerEnv, WorkerGroup, WorkerGroupExt,
 };
 use gym_core::registry::Balance;
 use gym_core::testing::conformance::TestWorker;
@@ -284,7 +285,7 @@ struct Drained {
 impl Drained {
     fn of(group: Arc<InProcessGroup>, drained: &[Rank]) -> Arc<Self> {
         let members = group.view().borrow().members().to_vec();
-        let drains = |mut member: Member| {
+        let drains = |mut member: RankView| {
             member.draining = drained.contains(&member.rank);
             member
         };
@@ -306,6 +307,8 @@ impl WorkerGroup for Drained {
         self.view.subscribe()
     }
 }
+
+impl WorkerGroupExt for Drained {}
 
 #[tokio::test]
 async fn ranks_whose_node_is_taken_away_are_the_last_choice_of_balanced_calls() {
@@ -428,10 +431,10 @@ async fn failed_calls_are_made_again_within_their_budget() {
 #[tokio::test]
 async fn weights_that_do_not_fit_the_ranks_and_affinity_without_sessions_are_refused() {
     let group = line(2).await;
-    let refused = Balancer::new(Arc::clone(&group) as Arc<dyn WorkerGroup>, Balance::Affinity).unwrap_err();
+    let refused = Balancer::new(Arc::clone(&group) as Arc<dyn WorkerGroupExt>, Balance::Affinity).unwrap_err();
     assert!(refused.to_string().contains("`affinity` balances the replicas of a model"), "{refused}");
     for weights in [vec![1], vec![0, 0], vec![1, 2, 3]] {
-        let refused = Balancer::new(Arc::clone(&group) as Arc<dyn WorkerGroup>, Balance::Weighted(weights));
+        let refused = Balancer::new(Arc::clone(&group) as Arc<dyn WorkerGroupExt>, Balance::Weighted(weights));
         assert_eq!(refused.unwrap_err().code(), Code::InvalidArgument);
     }
 }

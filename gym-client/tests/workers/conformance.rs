@@ -7,7 +7,7 @@ use gym_client::Transports;
 use gym_client::group::{Group, GroupOptions};
 use gym_client::group::{LaunchSpec, Provisioner, RankPlace};
 use gym_core::CallContext;
-use gym_core::group::{Rank, WorkerGroup};
+use gym_core::group::{Rank, WorkerGroupExt};
 use gym_core::testing::conformance::{GroupFixture, GroupSetup, TestGroup, TestWorkerKind, group};
 use gym_core::transport::TransportPolicy;
 
@@ -59,7 +59,7 @@ impl GroupFixture for Provisioned {
 
 #[async_trait(?Send)]
 impl TestGroup for Started {
-    fn group(&self) -> Arc<dyn WorkerGroup> {
+    fn group(&self) -> Arc<dyn WorkerGroupExt> {
         Arc::clone(&self.0) as _
     }
 

@@ -50,7 +50,7 @@ pub(crate) async fn tied_ranks_end_and_come_back_together() {
         let mut view = group.view();
         group.kill(3).await.expect("it lives");
         let healthy = |life: u64| {
-            move |member: &gym_core::group::Member| member.incarnation.0 == life && member.state == RankState::Healthy
+            move |member: &gym_core::group::RankView| member.incarnation.0 == life && member.state == RankState::Healthy
         };
         loop {
             timeout(LONG, view.changed()).await.expect("in time").expect("supervised");

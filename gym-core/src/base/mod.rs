@@ -8,6 +8,7 @@ pub(crate) mod in_flight;
 pub(crate) mod machine;
 pub(crate) mod progress;
 pub mod stall;
+pub mod watch;
 pub(crate) mod world;
 
 pub use cancel::{CancelOnDrop, CancelToken, Cancelled};

@@ -38,7 +38,6 @@
 //! | [`health`] | the state machine of ranks and replicas, failure classes, retry budgets |
 //! | [`cluster`] | placement of bundles and ranks on nodes |
 //! | [`train`] | advantages and message logs of a training step |
-//! | [`watch`] | a value that receivers watch, such as the view of a group |
 //! | [`prelude`] | the names that most programs need |
 //!
 //! `gym_client::group` starts groups in worker processes, supervises them and restarts their ranks.
@@ -49,8 +48,9 @@ pub mod cluster;
 pub mod health;
 pub mod layout;
 pub mod prelude;
+mod state;
 pub mod train;
-pub mod watch;
+mod view;
 pub mod worker;
 
 pub use batch::tensor::{DType, Element, Scalar, Tensor};
@@ -59,16 +59,14 @@ pub use batch::{
     MicroBatches, MicrobatchOrder, Offsets, Packed, Padding, Payload, Ragged, RowShape, Segment, SegmentId,
     SegmentSchema, SequencePacking, Sharded, Sharding, Side, Uneven,
 };
-#[doc(hidden)]
-pub use call::{Backlog, Gate, Permit, RankMonitor};
 pub use call::{
-    Balancer, BatchOptions, ExitCause, FailureKind, Gathered, GroupCall, GroupError, GroupView, InProcessGroup,
-    InProcessOptions, ItemError, Member, Pending, RankExit, RankOutcome, RankReply, Submitted, WorkerGroup,
-    WorkerGroupExt,
+    Backlog, Balancer, BatchOptions, CallSupport, FailureKind, Gate, Gathered, GroupCall, GroupError, InProcessGroup,
+    InProcessOptions, ItemError, Pending, Permit, RankMonitor, RankOutcome, RankReply, Submitted, WorkerGroupExt,
 };
-pub use health::RankState;
 pub use layout::dispatch::{Assignment, Dispatch, Free, PlanError};
 pub use layout::{Axis, LayoutError, Parallelism, RANKS_MAX, REPLICATED_AXES, Rank, RankLayout, SubLayout};
+pub use state::RankState;
+pub use view::{ExitCause, GroupView, RankExit, RankView, WorkerGroup};
 pub use worker::host::{
     CONTROL_ROUTE, HostOptions, REPLY_METADATA, REPLY_NONE, RunningCall, STATUS_ROUTE, WorkerHost, WorkerStatus,
 };

@@ -4,10 +4,10 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use crate::base::error::{Code, Error, Result};
-use crate::group::call::{ExitCause, InProcessGroup, Member, RankExit};
-use crate::group::health::RankState;
+use crate::group::call::InProcessGroup;
 use crate::group::layout::Rank;
 use crate::group::worker::Worker;
+use crate::group::{ExitCause, RankExit, RankState, RankView};
 use crate::message::Incarnation;
 
 impl InProcessGroup {
@@ -43,12 +43,12 @@ impl InProcessGroup {
                     *known = running;
                 }
                 let exit = self.view.borrow().member(rank).and_then(|member| member.exit.clone());
-                self.change(Member { exit, ..member });
+                self.change(RankView { exit, ..member });
                 Ok(())
             }
             Err(error) => {
                 let exit = RankExit::new(incarnation, ExitCause::StartFailed);
-                self.change(Member::starting(rank, incarnation).in_state(RankState::Dead).ended(exit));
+                self.change(RankView::starting(rank, incarnation).in_state(RankState::Dead).ended(exit));
                 Err(error)
             }
         }
@@ -67,7 +67,7 @@ impl InProcessGroup {
             if !self.has_stopped(rank) {
                 let incarnation = running.host.env().incarnation;
                 let exit = RankExit::new(incarnation, ExitCause::Died);
-                self.change(Member::starting(rank, incarnation).in_state(state).ended(exit));
+                self.change(RankView::starting(rank, incarnation).in_state(state).ended(exit));
             }
             (running.host.clone(), running.closed.clone())
         };
@@ -88,7 +88,7 @@ impl InProcessGroup {
         self.view.borrow().member(rank).is_some_and(|member| member.state == RankState::Stopped)
     }
 
-    fn change(&self, member: Member) {
+    fn change(&self, member: RankView) {
         self.view.send_modify(|view| *view = Arc::new(view.with([member])));
     }
 }

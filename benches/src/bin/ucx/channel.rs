@@ -11,9 +11,9 @@ use gym_benches::worker::{Bencher, Ping};
 use gym_client::Transports;
 use gym_client::transport::http::HttpConfig;
 use gym_client::transport::http::http1::{HttpConnector, HttpListener, SCHEME as HTTP_SCHEME};
-use gym_core::group::watch;
+use gym_core::base::watch;
 use gym_core::group::{
-    GroupView, HostOptions, Member, RankLayout, RankState, WorkerEnv, WorkerGroup, WorkerGroupExt as _, WorkerHost,
+    GroupView, HostOptions, RankLayout, RankState, RankView, WorkerEnv, WorkerGroup, WorkerGroupExt, WorkerHost,
 };
 use gym_core::testing::figures::{Figures, RoundTrips, answering};
 use gym_core::transport::mux::ConnectionLimits;
@@ -110,6 +110,8 @@ impl WorkerGroup for Alone {
     }
 }
 
+impl WorkerGroupExt for Alone {}
+
 /// The answering process and its endpoints.
 pub(crate) struct Peer {
     child: Child,
@@ -183,7 +185,7 @@ impl Peer {
     /// 1,000 in flight.
     pub(crate) async fn group(&self, lasting: Duration) -> Result<(RoundTrips, f64)> {
         let channel = self.over_ucx().await?.channel().clone();
-        let member = Member::starting(0, Incarnation(1)).in_state(RankState::Healthy).reached_over(channel);
+        let member = RankView::starting(0, Incarnation(1)).in_state(RankState::Healthy).reached_over(channel);
         let view = watch::Sender::new(Arc::new(GroupView::new(1, vec![member])));
         let group = Alone { name: "bench".into(), layout: RankLayout::line(1)?, view };
         let context = CallContext::within(PATIENCE);

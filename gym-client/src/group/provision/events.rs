@@ -4,8 +4,8 @@ use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use futures_util::stream::{self, BoxStream, StreamExt};
+use gym_core::base::watch;
 use gym_core::group::cluster::NodeResources;
-use gym_core::group::watch;
 use gym_core::group::{Rank, RankExit};
 use gym_core::{Endpoint, Incarnation};
 use serde::{Deserialize, Serialize};

@@ -6,8 +6,10 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use futures_util::future::join_all;
-use gym_core::group::watch;
-use gym_core::group::{Backlog, Balancer, Gate, GroupView, Member, Rank, RankExit, RankLayout, RankState, WorkerGroup};
+use gym_core::base::watch;
+use gym_core::group::{
+    Balancer, CallSupport, GroupView, Rank, RankExit, RankLayout, RankState, RankView, WorkerGroup, WorkerGroupExt,
+};
 use gym_core::{CallContext, Code, Error, Execution, Incarnation, Result};
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::Instant;
@@ -44,7 +46,7 @@ pub struct Group {
 pub struct StartError {
     group: Arc<str>,
     cause: Error,
-    failed: Vec<Member>,
+    failed: Vec<RankView>,
 }
 
 impl Group {
@@ -124,7 +126,7 @@ impl Group {
     /// # Errors
     /// If a rank has ended and is not restarted, with the rank and its exit; if `cx` ends first.
     pub async fn ready(&self, cx: &CallContext) -> Result<(), StartError> {
-        let lost = |member: &&Member| match member.state {
+        let lost = |member: &&RankView| match member.state {
             RankState::Dead => !self.shared.options.restart_on_failure,
             RankState::Retired | RankState::Stopped => true,
             _ => false,
@@ -143,8 +145,8 @@ impl Group {
             Ok(view) => (Error::not_started(Code::Unavailable, "a rank ended and is not started again"), view),
             Err(error) => late(error),
         };
-        let unprepared = |member: &&Member| member.state != RankState::Healthy;
-        let failed: Vec<Member> = view.members().iter().filter(unprepared).cloned().collect();
+        let unprepared = |member: &&RankView| member.state != RankState::Healthy;
+        let failed: Vec<RankView> = view.members().iter().filter(unprepared).cloned().collect();
         if failed.is_empty() {
             return Ok(());
         }
@@ -291,7 +293,7 @@ impl Group {
     /// Waits as [`Group::ready`] does, except for the ranks in `except`.
     async fn settled(&self, cx: &CallContext, except: &[Rank]) -> Result<(), StartError> {
         let mut view = self.shared.view.subscribe();
-        let moving = |member: &Member| {
+        let moving = |member: &RankView| {
             !except.contains(&member.rank)
                 && matches!(member.state, RankState::Starting | RankState::Restarting | RankState::Stale)
         };
@@ -331,7 +333,7 @@ impl Group {
     /// `InvalidArgument` if there is not one weight for each rank.
     pub fn balancer(self: &Arc<Self>) -> Result<Balancer> {
         let balance = self.shared.options.balance.clone().unwrap_or_default();
-        Balancer::new(Arc::clone(self) as Arc<dyn WorkerGroup>, balance)
+        Balancer::new(Arc::clone(self) as Arc<dyn WorkerGroupExt>, balance)
     }
 
     /// Returns the status of each rank, in rank order. Never waits for a rank.
@@ -433,13 +435,11 @@ impl WorkerGroup for Group {
     fn view(&self) -> watch::Receiver<Arc<GroupView>> {
         self.shared.view.subscribe()
     }
+}
 
-    fn gate(&self) -> Option<Arc<dyn Gate>> {
-        self.shared.gate.clone()
-    }
-
-    fn backlog(&self) -> Option<&Arc<Backlog>> {
-        self.shared.backlog.as_ref()
+impl WorkerGroupExt for Group {
+    fn call_support(&self) -> CallSupport {
+        self.shared.support.clone()
     }
 }
 

@@ -5,6 +5,7 @@ mod metrics;
 mod options;
 mod record;
 mod registration;
+mod reports;
 mod status;
 mod subset;
 mod supervisor;

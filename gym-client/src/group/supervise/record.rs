@@ -1,15 +1,16 @@
 //! The supervisor's record of one rank over all its incarnations, and of the ranks that are tied to it. Uses no tasks or processes.
 
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use gym_core::group::health::{HealthEvent, RankHealth};
-use gym_core::group::{ExitCause, Member, Rank, RankExit, RankMonitor, RankState, WorkerStatus};
+use gym_core::group::{ExitCause, Rank, RankExit, RankState, RankView, WorkerStatus};
 use gym_core::{Channel, Incarnation};
 use tokio::time::Instant;
 
 use crate::group::provision::RankPlace;
 use crate::group::supervise::options::GroupOptions;
+use crate::group::supervise::reports::RankReports;
 
 /// The record of one rank.
 #[derive(Debug)]
@@ -35,46 +36,14 @@ pub(crate) struct RankRecord {
     healthy_since: Option<Instant>,
     /// The time of the last loss of a node that used a restart.
     node_loss: Option<Instant>,
-    /// Shared with the errors of calls, which read it without the record.
-    reported: Arc<LastReport>,
+    /// Shared with the errors of calls, which read them without the record.
+    reports: Arc<RankReports>,
     /// `true` if the log says that the rank is stuck.
     pub(crate) stuck: bool,
     pub(crate) probing: bool,
     pub(crate) memory_high: bool,
     /// `true` once the node of this incarnation is about to be taken away.
     pub(crate) draining: bool,
-}
-
-/// The last heartbeat of a rank's current incarnation, and its process on this machine, shared with the views of its group.
-#[derive(Debug, Default)]
-struct LastReport {
-    /// The status is known from the first probe on.
-    heartbeat: Mutex<Option<(Instant, Option<WorkerStatus>)>>,
-    pid: OnceLock<u32>,
-}
-
-impl LastReport {
-    fn lock(&self) -> MutexGuard<'_, Option<(Instant, Option<WorkerStatus>)>> {
-        self.heartbeat.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-impl RankMonitor for LastReport {
-    fn last_status(&self) -> Option<(WorkerStatus, Duration)> {
-        self.lock().as_ref().and_then(|(at, status)| Some((status.clone()?, at.elapsed())))
-    }
-
-    fn silent_for(&self) -> Option<Duration> {
-        self.lock().as_ref().map(|(at, _)| at.elapsed())
-    }
-
-    fn pid(&self) -> Option<u32> {
-        self.pid.get().copied()
-    }
-
-    fn restart(&self) -> Option<&'static str> {
-        Some("`group.restart_workers(cx, error.unanswered())`")
-    }
 }
 
 /// The state of the preparation (`on_restart`) that a restarted rank needs before it serves.
@@ -111,7 +80,7 @@ impl RankRecord {
             streak: 0,
             healthy_since: None,
             node_loss: None,
-            reported: Arc::default(),
+            reports: Arc::default(),
             stuck: false,
             probing: false,
             memory_high: false,
@@ -194,7 +163,7 @@ impl RankRecord {
     pub(crate) fn reached(&mut self, channel: Channel, control: Channel, now: Instant) {
         self.channel = Some(channel);
         self.control = Some(control);
-        *self.reported.lock() = Some((now, None));
+        self.reports.heard(self.incarnation, now, None);
     }
 
     /// Records the result of `on_restart`.
@@ -223,7 +192,7 @@ impl RankRecord {
         self.probing = false;
         let before = self.state();
         if let Some(report) = answer {
-            *self.reported.lock() = Some((now, Some(report)));
+            self.reports.heard(self.incarnation, now, Some(report));
             self.note(HealthEvent::Probed { ok: true }, options);
         } else if self.silence(now) > options.silence_max {
             self.note(HealthEvent::Probed { ok: false }, options);
@@ -235,21 +204,18 @@ impl RankRecord {
     pub(crate) fn started(&mut self, pid: Option<u32>) {
         self.pid = pid;
         if let (Some(pid), None) = (pid, &self.node_name) {
-            // An incarnation has one process.
-            let _ = self.reported.pid.set(pid);
+            self.reports.started(self.incarnation, pid);
         }
     }
 
     /// Moves the last heartbeat by a pause of this process, in which no rank was asked.
     pub(crate) fn forgive(&self, pause: Duration) {
-        if let Some((heartbeat, _)) = &mut *self.reported.lock() {
-            *heartbeat += pause;
-        }
+        self.reports.forgive(pause);
     }
 
     /// Returns the time since the last heartbeat, or since the connection; `None` for a rank that is not connected.
     pub(crate) fn heartbeat_age(&self, now: Instant) -> Option<Duration> {
-        self.reported.lock().as_ref().map(|(heartbeat, _)| now.duration_since(*heartbeat))
+        self.reports.last_heard().map(|heard| now.duration_since(heard))
     }
 
     /// Returns the time since the last heartbeat; zero for a rank that is not connected.
@@ -259,16 +225,19 @@ impl RankRecord {
 
     /// Returns what the last heartbeat told.
     pub(crate) fn report(&self) -> Option<WorkerStatus> {
-        self.reported.lock().as_ref().and_then(|(_, status)| status.clone())
+        self.reports.status()
     }
 
-    pub(crate) fn member(&self) -> Member {
-        let member = Member::starting(self.place.rank, self.incarnation).in_state(self.state());
+    pub(crate) fn reports(&self) -> Arc<RankReports> {
+        Arc::clone(&self.reports)
+    }
+
+    pub(crate) fn member(&self) -> RankView {
+        let member = RankView::starting(self.place.rank, self.incarnation).in_state(self.state());
         let mut member = match (&self.channel, &self.control) {
             (Some(channel), Some(control)) => member.reached_over(channel.clone()).asked_over(control.clone()),
             _ => member,
-        }
-        .monitored_by(Arc::clone(&self.reported) as _);
+        };
         member.exit.clone_from(&self.exit);
         member.draining = self.draining;
         member
@@ -278,8 +247,7 @@ impl RankRecord {
         (self.channel, self.control, self.pid) = (None, None, None);
         (self.probing, self.memory_high, self.preparation) = (false, false, RestartPreparation::Pending);
         (self.kill_reason, self.stuck, self.draining) = (None, false, false);
-        // Replaced, not cleared: the views of this incarnation, and the errors of its calls, keep its last report.
-        self.reported = Arc::default();
+        self.reports.ended();
     }
 }
 
@@ -348,7 +316,7 @@ pub(crate) fn serve_when_complete(
     rank: Rank,
     now: Instant,
     options: &GroupOptions,
-) -> Vec<Member> {
+) -> Vec<RankView> {
     let all = |records: &mut [RankRecord], is: fn(&RankRecord) -> bool| tied(records, rank).all(|record| is(record));
     let waits = |record: &RankRecord| matches!(record.state(), RankState::Starting | RankState::Restarting);
     if all(records, |record| record.state() == RankState::Stale && record.preparation == RestartPreparation::Done) {
@@ -532,7 +500,7 @@ mod tests {
         let options = GroupOptions::new(Transports::new());
         let (mut record, now) = (record(), Instant::now());
         record.serve(now, &options);
-        *record.reported.lock() = Some((now, None));
+        record.reports.heard(record.incarnation, now, None);
         assert!(!record.probed(None, now + options.silence_max, &options), "not yet");
         assert!(record.probed(None, now + options.silence_max * 2, &options));
         assert_eq!(record.state(), RankState::Suspect);

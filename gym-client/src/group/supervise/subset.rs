@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use gym_core::Result;
-use gym_core::group::watch;
-use gym_core::group::{Gate, GroupView, Member, RankLayout, RankState, WorkerGroup};
+use gym_core::base::watch;
+use gym_core::group::{CallSupport, GroupView, RankLayout, RankState, RankView, WorkerGroup, WorkerGroupExt};
 
 /// A group of some ranks of another group. The ranks are called in any state.
 #[derive(Debug)]
@@ -12,17 +12,17 @@ pub(crate) struct RankSubset {
     name: Arc<str>,
     layout: RankLayout,
     view: watch::Sender<Arc<GroupView>>,
-    gate: Option<Arc<dyn Gate>>,
+    support: CallSupport,
 }
 
 impl RankSubset {
-    /// Creates the subset; `gate` is the gate of the other group.
-    pub(crate) fn of(name: Arc<str>, members: Vec<Member>, gate: Option<Arc<dyn Gate>>) -> Result<Self> {
+    /// Creates the subset; `support` is that of the other group.
+    pub(crate) fn of(name: Arc<str>, members: Vec<RankView>, support: CallSupport) -> Result<Self> {
         let ranks = members.iter().map(|member| member.rank).collect();
         let layout = RankLayout::from_ranks([("rank".to_owned(), members.len())], ranks)?;
         let members = members.into_iter().map(|member| member.in_state(RankState::Healthy)).collect();
         let view = GroupView::new(1, members);
-        Ok(Self { name, layout, view: watch::Sender::new(Arc::new(view)), gate })
+        Ok(Self { name, layout, view: watch::Sender::new(Arc::new(view)), support })
     }
 }
 
@@ -38,8 +38,10 @@ impl WorkerGroup for RankSubset {
     fn view(&self) -> watch::Receiver<Arc<GroupView>> {
         self.view.subscribe()
     }
+}
 
-    fn gate(&self) -> Option<Arc<dyn Gate>> {
-        self.gate.clone()
+impl WorkerGroupExt for RankSubset {
+    fn call_support(&self) -> CallSupport {
+        self.support.clone()
     }
 }

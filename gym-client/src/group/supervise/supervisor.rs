@@ -7,10 +7,10 @@ use std::time::Duration;
 
 use futures_util::stream::BoxStream;
 use futures_util::{FutureExt, StreamExt};
+use gym_core::base::watch;
 use gym_core::group::health::HealthEvent;
-use gym_core::group::watch;
 use gym_core::group::{
-    Backlog, CONTROL_ROUTE, ExitCause, Gate, GroupView, Rank, RankExit, RankState, RunningCall, STATUS_ROUTE,
+    CONTROL_ROUTE, CallSupport, ExitCause, Gate, GroupView, Rank, RankExit, RankState, RunningCall, STATUS_ROUTE,
     WorkerStatus,
 };
 use gym_core::transport::{ConnectOptions, TransportPolicy};
@@ -23,6 +23,7 @@ use crate::group::provision::deployment::Deployment;
 use crate::group::provision::events::RankEvent;
 use crate::group::supervise::options::GroupOptions;
 use crate::group::supervise::record::{self, AfterExit, RankRecord};
+use crate::group::supervise::reports::GroupReports;
 use crate::group::supervise::status::{self, StuckChange, StuckRank};
 use crate::group::supervise::subset::RankSubset;
 use crate::transport::Transports;
@@ -48,10 +49,7 @@ pub(super) struct GroupState {
     pub(super) options: GroupOptions,
     pub(super) deployment: Arc<dyn Deployment>,
     pub(super) view: watch::Sender<Arc<GroupView>>,
-    /// Admits the calls of the group.
-    pub(super) gate: Option<Arc<dyn Gate>>,
-    /// The submitted calls of a group with `async_communication`.
-    pub(super) backlog: Option<Arc<Backlog>>,
+    pub(super) support: CallSupport,
     /// The records in rank order, from 0.
     records: Mutex<Vec<RankRecord>>,
 }
@@ -80,8 +78,10 @@ impl GroupState {
     ) -> Self {
         let members = records.iter().map(RankRecord::member).collect();
         let view = watch::Sender::new(Arc::new(GroupView::new(1, members)));
+        let reports = GroupReports(records.iter().map(RankRecord::reports).collect());
         let backlog = options.async_communication.then(Arc::default);
-        Self { name, options, deployment, view, gate, backlog, records: Mutex::new(records) }
+        let support = CallSupport { gate, backlog, monitor: Some(Arc::new(reports)) };
+        Self { name, options, deployment, view, support, records: Mutex::new(records) }
     }
 
     pub(super) fn records(&self) -> MutexGuard<'_, Vec<RankRecord>> {
@@ -428,7 +428,8 @@ impl GroupSupervisor {
         }
         let lives = unprepared.iter().map(|member| (member.rank, member.incarnation)).collect();
         // In one call, because the ranks may run a collective in it.
-        let subset = RankSubset::of(Arc::clone(&self.shared.name), unprepared, self.shared.gate.clone());
+        let support = CallSupport { backlog: None, ..self.shared.support.clone() };
+        let subset = RankSubset::of(Arc::clone(&self.shared.name), unprepared, support);
         let within = self.shared.options.prepare_timeout;
         let preparing = async move { on_restart(subset?, CallContext::within(within)).await.map_err(Error::from) };
         self.spawn(preparing, |prepared| JobResult::Prepared(lives, prepared));

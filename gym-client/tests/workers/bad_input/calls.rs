@@ -6,7 +6,7 @@ use std::time::Duration;
 use futures_util::future::join_all;
 use gym_client::group::Group;
 use gym_core::CallContext;
-use gym_core::group::{Balancer, Batch, Dispatch, Method, RankState, Tensor, WorkerGroup, WorkerGroupExt};
+use gym_core::group::{Balancer, Batch, Dispatch, Method, RankState, Tensor, WorkerGroupExt};
 use gym_core::registry::Balance;
 use rustix::process::Signal;
 
@@ -158,7 +158,7 @@ fn wrong_calls() -> Vec<Case> {
             Box::pin(async move {
                 let group =
                     fixture.start(&super::super::local(), fixture.spec("obedient"), super::super::options()).await;
-                let group: Arc<dyn WorkerGroup> = Arc::new(group.expect("starts"));
+                let group: Arc<dyn WorkerGroupExt> = Arc::new(group.expect("starts"));
                 Got::refused(Balancer::new(group, Balance::Weighted(vec![1])))
             })
         }),

@@ -8,19 +8,21 @@ use std::pin::pin;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use crate::group::watch;
+use crate::base::watch;
 use futures_util::FutureExt;
 use futures_util::stream::{FuturesUnordered, StreamExt};
 use tokio::sync::Notify;
 
 use crate::base::error::{Code, Error, Execution, Result};
 use crate::group::batch::{Batch, Payload};
-use crate::group::call::{GroupError, GroupView, Member, WorkerGroup, WorkerGroupExt};
+use crate::group::call::{GroupError, WorkerGroupExt};
 use crate::group::health::{
-    Disposition, FailureOrigin, Fleet, HealthEvent, HealthPolicy, RankState, Replica, RetryBudget, RetryBudgets,
+    Disposition, FailureOrigin, Fleet, HealthEvent, HealthPolicy, Replica, RetryBudget, RetryBudgets,
 };
 use crate::group::layout::Rank;
 use crate::group::layout::dispatch::Dispatch;
+use crate::group::state::RankState;
+use crate::group::view::{GroupView, RankView};
 use crate::group::worker::Method;
 use crate::message::{CallContext, Incarnation};
 use crate::registry::{Balance, Picker};
@@ -36,9 +38,9 @@ pub use batched::{BatchOptions, ItemError};
 /// disconnects or misses the deadline, even if it still answers status requests. The other ranks get its calls. If all ranks are
 /// ejected, they are called nevertheless.
 ///
-/// A rank whose node is about to be taken away ([`Member::draining`]) is called only if there is no other.
+/// A rank whose node is about to be taken away ([`RankView::draining`]) is called only if there is no other.
 pub struct Balancer {
-    group: Arc<dyn WorkerGroup>,
+    group: Arc<dyn WorkerGroupExt>,
     picker: Picker,
     again: Option<RetryBudgets>,
     observed: Mutex<ObservedHealth>,
@@ -60,7 +62,7 @@ impl Balancer {
     /// # Errors
     /// `InvalidArgument` if there is not one weight for each rank, or if none is above 0. Also for [`Balance::Affinity`]: the calls
     /// of a group have no session.
-    pub fn new(group: Arc<dyn WorkerGroup>, balance: Balance) -> Result<Self> {
+    pub fn new(group: Arc<dyn WorkerGroupExt>, balance: Balance) -> Result<Self> {
         if balance == Balance::Affinity {
             return Err(Error::invalid(
                 "`affinity` balances the replicas of a model, and calls of a worker group have no session; use least_pending",
@@ -262,12 +264,12 @@ impl Balancer {
         Ok(index.ok().map(in_flight))
     }
 
-    fn is_open(&self, index: usize, members: &[Member]) -> bool {
+    fn is_open(&self, index: usize, members: &[RankView]) -> bool {
         let healthy = members.get(index).is_some_and(|member| member.state == RankState::Healthy);
         healthy && self.picker.balance().chooses(index)
     }
 
-    fn none_open(&self, members: &[Member]) -> Error {
+    fn none_open(&self, members: &[RankView]) -> Error {
         let healthy = members.iter().filter(|member| member.state == RankState::Healthy);
         let healthy: Vec<Rank> = healthy.map(|member| member.rank).collect();
         let why = match healthy.is_empty() {

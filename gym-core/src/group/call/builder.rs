@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
-use crate::group::watch;
+use crate::base::watch;
 use futures_util::future::BoxFuture;
 use smallvec::SmallVec;
 use tokio::sync::oneshot;
@@ -17,10 +17,13 @@ use tokio::time::Instant;
 use crate::base::error::{Code, Error, Execution, Result};
 use crate::group::batch::{Batch, Payload, Uneven, json};
 use crate::group::call::gather::{CallResult, RankCall, Terms, gather, take_single};
+use crate::group::call::monitor::RankMonitor;
+use crate::group::call::reach::open;
 use crate::group::call::single::SingleRankCall;
-use crate::group::call::{Backlog, Gate, Gathered, GroupError, GroupView, RankOutcome, WorkerGroup};
+use crate::group::call::{Backlog, CallSupport, Gathered, GroupError, RankOutcome, WorkerGroupExt};
 use crate::group::layout::dispatch::{Assignment, Dispatch};
 use crate::group::layout::{Rank, RankLayout};
+use crate::group::view::GroupView;
 use crate::group::worker::{Method, write};
 use crate::message::Message;
 use crate::message::{CallContext, DEFAULT_DEADLINE};
@@ -32,8 +35,7 @@ pub struct GroupCall<'g, M: Method> {
     group: Arc<str>,
     layout: &'g RankLayout,
     view: watch::Receiver<Arc<GroupView>>,
-    gate: Option<Arc<dyn Gate>>,
-    backlog: Option<Arc<Backlog>>,
+    support: CallSupport,
     args: Args<M::Args>,
     batch: Batch,
     dispatch: Dispatch,
@@ -50,21 +52,20 @@ enum Args<A> {
 }
 
 impl<'g, M: Method> GroupCall<'g, M> {
-    pub(crate) fn same<G: WorkerGroup + ?Sized>(group: &'g G, method: M, args: M::Args) -> Self {
+    pub(crate) fn same<G: WorkerGroupExt + ?Sized>(group: &'g G, method: M, args: M::Args) -> Self {
         Self::new(group, method, Args::Same(args))
     }
 
-    pub(crate) fn each<G: WorkerGroup + ?Sized>(group: &'g G, method: M, args: Vec<M::Args>) -> Self {
+    pub(crate) fn each<G: WorkerGroupExt + ?Sized>(group: &'g G, method: M, args: Vec<M::Args>) -> Self {
         Self::new(group, method, Args::Each(args))
     }
 
-    fn new<G: WorkerGroup + ?Sized>(group: &'g G, method: M, args: Args<M::Args>) -> Self {
+    fn new<G: WorkerGroupExt + ?Sized>(group: &'g G, method: M, args: Args<M::Args>) -> Self {
         Self {
             group: Arc::clone(group.name()),
             layout: group.layout(),
             view: group.view(),
-            gate: group.gate(),
-            backlog: group.backlog().cloned(),
+            support: group.call_support(),
             args,
             batch: Batch::empty(),
             dispatch: Dispatch::all(),
@@ -118,7 +119,7 @@ impl<'g, M: Method> GroupCall<'g, M> {
     /// # Errors
     /// The error of the call, if it fails before every transport has accepted its request.
     pub async fn start(mut self) -> Result<Pending<M>, GroupError> {
-        let (mut parts, gate) = (SmallVec::new(), self.gate.take());
+        let (mut parts, gate) = (SmallVec::new(), self.support.gate.take());
         let mut terms = self.plan(&mut parts)?;
         if let Some(part) = take_single(&mut parts, gate.is_none()) {
             // The caller reads the reply: a task for each of a thousand calls costs as much as the call.
@@ -149,8 +150,8 @@ impl<'g, M: Method> GroupCall<'g, M> {
     ///
     /// Results and order are the same in both cases. Must be called within a tokio runtime.
     pub fn submit(mut self) -> Submitted<M> {
-        let Some(backlog) = self.backlog.take() else { return Submitted(Submission::Lazy(self.into_future())) };
-        let (mut parts, gate, group) = (SmallVec::new(), self.gate.take(), Arc::clone(&self.group));
+        let Some(backlog) = self.support.backlog.take() else { return Submitted(Submission::Lazy(self.into_future())) };
+        let (mut parts, gate, group) = (SmallVec::new(), self.support.gate.take(), Arc::clone(&self.group));
         let (result, received) = oneshot::channel();
         let submitted = Submitted(Submission::Running(received, Arc::clone(&backlog)));
         // Planned here, so that the call goes to the ranks that the group has now.
@@ -182,7 +183,7 @@ impl<'g, M: Method> GroupCall<'g, M> {
     }
 
     fn plan(mut self, parts: &mut SmallVec<[RankCall; 1]>) -> Result<Terms, GroupError> {
-        let group = self.group;
+        let (group, monitor) = (self.group, self.support.monitor);
         let view = Arc::clone(&self.view.borrow_and_update());
         let refuse = |error: Error| GroupError::new::<M>(&group, error, None, Vec::new());
         let now = Instant::now();
@@ -201,9 +202,11 @@ impl<'g, M: Method> GroupCall<'g, M> {
         for (index, assignment) in assignments.iter().enumerate() {
             let (rank, member) = (assignment.rank, view.member(assignment.rank));
             let member = member.ok_or_else(|| refuse(Error::invalid(format!("the group has no rank {rank}"))))?;
-            let channel = match member.open() {
+            let channel = match open(member, monitor.as_deref()) {
                 Ok(channel) => channel.clone(),
-                Err(error) => return Err(closed::<M>(&group, &view, &assignments, rank, &error)),
+                Err(error) => {
+                    return Err(closed::<M>(&group, &view, monitor.as_deref(), &assignments, (rank, &error)));
+                }
             };
             let batch = match assignment.shard {
                 _ if assignment.dummy => Batch::empty(),
@@ -216,7 +219,7 @@ impl<'g, M: Method> GroupCall<'g, M> {
             let shard = assignment.collect.then(|| assignment.shard.unwrap_or(index));
             parts.push(RankCall { rank, incarnation: member.incarnation, channel, message, shard });
         }
-        Ok(Terms { group, context, began: now, view: self.view })
+        Ok(Terms { group, context, began: now, view: self.view, monitor })
     }
 }
 
@@ -224,20 +227,20 @@ impl<'g, M: Method> GroupCall<'g, M> {
 fn closed<M: Method>(
     group: &str,
     view: &GroupView,
+    monitor: Option<&dyn RankMonitor>,
     assignments: &[Assignment],
-    first: Rank,
-    cause: &Error,
+    (first, cause): (Rank, &Error),
 ) -> GroupError {
     let outcomes = assignments.iter().filter_map(|assignment| {
         let member = view.member(assignment.rank)?;
-        let error = match member.open() {
+        let error = match open(member, monitor) {
             Err(error) => error,
             Ok(_) => Error::not_started(Code::Cancelled, format!("not called because rank {first} takes no calls")),
         };
         Some(RankOutcome::new(member.rank, member.incarnation, Err(error)).seen_in(view))
     });
     let cause = Error::not_started(cause.code(), cause.message().to_owned());
-    GroupError::new::<M>(group, cause, Some(first), outcomes.collect()).with_restart(view)
+    GroupError::new::<M>(group, cause, Some(first), outcomes.collect()).with_restart(monitor)
 }
 
 /// Arguments for one rank after another: serialized at most once if they are the same for all.
@@ -296,7 +299,7 @@ impl<'g, M: Method> IntoFuture for GroupCall<'g, M> {
     type IntoFuture = BoxFuture<'static, Self::Output>;
 
     fn into_future(mut self) -> Self::IntoFuture {
-        let (mut parts, gate) = (SmallVec::new(), self.gate.take());
+        let (mut parts, gate) = (SmallVec::new(), self.support.gate.take());
         let terms = self.plan(&mut parts);
         Box::pin(async move {
             let terms = terms?;

@@ -6,8 +6,10 @@ use std::sync::Arc;
 
 use crate::base::error::{Code, Error, Execution};
 use crate::group::batch::Payload;
-use crate::group::call::{ExitCause, GroupView, RankExit};
+use crate::group::call::monitor::RankMonitor;
+use crate::group::call::reach::is_silent;
 use crate::group::layout::Rank;
+use crate::group::view::{ExitCause, GroupView, RankExit};
 use crate::group::worker::Method;
 use crate::message::Incarnation;
 
@@ -85,7 +87,7 @@ impl RankOutcome {
         if code == Code::Unavailable {
             self.exit = member.exit.clone().filter(|exit| exit.incarnation == self.incarnation.0);
         }
-        self.silent = execution != Execution::Finished && member.is_silent(self.incarnation);
+        self.silent = execution != Execution::Finished && is_silent(member, self.incarnation);
         self
     }
 
@@ -167,11 +169,11 @@ impl GroupError {
         self
     }
 
-    /// Takes from the view of the group which call ends ranks that hang.
+    /// Takes from the monitor of the group which call ends ranks that hang.
     #[must_use]
-    pub(crate) fn with_restart(mut self, view: &GroupView) -> Self {
-        let restart = self.unanswered().find_map(|rank| view.member(rank)?.monitor.as_ref()?.restart());
-        self.0.restart = restart;
+    pub(crate) fn with_restart(mut self, monitor: Option<&dyn RankMonitor>) -> Self {
+        let hangs = self.unanswered().next().is_some();
+        self.0.restart = monitor.filter(|_| hangs).and_then(RankMonitor::restart);
         self
     }
 

@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use crate::group::watch;
+use crate::base::watch;
 use futures_util::FutureExt;
 use futures_util::stream::{FuturesUnordered, StreamExt};
 use smallvec::SmallVec;
@@ -22,9 +22,13 @@ use crate::base::error::{Code, Error, Execution, Result};
 use crate::base::waits::recorded;
 use crate::group::batch::{Batch, Payload};
 use crate::group::call::error::Answer;
+use crate::group::call::gate::Gate;
 use crate::group::call::gather::waiting::{RanksWait, TurnCheck};
-use crate::group::call::{Gate, GroupError, GroupView, RankOutcome};
+use crate::group::call::monitor::RankMonitor;
+use crate::group::call::reach::{may_answer, no_answer};
+use crate::group::call::{GroupError, RankOutcome};
 use crate::group::layout::Rank;
+use crate::group::view::GroupView;
 use crate::group::worker::host::{REPLY_METADATA, REPLY_NONE};
 use crate::group::worker::{Method, read, route};
 use crate::message::{CallContext, Incarnation};
@@ -56,6 +60,7 @@ pub(crate) struct Terms {
     /// The start of the call.
     pub(crate) began: Instant,
     pub(crate) view: watch::Receiver<Arc<GroupView>>,
+    pub(crate) monitor: Option<Arc<dyn RankMonitor>>,
 }
 
 /// The replies of a group call.
@@ -133,10 +138,11 @@ pub(crate) async fn gather<M: Method>(
     parts: SmallVec<[RankCall; 1]>,
     sent: Option<oneshot::Sender<()>>,
 ) -> CallResult<M> {
-    let Terms { group, context, began, view } = terms;
+    let Terms { group, context, began, view, monitor } = terms;
     let stages = Arc::new(Stages::new(parts.len(), sent));
     let slots = parts.iter().map(Slot::of).collect();
-    let mut call = Call::<M> { group, cancel: context.cancel.clone(), began, deadline: context.deadline, view, slots };
+    let (cancel, deadline) = (context.cancel.clone(), context.deadline);
+    let mut call = Call::<M> { group, cancel, began, deadline, view, monitor, slots };
     // The token of the ranks: if a rank fails, it cancels the others without cancelling the caller's token.
     let rank_cancel = context.cancel.child_token();
     // One permit for the whole call. Each part keeps a clone, so that the permit lasts until the last rank has replied.
@@ -154,7 +160,7 @@ pub(crate) async fn gather<M: Method>(
             }
         })
         .collect();
-    let (label, view) = (Arc::clone(&call.group), call.view.clone());
+    let (label, view, monitor) = (Arc::clone(&call.group), call.view.clone(), call.monitor.clone());
     let ranks: Vec<Rank> = call.slots.iter().map(|slot| slot.rank).collect();
     let wait = || {
         let turn = gate
@@ -167,6 +173,7 @@ pub(crate) async fn gather<M: Method>(
             ranks: ranks.clone(),
             stages: Some(Arc::clone(&stages)),
             turn,
+            monitor: monitor.clone(),
         };
         waiting::wait::<M>(&label, (context.trace.trace_id, context.deadline), ranks)
     };
@@ -302,6 +309,7 @@ pub(crate) struct Call<M: Method> {
     pub(crate) began: Instant,
     pub(crate) deadline: Instant,
     pub(crate) view: watch::Receiver<Arc<GroupView>>,
+    pub(crate) monitor: Option<Arc<dyn RankMonitor>>,
     pub(crate) slots: Vec<Slot<M::Reply>>,
 }
 
@@ -319,22 +327,6 @@ pub(crate) fn ended_by(error: &Error, index: usize, cancel: &CancelToken) -> End
         (Code::DeadlineExceeded, Execution::Unknown | Execution::NotStarted) => DEADLINE_PASSED,
         _ => (Some(index), None),
     }
-}
-
-/// Returns `true` if this incarnation of the rank can still reply.
-pub(crate) fn may_answer(view: &GroupView, rank: Rank, incarnation: Incarnation) -> bool {
-    view.member(rank).is_some_and(|member| member.may_answer(incarnation))
-}
-
-/// Returns the error of a rank that can no longer reply.
-pub(crate) fn no_answer(view: &GroupView, rank: Rank, incarnation: Incarnation) -> Error {
-    let now = match view.member(rank) {
-        None => "gone",
-        Some(member) if member.is_silent(incarnation) => return Error::unknown(Code::Unavailable, member.silence()),
-        Some(member) if member.incarnation == incarnation => member.state.as_str(),
-        Some(_) => "replaced",
-    };
-    Error::unknown(Code::Unavailable, format!("the rank is {now}; it has not answered"))
 }
 
 impl<M: Method> Call<M> {
@@ -382,7 +374,7 @@ impl<M: Method> Call<M> {
         let view = Arc::clone(&self.view.borrow_and_update());
         let mut waiting = self.slots.iter_mut().enumerate().filter(|(_, slot)| slot.answer.is_none());
         let (index, slot) = waiting.find(|(_, slot)| !may_answer(&view, slot.rank, slot.incarnation))?;
-        let error = no_answer(&view, slot.rank, slot.incarnation);
+        let error = no_answer(&view, slot.rank, slot.incarnation, self.monitor.as_deref());
         slot.answer = Some(Err(error.with_execution(stages.execution(index))));
         Some(index)
     }
@@ -413,7 +405,7 @@ impl<M: Method> Call<M> {
             (None, None) => (Code::Internal, "ended without a cause".to_owned()),
         };
         let late = (code == Code::DeadlineExceeded && first.is_none()).then(|| self.began.elapsed());
-        let view = Arc::clone(&self.view.borrow());
+        let monitor = self.monitor.clone();
         for (index, slot) in self.slots.iter_mut().enumerate() {
             // Hosts enforce the deadline too, and may report it first.
             let execution = match &slot.answer {
@@ -422,7 +414,7 @@ impl<M: Method> Call<M> {
                 Some(_) => continue,
             };
             let text = match late {
-                Some(waited) if execution == Execution::Unknown => unanswered::<M>(&view, slot, waited),
+                Some(waited) if execution == Execution::Unknown => unanswered::<M>(monitor.as_deref(), slot, waited),
                 _ => why.clone(),
             };
             slot.answer = Some(Err(Error::new(code, execution, text)));
@@ -447,7 +439,7 @@ impl<M: Method> Call<M> {
             if started { Execution::Unknown } else { Execution::NotStarted }
         };
         let cause = first_cause.unwrap_or_else(|| Error::new(code, execution(&outcomes), why));
-        GroupError::new::<M>(&self.group, cause, first_rank, outcomes).with_restart(&view)
+        GroupError::new::<M>(&self.group, cause, first_rank, outcomes).with_restart(monitor.as_deref())
     }
 
     /// Waits briefly until the view reports the exit of a disconnected rank.
@@ -466,12 +458,11 @@ impl<M: Method> Call<M> {
 const SILENCE: Duration = Duration::from_secs(12);
 
 /// Describes a rank that has not answered: since when, and what it does instead according to its last known status.
-fn unanswered<M: Method>(view: &GroupView, slot: &Slot<M::Reply>, waited: Duration) -> String {
+fn unanswered<M: Method>(monitor: Option<&dyn RankMonitor>, slot: &Slot<M::Reply>, waited: Duration) -> String {
     let seconds = |duration: Duration| format!("{:.1} s", duration.as_secs_f64());
     let mut text = format!("no answer to {} for {}", M::NAME, seconds(waited));
-    let member = view.member(slot.rank).filter(|member| member.incarnation == slot.incarnation);
-    let Some(monitor) = member.and_then(|member| member.monitor.as_ref()) else { return text };
-    let Some((status, age)) = monitor.last_status() else { return text };
+    let status = monitor.and_then(|monitor| monitor.last_status(slot.rank, slot.incarnation));
+    let Some((status, age)) = status else { return text };
     // The oldest call holds up the others.
     let running = status.running.first();
     match running {

@@ -5,14 +5,15 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use crate::group::watch;
+use crate::base::watch;
 use futures_util::future::{join_all, try_join_all};
 
 use crate::base::cancel::CancelToken;
 use crate::base::error::Result;
-use crate::group::call::{Backlog, GroupView, Member, RankMonitor, WorkerGroup};
-use crate::group::health::RankState;
+use crate::group::call::{CallSupport, RankMonitor, WorkerGroupExt};
 use crate::group::layout::{Rank, RankLayout};
+use crate::group::state::RankState;
+use crate::group::view::{GroupView, RankView, WorkerGroup};
 use crate::group::worker::host::{HostOptions, WorkerHost, WorkerStatus};
 use crate::group::worker::{Worker, WorkerEnv};
 use crate::message::Incarnation;
@@ -57,8 +58,8 @@ pub struct InProcessGroup {
     pub(crate) name: Arc<str>,
     pub(crate) layout: RankLayout,
     options: InProcessOptions,
-    backlog: Option<Arc<Backlog>>,
-    ranks: Mutex<Vec<RunningRank>>,
+    support: CallSupport,
+    ranks: Arc<Mutex<Vec<RunningRank>>>,
     /// No further rank is started. Written under the lock of `ranks`.
     pub(crate) stopped: AtomicBool,
     pub(crate) view: watch::Sender<Arc<GroupView>>,
@@ -104,12 +105,18 @@ impl InProcessGroup {
         W: Worker,
         W::Init: Clone + Sync,
     {
+        let ranks = Arc::default();
+        let support = CallSupport {
+            gate: None,
+            backlog: options.async_communication.then(Arc::default),
+            monitor: Some(Arc::new(HostMonitor(Arc::clone(&ranks)))),
+        };
         let group = Self {
             name: name.into(),
             layout,
-            backlog: options.async_communication.then(Arc::default),
+            support,
             options,
-            ranks: Mutex::default(),
+            ranks,
             stopped: AtomicBool::new(false),
             view: watch::Sender::new(Arc::default()),
         };
@@ -146,15 +153,14 @@ impl InProcessGroup {
         rank: Rank,
         incarnation: Incarnation,
         init: W::Init,
-    ) -> Result<(RunningRank, Member)> {
+    ) -> Result<(RunningRank, RankView)> {
         let world_size = u32::try_from(self.layout.size()).unwrap_or(u32::MAX);
         let env = WorkerEnv { incarnation, ..WorkerEnv::new(Arc::clone(&self.name), rank, world_size) };
         let host = WorkerHost::start::<W>(env, init, &self.options.host).await?;
         let closed = CancelToken::new();
         let name = format!("{}/{rank}", self.name);
         let channel = channel_to(&name, Arc::new(host.clone()), self.options.faithful, closed.child_token());
-        let member = Member::starting(rank, incarnation).in_state(RankState::Healthy).reached_over(channel);
-        let member = member.monitored_by(Arc::new(HostMonitor(host.clone())));
+        let member = RankView::starting(rank, incarnation).in_state(RankState::Healthy).reached_over(channel);
         Ok((RunningRank { host, closed }, member))
     }
 
@@ -163,13 +169,21 @@ impl InProcessGroup {
     }
 }
 
-/// Reads the status of a host of this process.
-#[derive(Debug)]
-struct HostMonitor(WorkerHost);
+/// Reads the status of the hosts of a group.
+struct HostMonitor(Arc<Mutex<Vec<RunningRank>>>);
 
 impl RankMonitor for HostMonitor {
-    fn last_status(&self) -> Option<(WorkerStatus, Duration)> {
-        Some((self.0.status(), Duration::ZERO))
+    fn last_status(&self, rank: Rank, incarnation: Incarnation) -> Option<(WorkerStatus, Duration)> {
+        let ranks = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let is_asked = |env: &WorkerEnv| env.rank == rank && env.incarnation == incarnation;
+        let running = ranks.iter().find(|running| is_asked(running.host.env()))?;
+        Some((running.host.status(), Duration::ZERO))
+    }
+}
+
+impl fmt::Debug for HostMonitor {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("HostMonitor")
     }
 }
 
@@ -185,9 +199,11 @@ impl WorkerGroup for InProcessGroup {
     fn view(&self) -> watch::Receiver<Arc<GroupView>> {
         self.view.subscribe()
     }
+}
 
-    fn backlog(&self) -> Option<&Arc<Backlog>> {
-        self.backlog.as_ref()
+impl WorkerGroupExt for InProcessGroup {
+    fn call_support(&self) -> CallSupport {
+        self.support.clone()
     }
 }
 

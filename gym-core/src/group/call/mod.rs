@@ -9,8 +9,7 @@
 //!        └── a rank fails, or is replaced ──► cancel the others without waiting ──► GroupError: the outcome of every rank
 //! ```
 //!
-//! A backend implements the three methods of [`WorkerGroup`]; callers use [`WorkerGroupExt`]. Groups that share bundles also admit
-//! their calls through a gate.
+//! A group of one's own implements the three methods of [`WorkerGroup`], and `impl WorkerGroupExt for Mine {}`; callers use [`WorkerGroupExt`].
 
 mod backlog;
 mod balance;
@@ -19,72 +18,55 @@ mod error;
 mod gate;
 mod gather;
 mod in_process;
+mod monitor;
+mod reach;
 mod single;
-mod view;
+mod support;
 
-use std::fmt;
-use std::future::Future;
 use std::sync::Arc;
 
-use crate::group::watch;
-use futures_util::future::join_all;
+use futures_util::future::{BoxFuture, join_all};
 
-#[doc(hidden)]
 pub use backlog::Backlog;
 pub use balance::{Balancer, BatchOptions, ItemError};
 pub use builder::{GroupCall, Pending, Submitted};
 pub use error::{FailureKind, GroupError, RankOutcome};
-#[doc(hidden)]
 pub use gate::{Gate, Permit};
 pub use gather::{Gathered, RankReply};
 pub use in_process::{InProcessGroup, InProcessOptions};
-#[doc(hidden)]
-pub use view::RankMonitor;
-pub use view::{ExitCause, GroupView, Member, RankExit};
+pub use monitor::RankMonitor;
+pub use support::CallSupport;
 
 use crate::base::error::{Code, Error, Execution, Result};
-use crate::group::health::RankState;
-use crate::group::layout::RankLayout;
+use crate::group::state::RankState;
+use crate::group::view::{GroupView, WorkerGroup};
 use crate::group::worker::Method;
 use crate::group::worker::host::{STATUS_ROUTE, WorkerStatus};
 use crate::message::{CallContext, Request};
 use crate::transport::Channel;
 
-/// A group of ranks. Implemented by backends, object-safe, and called through [`WorkerGroupExt`].
-pub trait WorkerGroup: fmt::Debug + Send + Sync + 'static {
-    /// Returns the name of the group, for logs and errors. Every call keeps it for its errors.
-    fn name(&self) -> &Arc<str>;
-
-    /// Returns the ranks and their axes.
-    fn layout(&self) -> &RankLayout;
-
-    /// Returns the current members and notifies of every change. A call keeps the view it started with, and ends if a rank it
-    /// waits for is replaced.
-    fn view(&self) -> watch::Receiver<Arc<GroupView>>;
-
-    /// Returns the admission control, which each call passes before it is sent to any rank; `None` if calls are always admitted.
-    /// Only for groups that share bundles.
-    #[doc(hidden)]
-    fn gate(&self) -> Option<Arc<dyn Gate>> {
-        None
-    }
-
-    /// Returns the submitted calls of a group with `async_communication`; `None` for a group whose calls run when they are awaited.
-    #[doc(hidden)]
-    fn backlog(&self) -> Option<&Arc<Backlog>> {
-        None
-    }
-}
-
-/// The typed calls of every group.
+/// The typed calls of a group. A group of one's own has them by `impl WorkerGroupExt for Mine {}`, unless it [adds](WorkerGroupExt::call_support) to its
+/// calls. `Arc<dyn WorkerGroupExt>` holds any group.
 pub trait WorkerGroupExt: WorkerGroup {
+    /// Returns what the group adds to its calls: admission, submitted calls, and what its ranks are doing. The default adds nothing. A group that wraps
+    /// another one passes on what that one adds.
+    fn call_support(&self) -> CallSupport {
+        CallSupport::default()
+    }
+
     /// Calls a method with the same arguments at every rank.
-    fn call<M: Method>(&self, method: M, args: M::Args) -> GroupCall<'_, M> {
+    fn call<M: Method>(&self, method: M, args: M::Args) -> GroupCall<'_, M>
+    where
+        Self: Sized,
+    {
         GroupCall::same(self, method, args)
     }
 
     /// Calls a method with separate arguments for each rank: the i-th called rank gets the i-th arguments.
-    fn call_each<M: Method>(&self, method: M, args: Vec<M::Args>) -> GroupCall<'_, M> {
+    fn call_each<M: Method>(&self, method: M, args: Vec<M::Args>) -> GroupCall<'_, M>
+    where
+        Self: Sized,
+    {
         GroupCall::each(self, method, args)
     }
 
@@ -92,24 +74,24 @@ pub trait WorkerGroupExt: WorkerGroup {
     ///
     /// # Errors
     /// The errors of submitted calls that nobody has awaited; `DeadlineExceeded` if `cx` ends first.
-    fn flush(&self, cx: &CallContext) -> impl Future<Output = Result<()>> + Send {
-        let (backlog, cx) = (self.backlog().cloned(), cx.child());
+    fn flush(&self, cx: &CallContext) -> BoxFuture<'static, Result<()>> {
+        let (backlog, cx) = (self.call_support().backlog, cx.child());
         let subject = format!("flush the calls of {}", self.name());
-        async move {
+        Box::pin(async move {
             match backlog {
                 Some(backlog) => backlog.flush(&cx).await.map_err(|error| error.about(subject)),
                 None => Ok(()),
             }
-        }
+        })
     }
 
     /// Requests the status of every rank, in rank order. Busy ranks respond as well. A rank that misses the deadline yields an
     /// error at its position.
     ///
     /// The supervised group of `gym-client` also reports its own records without a request, and stuck ranks.
-    fn ask_hosts(&self, cx: &CallContext) -> impl Future<Output = Vec<Result<WorkerStatus>>> + Send {
+    fn ask_hosts(&self, cx: &CallContext) -> BoxFuture<'static, Vec<Result<WorkerStatus>>> {
         let (view, cx) = (Arc::clone(&self.view().borrow()), cx.child());
-        async move { request_statuses(&view, &cx).await }
+        Box::pin(async move { request_statuses(&view, &cx).await })
     }
 
     /// Waits until every rank is healthy.
@@ -117,9 +99,9 @@ pub trait WorkerGroupExt: WorkerGroup {
     /// # Errors
     /// `FailedPrecondition` if a rank is retired or stopped, `Unavailable` if the group no longer exists, and the errors of the
     /// context.
-    fn ready(&self, cx: &CallContext) -> impl Future<Output = Result<()>> + Send {
+    fn ready(&self, cx: &CallContext) -> BoxFuture<'static, Result<()>> {
         let (mut view, cx) = (self.view(), cx.child());
-        async move {
+        Box::pin(async move {
             let settled = view.wait_for(|view| {
                 let states = || view.members().iter().map(|member| member.state);
                 let lost = states().any(|state| matches!(state, RankState::Retired | RankState::Stopped));
@@ -136,11 +118,16 @@ pub trait WorkerGroupExt: WorkerGroup {
                 )),
                 None => Ok(()),
             }
-        }
+        })
     }
 }
 
-impl<G: WorkerGroup + ?Sized> WorkerGroupExt for G {}
+/// Any group: its typed calls are those of the group.
+impl WorkerGroupExt for Arc<dyn WorkerGroupExt> {
+    fn call_support(&self) -> CallSupport {
+        (**self).call_support()
+    }
+}
 
 /// Requests the status of every rank from its host; never waits for a worker.
 async fn request_statuses(view: &GroupView, cx: &CallContext) -> Vec<Result<WorkerStatus>> {

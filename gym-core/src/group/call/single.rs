@@ -6,20 +6,23 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 
-use crate::group::watch;
+use crate::base::watch;
 use futures_util::future::BoxFuture;
 use tokio::time::{Instant, sleep_until};
 
 use crate::base::cancel::CancelToken;
 use crate::base::error::{Error, Execution, Result};
 use crate::base::waits::WaitGuard;
+use crate::group::call::GroupError;
 use crate::group::call::gather::waiting::{self, RanksWait};
 use crate::group::call::gather::{
-    CANCELLED, Call, CallResult, DEADLINE_PASSED, Ended, Gathered, RankCall, Slot, Terms, answer_of, ended_by,
-    may_answer, no_answer, request, send_request,
+    CANCELLED, Call, CallResult, DEADLINE_PASSED, Ended, Gathered, RankCall, Slot, Terms, answer_of, ended_by, request,
+    send_request,
 };
-use crate::group::call::{GroupError, GroupView};
+use crate::group::call::monitor::RankMonitor;
+use crate::group::call::reach::{may_answer, no_answer};
 use crate::group::layout::Rank;
+use crate::group::view::GroupView;
 use crate::group::worker::Method;
 use crate::message::Incarnation;
 use crate::transport::Reply;
@@ -32,6 +35,7 @@ pub(crate) struct SingleRankCall<M: Method> {
     began: Instant,
     deadline: Instant,
     view: watch::Receiver<Arc<GroupView>>,
+    monitor: Option<Arc<dyn RankMonitor>>,
     rank: Rank,
     incarnation: Incarnation,
     shard: Option<usize>,
@@ -59,7 +63,7 @@ enum EarlyEnd {
 impl<M: Method> SingleRankCall<M> {
     /// Sends the request, at once if there is capacity.
     pub(crate) fn send(call: Terms, part: RankCall) -> Self {
-        let Terms { group, context, began, view } = call;
+        let Terms { group, context, began, view, monitor } = call;
         let (cancel, deadline) = (context.cancel.clone(), context.deadline);
         let trace_id = context.trace.trace_id;
         let (rank, incarnation, shard) = (part.rank, part.incarnation, part.shard);
@@ -77,6 +81,7 @@ impl<M: Method> SingleRankCall<M> {
             began,
             deadline,
             view,
+            monitor,
             rank,
             incarnation,
             shard,
@@ -110,16 +115,17 @@ impl<M: Method> SingleRankCall<M> {
     fn poll_early(&mut self, cx: &mut Context<'_>) -> Poll<EarlyEnd> {
         let early = self.early.get_or_insert_with(|| {
             let (method, ranks) = (M::NAME, vec![self.rank]);
-            let ranks = RanksWait { method, view: self.view.clone(), ranks, stages: None, turn: None };
+            let (view, monitor) = (self.view.clone(), self.monitor.clone());
+            let ranks = RanksWait { method, view, ranks, stages: None, turn: None, monitor };
             self.waits = Some(WaitGuard::begin(waiting::wait::<M>(&self.group, (self.trace_id, self.deadline), ranks)));
-            let (cancel, mut view) = (self.cancel.clone(), self.view.clone());
+            let (cancel, mut view, monitor) = (self.cancel.clone(), self.view.clone(), self.monitor.clone());
             let (deadline, rank, incarnation) = (self.deadline, self.rank, self.incarnation);
             Box::pin(async move {
                 let replaced = async {
                     while view.changed().await.is_ok() {
                         let now = view.borrow_and_update();
                         if !may_answer(&now, rank, incarnation) {
-                            return no_answer(&now, rank, incarnation);
+                            return no_answer(&now, rank, incarnation, monitor.as_deref());
                         }
                     }
                     // The view of a dropped group no longer changes; the links of its ranks report the rest.
@@ -159,6 +165,7 @@ impl<M: Method> SingleRankCall<M> {
             began: self.began,
             deadline: self.deadline,
             view: self.view.clone(),
+            monitor: self.monitor.clone(),
             slots: vec![Slot { rank, incarnation, shard, answer: answer.map(Err) }],
         };
         self.stage = Stage::Failing(Box::pin(async move {

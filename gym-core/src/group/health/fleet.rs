@@ -1,7 +1,8 @@
 //! The health and the load of several replicas.
 
 use crate::base::error::{Code, Error, Result};
-use crate::group::health::{HealthEvent, HealthPolicy, RankHealth, RankState};
+use crate::group::health::{HealthEvent, HealthPolicy, RankHealth};
+use crate::group::state::RankState;
 use crate::registry::{Load, Picker};
 
 /// One replica of a [`Fleet`].

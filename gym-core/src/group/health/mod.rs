@@ -34,11 +34,9 @@
 mod failure;
 mod fleet;
 mod rank;
-mod state;
 #[cfg(test)]
 mod tests;
 
 pub use failure::{Disposition, FailureOrigin, RetryBudget, RetryBudgets, Skips};
 pub use fleet::{Fleet, Replica};
 pub use rank::{HealthEvent, HealthPolicy, RankHealth};
-pub use state::RankState;

@@ -1,6 +1,6 @@
 //! The health state machine of one rank or replica.
 
-use crate::group::health::RankState;
+use crate::group::state::RankState;
 
 /// Limits of the health state machine. Each is at least 1, except `restarts_max`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -7,6 +7,7 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::base::error::{Code, Error, Execution};
+use crate::group::state::RankState;
 use crate::registry::Picker;
 
 const OK: HealthEvent = HealthEvent::Probed { ok: true };

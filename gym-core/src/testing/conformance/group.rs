@@ -13,16 +13,16 @@ use std::future::Future;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use crate::group::watch;
+use crate::base::watch;
 use async_trait::async_trait;
 use futures_util::future::{BoxFuture, try_join_all};
 
 use crate::base::error::{Error, Result};
-use crate::group::call::{ExitCause, GroupView, Member, RankExit, WorkerGroup, WorkerGroupExt};
-use crate::group::health::RankState;
+use crate::group::call::WorkerGroupExt;
 use crate::group::layout::{Rank, RankLayout};
 use crate::group::worker::WorkerEnv;
 use crate::group::worker::host::{HostOptions, WorkerHost};
+use crate::group::{ExitCause, GroupView, RankExit, RankState, RankView, WorkerGroup};
 use crate::message::{CallContext, Incarnation};
 use crate::transport::Channel;
 use crate::transport::Handler;
@@ -81,7 +81,7 @@ pub trait GroupFixture {
 #[async_trait(?Send)]
 pub trait TestGroup: fmt::Debug {
     /// The group.
-    fn group(&self) -> Arc<dyn WorkerGroup>;
+    fn group(&self) -> Arc<dyn WorkerGroupExt>;
 
     /// Ends a rank without a farewell, and starts it anew with a higher incarnation. Returns when it takes calls.
     async fn replace(&self, rank: Rank);
@@ -155,8 +155,8 @@ where
     }
 }
 
-fn member(rank: Rank, incarnation: Incarnation, channel: Channel) -> Member {
-    Member::starting(rank, incarnation).in_state(RankState::Healthy).reached_over(channel)
+fn member(rank: Rank, incarnation: Incarnation, channel: Channel) -> RankView {
+    RankView::starting(rank, incarnation).in_state(RankState::Healthy).reached_over(channel)
 }
 
 struct Served {
@@ -187,6 +187,8 @@ impl WorkerGroup for ServedGroup {
     }
 }
 
+impl WorkerGroupExt for ServedGroup {}
+
 impl fmt::Debug for Served {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.group.fmt(f)
@@ -203,7 +205,7 @@ impl Served {
 
 #[async_trait(?Send)]
 impl TestGroup for Served {
-    fn group(&self) -> Arc<dyn WorkerGroup> {
+    fn group(&self) -> Arc<dyn WorkerGroupExt> {
         Arc::clone(&self.group) as _
     }
 
@@ -214,7 +216,7 @@ impl TestGroup for Served {
         };
         let incarnation = old.env().incarnation;
         let exit = RankExit::new(incarnation, ExitCause::Died);
-        let dead = Member::starting(rank, incarnation).in_state(RankState::Dead).ended(exit.clone());
+        let dead = RankView::starting(rank, incarnation).in_state(RankState::Dead).ended(exit.clone());
         self.group.view.send_modify(|view| *view = Arc::new(view.with([dead])));
         old.kill();
         let incarnation = Incarnation(incarnation.0 + 1);
@@ -248,7 +250,7 @@ fn far() -> CallContext {
 }
 
 /// Asks the hosts until `ready` says so of all of them.
-async fn until(group: &dyn WorkerGroup, ready: impl Fn(&crate::group::WorkerStatus) -> bool) {
+async fn until(group: &dyn WorkerGroupExt, ready: impl Fn(&crate::group::WorkerStatus) -> bool) {
     loop {
         let statuses = group.ask_hosts(&far()).await;
         if statuses.iter().all(|status| status.as_ref().is_ok_and(&ready)) {
@@ -259,6 +261,6 @@ async fn until(group: &dyn WorkerGroup, ready: impl Fn(&crate::group::WorkerStat
 }
 
 /// Waits until every rank runs a call.
-async fn until_running(group: &dyn WorkerGroup) {
+async fn until_running(group: &dyn WorkerGroupExt) {
     until(group, |status| !status.running.is_empty()).await;
 }

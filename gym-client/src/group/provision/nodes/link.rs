@@ -5,8 +5,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
+use gym_core::base::watch;
 use gym_core::group::cluster::NodeResources;
-use gym_core::group::watch;
 use gym_core::transport::{ConnectOptions, RetryPolicy, TransportPolicy, retry};
 use gym_core::{CallContext, Code, Endpoint, Error, Incarnation, Request, Result};
 use serde::Serialize;

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
 
-use gym_core::group::watch;
+use gym_core::base::watch;
 use gym_core::{CallContext, Code, Error, Execution, Result};
 use tokio::time::{Instant, sleep};
 use tokio_util::task::AbortOnDropHandle;

@@ -6,10 +6,12 @@ use std::time::Duration;
 
 use crate::base::stall::HandlerLabel;
 use crate::base::waits::{Wait, WaitKind, WaitTarget};
+use crate::base::watch;
+use crate::group::call::gate::Gate;
 use crate::group::call::gather::Stages;
-use crate::group::call::{Gate, GroupView};
+use crate::group::call::monitor::RankMonitor;
 use crate::group::layout::Rank;
-use crate::group::watch;
+use crate::group::view::GroupView;
 use crate::group::worker::Method;
 
 /// Maximum ranks that a description names.
@@ -26,6 +28,7 @@ pub(crate) struct RanksWait {
     /// `None` for a call to one rank.
     pub(crate) stages: Option<Arc<Stages>>,
     pub(crate) turn: Option<TurnCheck>,
+    pub(crate) monitor: Option<Arc<dyn RankMonitor>>,
 }
 
 /// Creates the wait of a group call.
@@ -48,11 +51,11 @@ impl RanksWait {
     fn rank(&self, view: &GroupView, rank: Rank) -> String {
         let mut text = format!("rank {rank}");
         let Some(member) = view.member(rank) else { return text };
-        let monitor = member.monitor.as_ref();
-        if let Some(pid) = monitor.and_then(|monitor| monitor.pid()) {
+        let (monitor, incarnation) = (self.monitor.as_ref(), member.incarnation);
+        if let Some(pid) = monitor.and_then(|monitor| monitor.pid(rank, incarnation)) {
             let _ = write!(text, " (pid {pid})");
         }
-        let Some((status, age)) = monitor.and_then(|monitor| monitor.last_status()) else {
+        let Some((status, age)) = monitor.and_then(|monitor| monitor.last_status(rank, incarnation)) else {
             let _ = write!(text, " is {}", member.state);
             return text;
         };
@@ -112,7 +115,7 @@ impl WaitTarget for RanksWait {
             return Vec::new();
         }
         let view = Arc::clone(&self.view.borrow());
-        let pid = |rank: Rank| view.member(rank)?.monitor.as_ref()?.pid();
+        let pid = |rank: Rank| self.monitor.as_ref()?.pid(rank, view.member(rank)?.incarnation);
         self.unanswered().take(RANKS_MAX).filter_map(pid).collect()
     }
 }

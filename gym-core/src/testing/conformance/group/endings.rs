@@ -3,9 +3,10 @@
 use super::workers::{Echo, EchoShared, FailOn, Hold, HoldShared, Note, Notes, Panic};
 use super::{FAR, GroupFixture, GroupSetup, NEAR, TestWorkerKind, far, line, run_cases, start, until, until_running};
 use crate::base::error::{Code, Execution};
-use crate::group::call::{FailureKind, GroupError, WorkerGroup, WorkerGroupExt};
+use crate::group::call::{FailureKind, GroupError, WorkerGroupExt};
 use crate::group::layout::RankLayout;
 use crate::group::layout::dispatch::Dispatch;
+use std::sync::Arc;
 
 pub(super) async fn run(fixture: &dyn GroupFixture) {
     run_cases!(fixture;
@@ -27,7 +28,7 @@ pub(super) async fn run(fixture: &dyn GroupFixture) {
     );
 }
 
-async fn notes(group: &dyn WorkerGroup) -> Vec<Vec<String>> {
+async fn notes(group: &Arc<dyn WorkerGroupExt>) -> Vec<Vec<String>> {
     group.call(Notes, ()).deadline(FAR).await.unwrap().into_values()
 }
 
@@ -47,7 +48,7 @@ async fn one_failing_rank_ends_the_call_and_the_others_are_told(fixture: &dyn Gr
     assert!(!error.may_resend(), "three ranks may have run it");
     // The next exclusive call runs after the told ones have ended. Between processes rank 2 may have failed before another
     // rank had its part, or had begun it; that one has nothing to be told.
-    let told = notes(&*group).await;
+    let told = notes(&group).await;
     assert!(told.iter().enumerate().all(|(rank, notes)| notes.len() <= usize::from(rank != 2)), "{told:?}: {error:?}");
 }
 
@@ -61,7 +62,7 @@ async fn a_caller_that_leaves_is_told_to_every_rank(fixture: &dyn GroupFixture) 
     let error = pending.await.unwrap_err();
     assert_eq!(error.cause().code(), Code::Cancelled);
     assert_ne!(error.execution(), Execution::NotStarted, "{error:?}");
-    assert_eq!(notes(&*group).await, vec![vec!["told"]; 3]);
+    assert_eq!(notes(&group).await, vec![vec!["told"]; 3]);
 }
 
 async fn a_dropped_call_is_told_to_every_rank(fixture: &dyn GroupFixture) {
@@ -70,21 +71,21 @@ async fn a_dropped_call_is_told_to_every_rank(fixture: &dyn GroupFixture) {
     let pending = group.call(Hold, ()).deadline(FAR).start().await.unwrap();
     until_running(&*group).await;
     drop(pending);
-    assert_eq!(notes(&*group).await, vec![vec!["told"]; 3]);
+    assert_eq!(notes(&group).await, vec![vec!["told"]; 3]);
 }
 
 async fn a_deadline_ends_the_call_and_the_ranks_go_on(fixture: &dyn GroupFixture) {
     let tested = line(fixture, 3).await;
     let group = tested.group();
-    let error = held_beyond_its_deadline(&*group).await;
+    let error = held_beyond_its_deadline(&group).await;
     assert_eq!((error.cause().code(), error.execution()), (Code::DeadlineExceeded, Execution::Unknown));
     assert_eq!(kinds(&error), [FailureKind::Timeout; 3]);
-    all_were_told(&*group, 3).await;
+    all_were_told(&group, 3).await;
 }
 
 /// Calls [`Hold`] until its deadline, with all ranks running it before. On a busy machine they begin later, so a deadline that is too early is
 /// doubled.
-async fn held_beyond_its_deadline(group: &dyn WorkerGroup) -> GroupError {
+async fn held_beyond_its_deadline(group: &Arc<dyn WorkerGroupExt>) -> GroupError {
     let mut time = NEAR;
     loop {
         let mut call = group.call(Hold, ()).deadline(time).into_future();
@@ -100,7 +101,7 @@ async fn held_beyond_its_deadline(group: &dyn WorkerGroup) -> GroupError {
 }
 
 /// Checks that every rank was told to end each call that it has begun, and has begun one.
-async fn all_were_told(group: &dyn WorkerGroup, ranks: usize) {
+async fn all_were_told(group: &Arc<dyn WorkerGroupExt>, ranks: usize) {
     let notes = notes(group).await;
     assert_eq!(notes.len(), ranks);
     assert!(notes.iter().all(|notes| !notes.is_empty() && notes.iter().all(|note| note == "told")), "{notes:?}");
@@ -111,7 +112,7 @@ async fn a_passed_deadline_calls_nobody(fixture: &dyn GroupFixture) {
     let group = tested.group();
     let error = group.call(Note, 1).deadline(std::time::Duration::ZERO).await.unwrap_err();
     assert_eq!((error.cause().code(), error.execution()), (Code::DeadlineExceeded, Execution::NotStarted));
-    assert!(notes(&*group).await.iter().all(Vec::is_empty));
+    assert!(notes(&group).await.iter().all(Vec::is_empty));
 }
 
 async fn a_shared_call_is_dropped_with_its_caller(fixture: &dyn GroupFixture) {
@@ -135,7 +136,7 @@ async fn a_replaced_rank_ends_the_call_that_waits_for_it(fixture: &dyn GroupFixt
     assert_eq!((first.rank, first.incarnation.0, first.execution()), (1, 1, Execution::Unknown));
     assert_eq!(first.kind(), Some(FailureKind::Died), "{error:?}");
     assert_eq!(first.exit.as_ref().map(|exit| exit.incarnation), Some(1));
-    let told = notes(&*group).await;
+    let told = notes(&group).await;
     assert_eq!(told, [vec!["told"], vec![], vec!["told"]], "the new life has run nothing");
 }
 
@@ -166,7 +167,7 @@ async fn a_full_queue_refuses_at_once_without_starting(fixture: &dyn GroupFixtur
     for pending in waiting {
         pending.await.unwrap();
     }
-    assert_eq!(notes(&*group).await, [["told", "0", "1"]]);
+    assert_eq!(notes(&group).await, [["told", "0", "1"]]);
 }
 
 async fn a_call_in_line_is_answered_at_its_deadline_and_leaves_its_place(fixture: &dyn GroupFixture) {
@@ -182,7 +183,7 @@ async fn a_call_in_line_is_answered_at_its_deadline_and_leaves_its_place(fixture
             until(&*group, |status| status.running.len() == 1 && status.waiting == 0).await;
         }
         drop(held);
-        assert_eq!(notes(&*group).await, [["told"]]);
+        assert_eq!(notes(&group).await, [["told"]]);
     }
 }
 
@@ -206,7 +207,7 @@ async fn a_call_behind_a_shared_one_is_answered_at_its_deadline_and_leaves_its_p
     let waits = group.call(Note, 5).deadline(FAR).start().await.unwrap();
     drop(held);
     waits.await.unwrap();
-    assert_eq!(notes(&*group).await, [["told", "5"]]);
+    assert_eq!(notes(&group).await, [["told", "5"]]);
 }
 
 async fn a_call_in_line_leaves_its_place_with_its_caller(fixture: &dyn GroupFixture) {
@@ -224,7 +225,7 @@ async fn a_call_in_line_leaves_its_place_with_its_caller(fixture: &dyn GroupFixt
         }
         drop(held);
         stays.await.unwrap();
-        assert_eq!(notes(&*group).await, [["told", "1"]]);
+        assert_eq!(notes(&group).await, [["told", "1"]]);
     }
 }
 
@@ -254,9 +255,9 @@ async fn a_panic_is_an_error_of_its_rank_and_the_worker_lives_on(fixture: &dyn G
 async fn a_blocking_worker_is_told_and_its_panic_caught(fixture: &dyn GroupFixture) {
     let tested = start(fixture, RankLayout::line(2).unwrap(), TestWorkerKind::Blocking).await;
     let group = tested.group();
-    let error = held_beyond_its_deadline(&*group).await;
+    let error = held_beyond_its_deadline(&group).await;
     assert_eq!(error.cause().code(), Code::DeadlineExceeded);
     let error = group.call(Panic, ()).deadline(FAR).await.unwrap_err();
     assert!(error.to_string().contains("the worker lost its mind"), "{error}");
-    all_were_told(&*group, 2).await;
+    all_were_told(&group, 2).await;
 }

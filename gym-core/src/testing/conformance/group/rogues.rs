@@ -3,14 +3,15 @@
 use std::future::Future;
 use std::sync::Arc;
 
-use crate::group::watch;
+use crate::base::watch;
 
 use super::workers::Echo;
 use super::{FAR, ServedGroup, member};
 use crate::base::error::{Code, Execution};
+use crate::group::GroupView;
 use crate::group::batch::tensor::Tensor;
 use crate::group::batch::{Batch, Payload};
-use crate::group::call::{FailureKind, GroupError, GroupView, WorkerGroupExt};
+use crate::group::call::{FailureKind, GroupError, WorkerGroupExt};
 use crate::group::layout::RankLayout;
 use crate::message::Incarnation;
 use crate::message::{Message, Response};

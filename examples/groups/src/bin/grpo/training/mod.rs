@@ -14,7 +14,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use gym_client::group::train::{GenerationInterface, PolicyInterface};
-use gym_core::group::{Batch, Dispatch, WorkerGroup, WorkerGroupExt};
+use gym_core::group::{Batch, Dispatch, WorkerGroupExt};
 use gym_core::{CallContext, Result};
 
 pub(crate) use generation::{Generate, GenerationWorker, LoadWeights};
@@ -28,7 +28,7 @@ pub(crate) const DATA_AXIS: &str = "data_parallel";
 /// The policy of the training loop, backed by its worker group.
 #[derive(Debug)]
 pub(crate) struct TablePolicy {
-    group: Arc<dyn WorkerGroup>,
+    group: Arc<dyn WorkerGroupExt>,
     learning_rate: f32,
 }
 
@@ -44,7 +44,7 @@ pub(crate) struct Stats {
 impl TablePolicy {
     /// Creates the policy on the workers of `group`, all of which begin with the same table.
     #[must_use]
-    pub(crate) fn new(group: Arc<dyn WorkerGroup>, learning_rate: f32) -> Self {
+    pub(crate) fn new(group: Arc<dyn WorkerGroupExt>, learning_rate: f32) -> Self {
         Self { group, learning_rate }
     }
 
@@ -83,9 +83,9 @@ impl PolicyInterface for TablePolicy {
 /// The generation engine of the training loop, backed by its worker group.
 #[derive(Debug)]
 pub(crate) struct TableGeneration {
-    group: Arc<dyn WorkerGroup>,
+    group: Arc<dyn WorkerGroupExt>,
     /// The group from which the weights are read.
-    policy: Arc<dyn WorkerGroup>,
+    policy: Arc<dyn WorkerGroupExt>,
     /// Different for every call, so that two steps never sample the same way.
     seed: AtomicU64,
 }
@@ -93,7 +93,7 @@ pub(crate) struct TableGeneration {
 impl TableGeneration {
     /// Creates the engine, which samples on the workers of `group` with the weights of `policy`.
     #[must_use]
-    pub(crate) fn new(group: Arc<dyn WorkerGroup>, policy: Arc<dyn WorkerGroup>, seed: u64) -> Self {
+    pub(crate) fn new(group: Arc<dyn WorkerGroupExt>, policy: Arc<dyn WorkerGroupExt>, seed: u64) -> Self {
         Self { group, policy, seed: AtomicU64::new(seed) }
     }
 

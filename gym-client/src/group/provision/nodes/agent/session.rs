@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use futures_util::StreamExt as _;
 use futures_util::future::join_all;
+use gym_core::base::watch;
 use gym_core::group::Rank;
-use gym_core::group::watch;
 use gym_core::{CallContext, Code, Error, Result};
 use tokio_util::task::AbortOnDropHandle;
 

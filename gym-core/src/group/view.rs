@@ -1,4 +1,4 @@
-//! The members of a group at one moment. A view is immutable: ranks, incarnations, states and channels change together, so that a
+//! A group of ranks, and its ranks at one moment. A view is immutable: ranks, incarnations, states and channels change together, so that a
 //! call and a restart cannot race.
 
 use std::fmt;
@@ -7,13 +7,38 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use crate::base::error::{Code, Error};
-use crate::base::unusual_process_state;
-use crate::group::health::RankState;
-use crate::group::layout::Rank;
-use crate::group::worker::host::WorkerStatus;
+use crate::base::watch;
+use crate::group::layout::{Rank, RankLayout};
+use crate::group::state::RankState;
 use crate::message::Incarnation;
 use crate::transport::Channel;
+
+/// A group of ranks. Implemented by backends, object-safe, and called through `WorkerGroupExt`.
+pub trait WorkerGroup: fmt::Debug + Send + Sync + 'static {
+    /// Returns the name of the group, for logs and errors. Every call keeps it for its errors.
+    fn name(&self) -> &Arc<str>;
+
+    /// Returns the ranks and their axes.
+    fn layout(&self) -> &RankLayout;
+
+    /// Returns the current members and notifies of every change. A call keeps the view it started with, and ends if a rank it
+    /// waits for is replaced.
+    fn view(&self) -> watch::Receiver<Arc<GroupView>>;
+}
+
+impl<G: WorkerGroup + ?Sized> WorkerGroup for Arc<G> {
+    fn name(&self) -> &Arc<str> {
+        (**self).name()
+    }
+
+    fn layout(&self) -> &RankLayout {
+        (**self).layout()
+    }
+
+    fn view(&self) -> watch::Receiver<Arc<GroupView>> {
+        (**self).view()
+    }
+}
 
 /// A group at one moment.
 #[derive(Clone, Debug, Default)]
@@ -21,13 +46,13 @@ pub struct GroupView {
     /// Increases with every change.
     pub generation: u64,
     /// One for each rank, ascending by rank.
-    members: Vec<Member>,
+    members: Vec<RankView>,
 }
 
 /// One rank at one moment.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
-pub struct Member {
+pub struct RankView {
     /// The rank.
     pub rank: Rank,
     /// The current incarnation, or the last one.
@@ -37,35 +62,11 @@ pub struct Member {
     /// The channel to the rank; `None` while the rank has no address.
     pub channel: Option<Channel>,
     /// The channel to the rank's status, if it has one of its own.
-    pub(crate) control: Option<Channel>,
+    pub control: Option<Channel>,
     /// The exit of the last incarnation that ended.
     pub exit: Option<Arc<RankExit>>,
     /// `true` if the node of the rank is about to be taken away. The rank accepts calls; balancers choose others if they can.
     pub draining: bool,
-    /// Reports what the rank is doing, for the errors of calls that it does not answer.
-    pub(crate) monitor: Option<Arc<dyn RankMonitor>>,
-}
-
-/// Reports what a rank is doing, from memory: it never waits for the rank.
-#[doc(hidden)]
-pub trait RankMonitor: fmt::Debug + Send + Sync {
-    /// Returns the last known status of the rank, and its age; `None` before the first one.
-    fn last_status(&self) -> Option<(WorkerStatus, Duration)>;
-
-    /// Returns the time since the last heartbeat; `None` before the rank was reached.
-    fn silent_for(&self) -> Option<Duration> {
-        None
-    }
-
-    /// Returns the process of the rank on this machine, if it is known.
-    fn pid(&self) -> Option<u32> {
-        None
-    }
-
-    /// Returns the call that ends ranks that hang; `None` if nothing does.
-    fn restart(&self) -> Option<&'static str> {
-        None
-    }
 }
 
 /// The exit of one incarnation of a rank.
@@ -109,20 +110,20 @@ pub enum ExitCause {
 impl GroupView {
     /// Creates a view of these members, sorted by rank.
     #[must_use]
-    pub fn new(generation: u64, mut members: Vec<Member>) -> Self {
+    pub fn new(generation: u64, mut members: Vec<RankView>) -> Self {
         members.sort_by_key(|member| member.rank);
         Self { generation, members }
     }
 
     /// Returns the members, one for each rank, ascending by rank.
     #[must_use]
-    pub fn members(&self) -> &[Member] {
+    pub fn members(&self) -> &[RankView] {
         &self.members
     }
 
     /// Returns the member of a rank, if the group has that rank.
     #[must_use]
-    pub fn member(&self, rank: Rank) -> Option<&Member> {
+    pub fn member(&self, rank: Rank) -> Option<&RankView> {
         // In nearly all layouts, ranks are 0..n.
         let at = self.members.get(rank as usize).filter(|member| member.rank == rank);
         at.or_else(|| self.members.iter().find(|member| member.rank == rank))
@@ -130,7 +131,7 @@ impl GroupView {
 
     /// Returns the next view, in which these members replace those of the same ranks.
     #[must_use]
-    pub fn with(&self, changed: impl IntoIterator<Item = Member>) -> Self {
+    pub fn with(&self, changed: impl IntoIterator<Item = RankView>) -> Self {
         let mut next = Self { generation: self.generation + 1, members: self.members.clone() };
         for member in changed {
             match next.members.iter_mut().find(|known| known.rank == member.rank) {
@@ -143,7 +144,7 @@ impl GroupView {
     }
 }
 
-impl Member {
+impl RankView {
     /// Creates the member of a rank whose `incarnation` is starting.
     #[must_use]
     pub fn starting(rank: Rank, incarnation: Incarnation) -> Self {
@@ -155,16 +156,7 @@ impl Member {
             control: None,
             exit: None,
             draining: false,
-            monitor: None,
         }
-    }
-
-    /// Returns the member with a monitor of its rank.
-    #[doc(hidden)]
-    #[must_use]
-    pub fn monitored_by(mut self, monitor: Arc<dyn RankMonitor>) -> Self {
-        self.monitor = Some(monitor);
-        self
     }
 
     /// Returns the member in another state.
@@ -182,7 +174,6 @@ impl Member {
     }
 
     /// Returns the member with this channel to its status, fenced to the rank's incarnation.
-    #[doc(hidden)]
     #[must_use]
     pub fn asked_over(mut self, control: Channel) -> Self {
         self.control = Some(control.fenced(Some(self.incarnation)));
@@ -194,48 +185,6 @@ impl Member {
     pub fn ended(mut self, exit: RankExit) -> Self {
         self.exit = Some(Arc::new(exit));
         self
-    }
-
-    /// Returns the channel, if the rank accepts calls.
-    pub(crate) fn open(&self) -> Result<&Channel, Error> {
-        match &self.channel {
-            Some(channel) if self.state == RankState::Healthy => Ok(channel),
-            _ if self.state == RankState::Suspect => {
-                let text = format!("the rank is suspect and takes no calls: {}", self.silence());
-                Err(Error::not_started(Code::Unavailable, text))
-            }
-            _ => Err(Error::not_started(Code::Unavailable, format!("the rank is {} and takes no calls", self.state))),
-        }
-    }
-
-    /// Returns `true` if a call that was sent to `incarnation` can still be answered, as far as is known. A suspect rank has been silent for as long as a
-    /// call may wait for it.
-    pub(crate) fn may_answer(&self, incarnation: Incarnation) -> bool {
-        let alive = matches!(self.state, RankState::Healthy | RankState::Stale | RankState::Starting);
-        self.incarnation == incarnation && alive
-    }
-
-    /// Returns `true` if `incarnation` has been silent for so long that the rank is suspect.
-    pub(crate) fn is_silent(&self, incarnation: Incarnation) -> bool {
-        self.incarnation == incarnation && self.state == RankState::Suspect
-    }
-
-    /// Describes the silence of a suspect rank, with the state of its process if that is on this machine.
-    pub(crate) fn silence(&self) -> String {
-        let monitor = self.monitor.as_ref();
-        let mut text = match monitor.and_then(|monitor| monitor.silent_for()) {
-            Some(silence) => format!("no heartbeat for {:.1} s", silence.as_secs_f64()),
-            None => "no heartbeat".to_owned(),
-        };
-        if let Some(pid) = monitor.and_then(|monitor| monitor.pid()) {
-            match unusual_process_state(pid) {
-                Some(state) => text.push_str(&format!("; process {pid} {state}")),
-                None => text.push_str(&format!(
-                    "; process {pid} runs: its machine is overloaded, or its memory is swapped out"
-                )),
-            }
-        }
-        text
     }
 }
 
