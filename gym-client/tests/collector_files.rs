@@ -120,7 +120,7 @@ impl Ground {
         let world = World::new(Arc::new(files), 1, Duration::ZERO);
         let agent = Instance {
             name: "agent".to_owned(),
-            rank: 0,
+            replica: 0,
             kind: ServerKind::Agent,
             implementation: String::new(),
             endpoints: vec![Endpoint::parse("mem://agent").expect("the test sets it up right")],

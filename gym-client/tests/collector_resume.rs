@@ -86,7 +86,7 @@ impl Ground {
         let world = World::real();
         let agent = Instance {
             name: "agent".to_owned(),
-            rank: 0,
+            replica: 0,
             kind: ServerKind::Agent,
             implementation: String::new(),
             endpoints: vec![Endpoint::parse("mem://agent").expect("the test sets it up right")],

@@ -32,7 +32,7 @@ async fn collect(latency_max: Duration, options: DriverOptions) -> (Result<RunEn
     let registry = Arc::new(MemoryRegistry::default());
     let registration = Registration {
         name: "env".to_owned(),
-        rank: Some(0),
+        replica: Some(0),
         kind: ServerKind::Environment,
         implementation: String::new(),
         endpoints: vec![Endpoint::parse("sim://env/gym").expect("the test sets it up right")],

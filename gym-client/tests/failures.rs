@@ -51,7 +51,7 @@ impl Ground {
         let registry = Arc::new(MemoryRegistry::default());
         let registration = Registration {
             name: "env".to_owned(),
-            rank: Some(0),
+            replica: Some(0),
             kind: ServerKind::Environment,
             implementation: String::new(),
             endpoints: vec![Endpoint::parse("sim://env/gym").unwrap()],

@@ -89,7 +89,7 @@ impl Bench {
         let endpoint = format!("sim://{name}{rank}/gym");
         let registration = Registration {
             name: name.to_owned(),
-            rank: Some(rank),
+            replica: Some(rank),
             kind,
             implementation: String::new(),
             endpoints: vec![Endpoint::parse(&endpoint).expect("an endpoint")],
@@ -113,7 +113,7 @@ impl Bench {
         serve(&host, Fenced::new(life, answer));
         let registration = Registration {
             name: "agent".to_owned(),
-            rank: Some(0),
+            replica: Some(0),
             kind: ServerKind::Agent,
             implementation: String::new(),
             endpoints: vec![Endpoint::parse("sim://agent/gym").expect("an endpoint")],

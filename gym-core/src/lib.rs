@@ -51,11 +51,15 @@
 //!
 //! | to | depend on |
 //! |---|---|
-//! | write an environment, an agent or a model, and run it with the `rgym` command line | `gym-server` and `gym-core` |
-//! | call servers, collect rollouts, run worker groups from a program of your own | `gym-client` and `gym-core` |
+//! | write an environment, an agent or a model, and run it with the `rgym` command line | `gym-server`, which re-exports `gym-core` and `gym-client` |
+//! | call servers, or collect rollouts, from a program of your own | `gym-client` with the feature `http`, and `gym-core` |
+//! | run worker groups | `gym-client` and `gym-core`, each with the feature `groups` |
 //! | write a transport, a registry or a ledger | `gym-core`; its feature `testing` has their conformance suites |
-//! | use HTTP, TCP or Unix sockets | `gym-transport-http`: features `http` of `gym-client` and `gym-server`, on by default |
-//! | use shared memory or RDMA through UCX | `gym-transport-rdma`: feature `rdma` of `gym-client` and `gym-server`, on by default in the latter |
+//! | use HTTP, TCP or Unix sockets | the feature `http` of `gym-client`; `gym-server` has it by default |
+//! | use shared memory or RDMA through UCX | the feature `rdma` of `gym-client` or `gym-server` |
+//!
+//! `gym-core` and `gym-client` have no default features, so that naming them beside `gym-server` changes nothing. By default, `gym-server` has `http`, `cli` and
+//! `tls` (https towards model endpoints); `groups`, `rdma`, `ray` and `parquet` are named by whoever wants them, and `full` has all.
 #![forbid(unsafe_code)]
 
 pub mod base;

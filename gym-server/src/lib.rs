@@ -50,7 +50,7 @@
 //! | [`role`] | serves an implementation of a role |
 //! | [`metrics`] | Prometheus metrics of the process |
 //!
-//! To choose among the crates, see [`gym_core`].
+//! Programs reach the other crates as `gym_server::gym_core` and `gym_server::gym_client`. To choose among the crates, see [`gym_core`].
 #![forbid(unsafe_code)]
 
 pub mod agent;
@@ -67,6 +67,8 @@ pub mod role;
 pub mod stack;
 #[cfg(test)]
 mod testing;
+
+pub use {gym_client, gym_core};
 
 #[cfg(feature = "http")]
 pub use stack::{Build, Servers, Stack, StackOptions};

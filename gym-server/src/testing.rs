@@ -95,7 +95,7 @@ impl TestNetwork {
 fn instance(name: &str) -> Instance {
     Instance {
         name: name.to_owned(),
-        rank: 0,
+        replica: 0,
         kind: ServerKind::Agent,
         implementation: String::new(),
         endpoints: vec![Endpoint::parse(&format!("mem://{name}")).unwrap()],

@@ -67,7 +67,7 @@ const ROOMS: &[(&str, &[&[&str]])] = &[
 ];
 
 /// Maximum entries of one level, so that readers find entries at a glance.
-const ENTRIES_MAX: usize = 9;
+const ENTRIES_MAX: usize = 12;
 
 /// Modules of one parent that refer to each other on purpose: (crate, level).
 const CYCLES_ALLOWED: &[(&str, &str)] = &[

@@ -46,7 +46,11 @@ pub(crate) fn cases() -> Vec<Case> {
         register(
             "a server that is already registered",
             "HTTP 409",
-            &["register math", "rank 0 is live at mem://math and http://127.0.0.1:", "choose another name or rank"],
+            &[
+                "register math",
+                "replica 0 is live at mem://math and http://127.0.0.1:",
+                "choose another name or number",
+            ],
             |body| body["name"] = "math".into(),
         ),
         register("no endpoint", "HTTP 422", &["register newcomer", "at least one endpoint"], |body| {

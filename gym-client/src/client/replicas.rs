@@ -67,10 +67,10 @@ impl ReplicaSet {
     /// Returns `false` if there are replicas and none of them is ever chosen, because their weight is 0.
     pub(super) fn can_choose(&self) -> bool {
         let balance = self.picker.balance();
-        self.replicas.is_empty() || self.replicas.iter().any(|replica| balance.chooses(replica.rank as usize))
+        self.replicas.is_empty() || self.replicas.iter().any(|replica| balance.chooses(replica.number as usize))
     }
 
-    /// Chooses a replica; one in `failed` only if all replicas have failed. Replicas are identified by rank, because weights are
+    /// Chooses a replica; one in `failed` only if all replicas have failed. Replicas are identified by number, because weights are
     /// assigned to ranks and positions in the list change.
     pub(super) fn choose(
         &self,
@@ -92,15 +92,15 @@ impl ReplicaSet {
         }
         let prompt = || AffinityKey::of_request(&request.message.head.to_object().ok()?);
         let pick = |open: &[Load]| self.picker.pick_for(key, prompt, open);
-        let load = |replica: &Arc<Replica>| Load { index: replica.rank as usize, pending: replica.pending.count() };
+        let load = |replica: &Arc<Replica>| Load { index: replica.number as usize, pending: replica.pending.count() };
         let of = |open: &dyn Fn(&Arc<Replica>) -> bool| {
             pick(&self.replicas.iter().filter(|replica| open(replica)).map(load).collect::<Vec<_>>())
         };
         // If every replica has failed once, one of those that get work; if none gets work, any, because it may still respond.
-        let chosen = of(&|replica| replica.takes_work() && !failed.contains(&replica.rank))
+        let chosen = of(&|replica| replica.takes_work() && !failed.contains(&replica.number))
             .or_else(|| of(&|replica| replica.takes_work()))
             .or_else(|| of(&|_| true));
-        let replica = chosen.and_then(|rank| self.replicas.iter().find(|replica| replica.rank as usize == rank));
+        let replica = chosen.and_then(|number| self.replicas.iter().find(|replica| replica.number as usize == number));
         replica.cloned().ok_or_else(|| match self.replicas.len() {
             0 => absent(server),
             count => {
@@ -125,7 +125,7 @@ pub(super) struct SessionAffinity {
 pub(super) struct Replica {
     pub(super) peer: ReconnectingPeer,
     pub(super) incarnation: Incarnation,
-    pub(super) rank: u32,
+    pub(super) number: u32,
     pub(super) kind: ServerKind,
     /// The server joins a `/run` that arrives again.
     joins_runs: bool,
@@ -151,7 +151,7 @@ impl Replica {
         !self.paused.load(Relaxed) && !self.is_lost()
     }
 
-    /// Returns `true` if this is the server with this incarnation and these endpoints, possibly under another rank: a restarted head assigns ranks
+    /// Returns `true` if this is the server with this incarnation and these endpoints, possibly under another number: a restarted head assigns numbers
     /// anew.
     pub(super) fn is(&self, incarnation: Incarnation, endpoints: &[Endpoint]) -> bool {
         self.incarnation == incarnation && self.peer.endpoints() == endpoints
@@ -212,7 +212,9 @@ impl Future for ReplicaLoss<'_> {
 pub(super) fn replica(instance: Instance, known: Option<&ReplicaSet>, follows: bool) -> Arc<Replica> {
     let same = known.and_then(|known| {
         known.replicas.iter().find(|replica| {
-            !replica.is_lost() && replica.rank == instance.rank && replica.is(instance.incarnation, &instance.endpoints)
+            !replica.is_lost()
+                && replica.number == instance.replica
+                && replica.is(instance.incarnation, &instance.endpoints)
         })
     });
     match same {
@@ -227,7 +229,7 @@ pub(super) fn replica(instance: Instance, known: Option<&ReplicaSet>, follows: b
             Arc::new(Replica {
                 peer: ReconnectingPeer::new(instance.endpoints, ConnectOptions::to_incarnation(instance.incarnation)),
                 incarnation: instance.incarnation,
-                rank: instance.rank,
+                number: instance.replica,
                 kind: instance.kind,
                 joins_runs: instance.labels.get(JOINS_RUNS_LABEL).is_some_and(|value| value == "1"),
                 pending: PendingCalls::default(),

@@ -243,7 +243,7 @@ impl ServerClient {
             let (failed, error) = match chosen {
                 Ok(replica) => match self.call(server, &replica, request, options).await {
                     Ok(response) => return Ok((replica, response)),
-                    Err(error) => (Some(replica.rank), error),
+                    Err(error) => (Some(replica.number), error),
                 },
                 // A replica that can be chosen may register later.
                 Err(error) => (None, error),
@@ -271,7 +271,7 @@ impl ServerClient {
             let replica = self.resolve(cx, server).await?.choose(server, &exclude, request, session)?;
             let result = self.call(server, &replica, request, options).await;
             if result.is_err() {
-                lock(&failed).push(replica.rank);
+                lock(&failed).push(replica.number);
             }
             result.map(|response| (replica, response))
         };
@@ -502,9 +502,10 @@ impl ServerClient {
     }
 
     /// Ends the calls in flight to a server that is lost, and makes the next call query the registry.
-    pub(super) fn lose(&self, server: &str, rank: u32, incarnation: Incarnation, reason: &str) {
+    pub(super) fn lose(&self, server: &str, number: u32, incarnation: Incarnation, reason: &str) {
         if let Some(known) = self.known(server) {
-            let lost = known.replicas.iter().find(|replica| replica.rank == rank && replica.incarnation == incarnation);
+            let lost =
+                known.replicas.iter().find(|replica| replica.number == number && replica.incarnation == incarnation);
             if let Some(replica) = lost {
                 replica.lose(reason);
                 self.forget(server);
@@ -522,7 +523,7 @@ impl ServerClient {
             for replica in &known.replicas {
                 let is = |there: &Instance| there.name == name && replica.is(there.incarnation, &there.endpoints);
                 if !listed.iter().any(is) {
-                    self.lose(&name, replica.rank, replica.incarnation, "the head server no longer lists the server");
+                    self.lose(&name, replica.number, replica.incarnation, "the head server no longer lists the server");
                 }
             }
         }

@@ -100,7 +100,7 @@ impl SessionServer {
     ) -> impl Future<Output = Result<Response>> + Send {
         async move {
             let Some(replica) = self.replica.as_ref().filter(|replica| !self.moves(client, replica)) else {
-                let session = SessionAffinity { number, home: self.replica.as_ref().map(|replica| replica.rank) };
+                let session = SessionAffinity { number, home: self.replica.as_ref().map(|replica| replica.number) };
                 let (replica, response) =
                     client.dispatch(&self.server, request, CallOptions::default(), Some(session)).await?;
                 self.replica = Some(replica);

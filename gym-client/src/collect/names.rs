@@ -199,7 +199,7 @@ impl ServerNames {
             let (host, port) = known.address.as_ref()?;
             Some(Instance {
                 name: name.clone(),
-                rank: 0,
+                replica: 0,
                 kind: known.kind,
                 implementation: known.implementation.clone(),
                 endpoints: vec![Endpoint::parse(&format!("http://{}", host_port(host, *port))).ok()?],

@@ -15,7 +15,7 @@ impl StaticRegistry {
     /// Creates a registry of these instances.
     #[must_use]
     pub fn new(mut instances: Vec<Instance>) -> Self {
-        instances.sort_by(|a, b| (&a.name, a.rank).cmp(&(&b.name, b.rank)));
+        instances.sort_by(|a, b| (&a.name, a.replica).cmp(&(&b.name, b.replica)));
         Self { instances }
     }
 

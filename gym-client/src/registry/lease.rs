@@ -83,10 +83,10 @@ async fn renew(registry: Arc<dyn Registry>, registration: Registration, mut leas
             tracing::warn!(name = lease.name, %error, "the lease was not renewed; trying again");
             continue;
         }
-        // The same rank if it is free. If another server has taken it and no rank was requested, another rank.
-        let same = Registration { rank: Some(lease.rank), ..registration.clone() };
+        // The same number if it is free. If another server has taken it and no number was requested, another one.
+        let same = Registration { replica: Some(lease.replica), ..registration.clone() };
         let again = match registry.register(&cx, same).await {
-            Err(error) if error.code() == Code::AlreadyExists && registration.rank.is_none() => {
+            Err(error) if error.code() == Code::AlreadyExists && registration.replica.is_none() => {
                 registry.register(&cx, registration.clone()).await
             }
             again => again,

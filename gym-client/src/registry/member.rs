@@ -181,10 +181,10 @@ impl Membership {
         loop {
             self.spec.tell_time(&self.world);
             let error = match self.registry.join(cx, self.spec.clone()).await {
-                Ok(JoinedMember { lease, ranks, warnings }) => {
+                Ok(JoinedMember { lease, replicas, warnings }) => {
                     warnings.iter().for_each(|warning| tracing::warn!(member = self.spec.name, "{warning}"));
-                    for (server, rank) in self.spec.servers.iter_mut().zip(ranks) {
-                        server.rank = Some(rank);
+                    for (server, replica) in self.spec.servers.iter_mut().zip(replicas) {
+                        server.replica = Some(replica);
                     }
                     return Ok(lease);
                 }

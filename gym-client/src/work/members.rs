@@ -133,7 +133,7 @@ mod tests {
     fn server(member: &str, incarnation: u64, paused: bool) -> ServerChange {
         ServerChange::Present(Instance {
             name: "agent".to_owned(),
-            rank: 0,
+            replica: 0,
             kind: ServerKind::Agent,
             implementation: String::new(),
             endpoints: vec![Endpoint::parse("http://h:1").unwrap()],
@@ -147,7 +147,7 @@ mod tests {
     fn gone(member: &str, incarnation: u64, lost: Option<&str>) -> ServerChange {
         ServerChange::Gone(GoneServer {
             name: "agent".to_owned(),
-            rank: 0,
+            replica: 0,
             incarnation: Incarnation(incarnation),
             member: Some(member.to_owned()),
             lost: lost.map(str::to_owned),

@@ -128,5 +128,5 @@ fn is_pool(instance: &Instance) -> bool {
 }
 
 fn key(instance: &Instance) -> PoolKey {
-    (instance.name.clone(), instance.rank, instance.incarnation)
+    (instance.name.clone(), instance.replica, instance.incarnation)
 }

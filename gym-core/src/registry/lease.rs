@@ -21,9 +21,9 @@ pub const DEFAULT_TTL: Duration = Duration::from_secs(30);
 pub struct Registration {
     /// The instance name of the configuration; replicas share it.
     pub name: String,
-    /// The number of the replica; `None` for the lowest free rank.
-    #[serde(default)]
-    pub rank: Option<u32>,
+    /// The number of the replica; `None` for the lowest free number.
+    #[serde(default, rename = "rank")]
+    pub replica: Option<u32>,
     /// The role of the server.
     pub kind: ServerKind,
     /// The implementation's name, such as `simple_agent`.
@@ -44,13 +44,13 @@ pub struct Registration {
 impl Registration {
     /// Creates the registration of a server's first incarnation.
     ///
-    /// Defaults: the lowest free rank, incarnation 1, a lease of [`DEFAULT_TTL`], no implementation name and no labels.
+    /// Defaults: the lowest free number, incarnation 1, a lease of [`DEFAULT_TTL`], no implementation name and no labels.
     /// A server that restarts must set a higher incarnation.
     #[must_use]
     pub fn new(name: impl Into<String>, kind: ServerKind, endpoints: impl Into<Vec<Endpoint>>) -> Self {
         Self {
             name: name.into(),
-            rank: None,
+            replica: None,
             kind,
             implementation: String::new(),
             endpoints: endpoints.into(),
@@ -67,7 +67,8 @@ pub struct Instance {
     /// The instance name of the configuration; replicas share it.
     pub name: String,
     /// The number of the replica.
-    pub rank: u32,
+    #[serde(rename = "rank")]
+    pub replica: u32,
     /// The role of the server.
     pub kind: ServerKind,
     /// The implementation's name, such as `simple_agent`.
@@ -99,7 +100,8 @@ pub struct Lease {
     /// The name of the instance.
     pub name: String,
     /// The number of the replica.
-    pub rank: u32,
+    #[serde(rename = "rank")]
+    pub replica: u32,
     /// The incarnation of the server.
     pub incarnation: Incarnation,
     /// The lifetime of the lease without a renewal, in milliseconds on the wire. Renew after a third of it.
@@ -125,10 +127,10 @@ pub(super) mod millis {
 /// A call may be repeated if its response was lost: a repeated registration returns the same lease.
 #[async_trait]
 pub trait Registry: fmt::Debug + Send + Sync + 'static {
-    /// Adds an instance. A newer incarnation replaces an older one with the same name and rank.
+    /// Adds an instance. A newer incarnation replaces an older one with the same name and replica.
     ///
     /// # Errors
-    /// `AlreadyExists` if the same or a newer incarnation with this name and rank is live. `InvalidArgument` if the
+    /// `AlreadyExists` if the same or a newer incarnation with this name and replica is live. `InvalidArgument` if the
     /// registration has no endpoint, an invalid name, or a lifetime of 0.
     async fn register(&self, cx: &CallContext, registration: Registration) -> Result<Lease>;
 
@@ -141,10 +143,10 @@ pub trait Registry: fmt::Debug + Send + Sync + 'static {
     /// Ends a lease. Succeeds if the lease has expired.
     async fn deregister(&self, cx: &CallContext, lease: Lease) -> Result<()>;
 
-    /// Returns the live instances with this name, by rank; empty if there are none.
+    /// Returns the live instances with this name, by replica; empty if there are none.
     async fn resolve(&self, cx: &CallContext, name: &str) -> Result<Vec<Instance>>;
 
-    /// Returns all live instances, by name and rank.
+    /// Returns all live instances, by name and replica.
     async fn list(&self, cx: &CallContext) -> Result<Vec<Instance>>;
 
     /// Returns a stream of the live instances with this name: the current ones first, then again after each change.

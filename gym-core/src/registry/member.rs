@@ -128,8 +128,8 @@ pub struct MemberServer {
     /// The instance name of the configuration; replicas share it.
     pub name: String,
     /// The number of the replica in an earlier membership, kept if it is free; `None` for the lowest free one.
-    #[serde(default)]
-    pub rank: Option<u32>,
+    #[serde(default, rename = "rank")]
+    pub replica: Option<u32>,
     /// The role of the server.
     pub kind: ServerKind,
     /// The implementation's name, such as `simple_agent`.
@@ -143,12 +143,12 @@ pub struct MemberServer {
 }
 
 impl MemberServer {
-    /// Creates a server without labels, for the lowest free rank.
+    /// Creates a server without labels, for the lowest free number.
     #[must_use]
     pub fn new(name: impl Into<String>, kind: ServerKind, endpoints: impl Into<Vec<Endpoint>>) -> Self {
         Self {
             name: name.into(),
-            rank: None,
+            replica: None,
             kind,
             implementation: String::new(),
             endpoints: endpoints.into(),
@@ -279,7 +279,8 @@ pub struct JoinedMember {
     /// The lease.
     pub lease: MemberLease,
     /// The numbers of the replicas, in the order of the servers.
-    pub ranks: Vec<u32>,
+    #[serde(rename = "ranks")]
+    pub replicas: Vec<u32>,
     /// What a person should know about this member, for example that its clock differs.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub warnings: Vec<String>,
@@ -417,7 +418,8 @@ pub struct GoneServer {
     /// The instance name.
     pub name: String,
     /// The number of the replica.
-    pub rank: u32,
+    #[serde(rename = "rank")]
+    pub replica: u32,
     /// The incarnation that is gone.
     pub incarnation: Incarnation,
     /// The member that had the server, which is gone too; `None` for a server that registered alone.

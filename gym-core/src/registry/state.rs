@@ -34,7 +34,7 @@ impl RegistryState {
     /// # Errors
     /// The same errors.
     pub(crate) fn register(&mut self, now: Instant, registration: Registration) -> Result<Lease> {
-        let Registration { name, rank, kind, implementation, endpoints, incarnation, ttl, labels } = registration;
+        let Registration { name, replica, kind, implementation, endpoints, incarnation, ttl, labels } = registration;
         let refused = |code, why: String| Err(Error::not_started(code, why).about(format!("register {name}")));
         if name.is_empty() || name.contains(|c: char| c.is_whitespace() || c.is_control()) {
             return refused(
@@ -68,9 +68,10 @@ impl RegistryState {
         let replayed = self.members.servers().find(|there| {
             (&there.name, there.incarnation, there.kind, &there.endpoints) == (&name, incarnation, kind, &endpoints)
         });
-        let rank =
-            rank.or_else(|| replayed.map(|there| there.rank)).unwrap_or_else(|| self.members.lowest_free_rank(&name));
-        match self.members.server(&name, rank) {
+        let replica = replica
+            .or_else(|| replayed.map(|there| there.replica))
+            .unwrap_or_else(|| self.members.lowest_free_replica(&name));
+        match self.members.server(&name, replica) {
             Some(there) => {
                 // A repeated registration, sent again because the response was lost, is not a second server.
                 let replay = there.incarnation == incarnation && there.endpoints == endpoints && there.kind == kind;
@@ -80,7 +81,7 @@ impl RegistryState {
                     return refused(
                         Code::AlreadyExists,
                         format!(
-                            "rank {rank} is live at {} with incarnation {}; stop it, or choose another name or rank",
+                            "replica {replica} is live at {} with incarnation {}; stop it, or choose another name or number",
                             places.join(" and "),
                             there.incarnation
                         ),
@@ -93,12 +94,21 @@ impl RegistryState {
             }
             None => {}
         }
-        let lease = Lease { name: name.clone(), rank, incarnation, ttl };
+        let lease = Lease { name: name.clone(), replica, incarnation, ttl };
         let (member, paused) = (None, false);
-        let instance =
-            Instance { name: name.clone(), rank, kind, implementation, endpoints, incarnation, labels, member, paused };
+        let instance = Instance {
+            name: name.clone(),
+            replica,
+            kind,
+            implementation,
+            endpoints,
+            incarnation,
+            labels,
+            member,
+            paused,
+        };
         self.members.put(instance);
-        self.leases.insert((name, rank), LeaseEntry { ttl, expires: now + ttl });
+        self.leases.insert((name, replica), LeaseEntry { ttl, expires: now + ttl });
         Ok(lease)
     }
 
@@ -114,7 +124,7 @@ impl RegistryState {
                 Ok(())
             }
             None => Err(Error::not_started(Code::NotFound, "the lease has expired or was replaced; register again")
-                .about(format!("renew {} rank {}", lease.name, lease.rank))),
+                .about(format!("renew {} replica {}", lease.name, lease.replica))),
         }
     }
 
@@ -123,7 +133,7 @@ impl RegistryState {
         if self.held(lease).is_none() {
             return false;
         }
-        let key = (lease.name.clone(), lease.rank);
+        let key = (lease.name.clone(), lease.replica);
         self.leases.remove(&key);
         // The calls in flight end as they would have ended: the server still answers them.
         self.members.take(&key, None);
@@ -137,10 +147,10 @@ impl RegistryState {
         self.leases.retain(|key, entry| {
             let lives = entry.expires > now;
             if !lives {
-                let (name, rank) = key;
-                let endpoint = members.server(name, *rank).and_then(|there| there.endpoints.last());
+                let (name, replica) = key;
+                let endpoint = members.server(name, *replica).and_then(|there| there.endpoints.last());
                 let endpoint = endpoint.map_or("", Endpoint::as_str);
-                tracing::warn!(server = name, rank, ttl = ?entry.ttl, endpoint, "a lease has expired: the server did not renew it");
+                tracing::warn!(server = name, replica, ttl = ?entry.ttl, endpoint, "a lease has expired: the server did not renew it");
                 members.take(key, Some(&format!("its lease of {:?} has expired", entry.ttl)));
                 changed.insert(name.clone());
             }
@@ -166,12 +176,12 @@ impl RegistryState {
 
     fn lives(&self, now: Instant, instance: &Instance) -> bool {
         // Without a lease, it belongs to a member.
-        self.leases.get(&(instance.name.clone(), instance.rank)).is_none_or(|entry| entry.expires > now)
+        self.leases.get(&(instance.name.clone(), instance.replica)).is_none_or(|entry| entry.expires > now)
     }
 
     fn held(&mut self, lease: &Lease) -> Option<&mut LeaseEntry> {
-        let held = self.members.server(&lease.name, lease.rank);
+        let held = self.members.server(&lease.name, lease.replica);
         held.filter(|there| there.incarnation == lease.incarnation)?;
-        self.leases.get_mut(&(lease.name.clone(), lease.rank))
+        self.leases.get_mut(&(lease.name.clone(), lease.replica))
     }
 }

@@ -61,7 +61,7 @@ struct Entry {
     seq: u64,
     /// The connection broke at this time, and no heartbeat has arrived since.
     broken: Option<Instant>,
-    ranks: Vec<u32>,
+    replicas: Vec<u32>,
 }
 
 impl Entry {
@@ -97,9 +97,9 @@ impl Entry {
         }
     }
 
-    /// Returns the names and ranks of its servers.
+    /// Returns the names and replicas of its servers.
     fn server_keys(&self) -> Vec<(String, u32)> {
-        self.spec.servers.iter().zip(&self.ranks).map(|(server, rank)| (server.name.clone(), *rank)).collect()
+        self.spec.servers.iter().zip(&self.replicas).map(|(server, replica)| (server.name.clone(), *replica)).collect()
     }
 
     fn next_change(&self) -> Instant {
@@ -155,7 +155,11 @@ impl MemberTable {
                 known.broken = None;
                 known.spec.clock_ms = spec.clock_ms;
                 return Ok((
-                    JoinedMember { lease: known.lease(self.term), ranks: known.ranks.clone(), warnings: Vec::new() },
+                    JoinedMember {
+                        lease: known.lease(self.term),
+                        replicas: known.replicas.clone(),
+                        warnings: Vec::new(),
+                    },
                     events,
                 ));
             }
@@ -179,7 +183,7 @@ impl MemberTable {
             let max = self.limits.servers_max;
             return refused(Code::ResourceExhausted, format!("the cluster has its maximum of {max} servers"));
         }
-        let ranks: Vec<u32> = spec.servers.iter().map(|server| self.place(server, &spec)).collect();
+        let replicas: Vec<u32> = spec.servers.iter().map(|server| self.place(server, &spec)).collect();
         let name = spec.name.clone();
         let entry = Entry {
             spec,
@@ -191,21 +195,21 @@ impl MemberTable {
             heard: now,
             seq: 0,
             broken: None,
-            ranks: ranks.clone(),
+            replicas: replicas.clone(),
         };
         let lease = entry.lease(self.term);
         self.members.insert(name.clone(), entry);
         events.push(MemberEvent { name, from: None, to: MemberState::Joining, reason: String::new(), lost: false });
-        Ok((JoinedMember { lease, ranks, warnings: Vec::new() }, events))
+        Ok((JoinedMember { lease, replicas, warnings: Vec::new() }, events))
     }
 
-    /// Lists a server under the lowest free rank of its name, not serving yet.
+    /// Lists a server under the lowest free number of its name, not serving yet.
     fn place(&mut self, server: &MemberServer, member: &MemberSpec) -> u32 {
-        let free = server.rank.filter(|rank| self.server(&server.name, *rank).is_none());
-        let rank = free.unwrap_or_else(|| self.lowest_free_rank(&server.name));
+        let free = server.replica.filter(|replica| self.server(&server.name, *replica).is_none());
+        let replica = free.unwrap_or_else(|| self.lowest_free_replica(&server.name));
         self.put(Instance {
             name: server.name.clone(),
-            rank,
+            replica,
             kind: server.kind,
             implementation: server.implementation.clone(),
             endpoints: server.endpoints.clone(),
@@ -214,28 +218,28 @@ impl MemberTable {
             member: Some(member.name.clone()),
             paused: true,
         });
-        rank
+        replica
     }
 
-    pub(super) fn lowest_free_rank(&self, name: &str) -> u32 {
-        (0..).find(|rank| self.server(name, *rank).is_none()).unwrap_or_default()
+    pub(super) fn lowest_free_replica(&self, name: &str) -> u32 {
+        (0..).find(|replica| self.server(name, *replica).is_none()).unwrap_or_default()
     }
 
-    /// Lists a server, or replaces the one with its name and rank.
+    /// Lists a server, or replaces the one with its name and replica.
     pub(super) fn put(&mut self, instance: Instance) {
-        self.servers.insert((instance.name.clone(), instance.rank), instance.clone());
+        self.servers.insert((instance.name.clone(), instance.replica), instance.clone());
         self.record(ServerChange::Present(instance));
     }
 
     /// Removes a server, with the reason if it was lost.
     pub(super) fn take(&mut self, key: &(String, u32), lost: Option<&str>) {
-        let Some(Instance { name, rank, incarnation, member, .. }) = self.servers.remove(key) else { return };
+        let Some(Instance { name, replica, incarnation, member, .. }) = self.servers.remove(key) else { return };
         let lost = lost.map(str::to_owned);
-        self.record(ServerChange::Gone(GoneServer { name, rank, incarnation, member, lost }));
+        self.record(ServerChange::Gone(GoneServer { name, replica, incarnation, member, lost }));
     }
 
-    pub(super) fn server(&self, name: &str, rank: u32) -> Option<&Instance> {
-        self.servers.get(&(name.to_owned(), rank))
+    pub(super) fn server(&self, name: &str, replica: u32) -> Option<&Instance> {
+        self.servers.get(&(name.to_owned(), replica))
     }
 
     pub(super) fn server_count(&self) -> usize {
@@ -383,8 +387,8 @@ impl MemberTable {
     fn remove(&mut self, now: Instant, name: &str, reason: &str, lost: bool) -> Option<MemberEvent> {
         let entry = self.members.remove(name)?;
         let why = lost.then(|| format!("{name} is gone: {reason}"));
-        for (server, rank) in entry.spec.servers.iter().zip(&entry.ranks) {
-            self.take(&(server.name.clone(), *rank), why.as_deref());
+        for (server, replica) in entry.spec.servers.iter().zip(&entry.replicas) {
+            self.take(&(server.name.clone(), *replica), why.as_deref());
         }
         if self.gone.len() == GONE_MAX {
             self.gone.pop_front();
@@ -430,7 +434,7 @@ impl MemberTable {
         live.chain(gone).collect()
     }
 
-    /// Returns the servers of the members with this name, by rank.
+    /// Returns the servers of the members with this name, by replica.
     pub(crate) fn resolve<'a>(&'a self, name: &str) -> impl Iterator<Item = &'a Instance> + use<'a> {
         self.servers.range((name.to_owned(), 0)..=(name.to_owned(), u32::MAX)).map(|(_, instance)| instance)
     }

@@ -259,7 +259,7 @@ impl HeadState {
                 let registration: Registration = read(&request.message)?;
                 let (name, endpoint) = (registration.name.clone(), registration.endpoints.first().cloned());
                 let lease = self.registry.register(cx, registration).await?;
-                tracing::info!(name, rank = lease.rank, ?endpoint, "{name} registered successfully");
+                tracing::info!(name, replica = lease.replica, ?endpoint, "{name} registered successfully");
                 json(&lease)
             }
             (Verb::Post, "/registry/renew") => {
@@ -268,7 +268,7 @@ impl HeadState {
             }
             (Verb::Post, "/registry/deregister") => {
                 let lease: Lease = read(&request.message)?;
-                tracing::info!(name = lease.name, rank = lease.rank, "deregistered");
+                tracing::info!(name = lease.name, replica = lease.replica, "deregistered");
                 self.registry.deregister(cx, lease).await?;
                 Ok(reply::ok())
             }
@@ -481,7 +481,7 @@ mod tests {
     fn registration(name: &str, port: u16, incarnation: u64) -> Registration {
         Registration {
             name: name.to_owned(),
-            rank: None,
+            replica: None,
             kind: ServerKind::Agent,
             implementation: "simple_agent".to_owned(),
             endpoints: vec![Endpoint::parse(&format!("http://127.0.0.1:{port}")).unwrap()],
@@ -670,12 +670,12 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn a_second_server_of_the_same_name_and_rank_is_refused_unless_it_is_a_newer_life() {
         let head = head();
-        let at = |port, incarnation| Registration { rank: Some(0), ..registration("a", port, incarnation) };
+        let at = |port, incarnation| Registration { replica: Some(0), ..registration("a", port, incarnation) };
         assert_eq!(post(&head, "/registry/register", &at(7001, 5)).await.0, 200);
         assert_eq!(post(&head, "/registry/register", &at(7001, 5)).await.0, 200, "a replay is not a second server");
         let (status, why) = post(&head, "/registry/register", &at(7002, 4)).await;
         assert_eq!(status, 409);
-        assert!(why.as_str().unwrap().contains("rank 0 is live at http://127.0.0.1:7001"), "{why}");
+        assert!(why.as_str().unwrap().contains("replica 0 is live at http://127.0.0.1:7001"), "{why}");
         assert_eq!(post(&head, "/registry/register", &at(7002, 6)).await.0, 200);
         assert_eq!(get(&head, "/server_instances").await.1[0]["port"], 7002);
     }

@@ -53,7 +53,7 @@ pub(super) fn registration(
     }
     Registration {
         name: instance.name.clone(),
-        rank: None,
+        replica: None,
         kind: instance.kind,
         implementation: instance.implementation.clone(),
         endpoints,

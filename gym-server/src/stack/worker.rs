@@ -166,7 +166,7 @@ fn member_server(server: &Instance, pulls: bool) -> MemberServer {
     endpoints.retain(|endpoint| endpoint.scheme() != "mem");
     MemberServer {
         name: server.name.clone(),
-        rank: None,
+        replica: None,
         kind: server.kind,
         implementation: server.implementation.clone(),
         endpoints,

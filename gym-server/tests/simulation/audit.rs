@@ -78,7 +78,7 @@ impl Audit {
     }
 
     fn leased(&self, lease: Lease) {
-        let key = (lease.name, lease.rank, lease.incarnation.0);
+        let key = (lease.name, lease.replica, lease.incarnation.0);
         self.truth().leases.insert(key, (Instant::now(), lease.ttl));
     }
 
@@ -86,7 +86,7 @@ impl Audit {
     pub(crate) async fn check_leases(&self, registry: &MemoryRegistry) {
         let Ok(live) = registry.list(&CallContext::default()).await else { return };
         for instance in live {
-            let key = (instance.name, instance.rank, instance.incarnation.0);
+            let key = (instance.name, instance.replica, instance.incarnation.0);
             let known = self.truth().leases.get(&key).copied();
             match known {
                 Some((renewed, ttl)) if renewed.elapsed() <= ttl => {}

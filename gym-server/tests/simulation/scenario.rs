@@ -419,7 +419,7 @@ impl Deployment {
     fn start_server(&self, host: &SimHost, name: &'static str) {
         let (client, world) = (self.client(host), self.world(host));
         let life = Incarnation(host.life() + 1);
-        let (name, rank, kind) = match name {
+        let (name, replica, kind) = match name {
             RELAY => (RELAY, 0, ServerKind::Environment),
             RESOURCES => (RESOURCES, 0, ServerKind::Resources),
             agent => ("agent", u32::from(agent == AGENTS[1]), ServerKind::Agent),
@@ -443,7 +443,7 @@ impl Deployment {
         let endpoint = self.serve(host, Arc::new(Fenced::new(life, handler)));
         let registration = Registration {
             name: name.to_owned(),
-            rank: Some(rank),
+            replica: Some(replica),
             kind,
             implementation: "small".to_owned(),
             endpoints: vec![endpoint],

@@ -113,7 +113,7 @@ impl ServerClient {
             match self.call(server, &replica, &request, CallOptions::idempotent()).await {
                 Ok(_) => return Ok(()),
                 Err(error) if failed.len() + 1 >= known.replicas.len().min(ASKED_MAX) => return Err(error),
-                Err(_) => failed.push(replica.rank),
+                Err(_) => failed.push(replica.number),
             }
         }
     }

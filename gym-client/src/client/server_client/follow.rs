@@ -65,7 +65,7 @@ impl ServerClient {
                 ServerChange::Present(server) => self.forget(&server.name),
                 ServerChange::Gone(gone) => {
                     if let Some(reason) = &gone.lost {
-                        self.lose(&gone.name, gone.rank, gone.incarnation, reason);
+                        self.lose(&gone.name, gone.replica, gone.incarnation, reason);
                     }
                     self.forget(&gone.name);
                 }

@@ -13,7 +13,7 @@
 
 mod blocks;
 mod file;
-mod lease;
+mod turn;
 
 use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -37,7 +37,7 @@ use crate::group::provision::{
 use crate::group::supervise::{ClusterBinding, ClusterGroups, Group, GroupOptions};
 use crate::group::usage::node::{NodeMonitor, NodeUsage};
 pub use file::ClusterFile;
-use lease::{BundleLeases, LeaseGate};
+use turn::{BundleTurns, TurnGate};
 
 /// A set of bundles on nodes. They are reserved on first use.
 ///
@@ -52,7 +52,7 @@ pub struct VirtualCluster {
     /// The simulated nodes, if the cluster is simulated.
     simulated: Option<Vec<NodeResources>>,
     unified: bool,
-    leases: BundleLeases,
+    turns: BundleTurns,
     groups: Arc<ClusterGroups>,
     reserved: tokio::sync::Mutex<Option<Arc<dyn Reservation>>>,
     /// Runs from the start of the first group, if `monitor_memory` is set.
@@ -119,7 +119,7 @@ impl VirtualCluster {
             provisioner: Box::new(provisioner),
             simulated: None,
             unified: false,
-            leases: BundleLeases::default(),
+            turns: BundleTurns::default(),
             groups: Arc::default(),
             reserved: tokio::sync::Mutex::default(),
             monitor: Mutex::default(),
@@ -222,7 +222,7 @@ impl VirtualCluster {
     /// Starts a worker group and waits until all its ranks accept calls. Errors in bundles, colocation and configuration are
     /// reported before any process is started.
     ///
-    /// With `enable_colocation`, each call of a group leases the bundles that it shares with other groups. A lease ends with its
+    /// With `enable_colocation`, each call of a group takes a turn on the bundles that it shares with other groups. A turn ends with its
     /// call. After a deadline or a failed rank, a rank's exclusive handler may still run at that moment. The handler receives a
     /// cancellation signal and runs to completion.
     ///
@@ -258,9 +258,9 @@ impl VirtualCluster {
             options.transports = options.transports.with_policy(transport_policy.clone());
         }
         let registration = self.groups.admit(Arc::clone(&group), &bundles, self.spec.groups_max())?;
-        let leases = (self.spec.enable_colocation == Some(true)).then(|| self.leases.clone());
-        let gate = leases
-            .map(|leases| Arc::new(LeaseGate::new(leases, registration.number(), group, bundles)) as Arc<dyn Gate>);
+        let turns = (self.spec.enable_colocation == Some(true)).then(|| self.turns.clone());
+        let gate =
+            turns.map(|turns| Arc::new(TurnGate::new(turns, registration.number(), group, bundles)) as Arc<dyn Gate>);
         let monitor = self.spec.monitor_memory.then(|| {
             let mut monitor = self.monitor.lock().unwrap_or_else(PoisonError::into_inner);
             Arc::clone(monitor.get_or_insert_with(|| Arc::new(NodeMonitor::start())))

@@ -120,14 +120,14 @@ pub trait Deployment: fmt::Debug + Send + Sync + 'static {
     /// # Errors
     /// `NotFound` for a rank that was not launched. If a rank fails to start, for example after a shutdown, that is an error or
     /// an event.
-    async fn restart(&self, cx: &CallContext, lives: &[(Rank, Incarnation)]) -> Result<()>;
+    async fn restart(&self, cx: &CallContext, incarnations: &[(Rank, Incarnation)]) -> Result<()>;
 
-    /// Kills a rank as a crash would. If `life` is given, kills only that incarnation, so a late decision cannot kill a restarted
+    /// Kills a rank as a crash would. If `incarnation` is given, kills only that incarnation, so a late decision cannot kill a restarted
     /// rank.
     ///
     /// # Errors
     /// `NotFound` if the rank does not run, or runs another incarnation.
-    async fn kill(&self, rank: Rank, life: Option<Incarnation>) -> Result<()>;
+    async fn kill(&self, rank: Rank, incarnation: Option<Incarnation>) -> Result<()>;
 
     /// Returns the usage of each running rank at the last sample. Never waits for a rank. Empty if ranks have no process of their
     /// own.

@@ -119,7 +119,7 @@ struct InProcessState {
 
 #[derive(Debug, Default)]
 struct LiveRanks {
-    lives: BTreeMap<Rank, LiveRank>,
+    ranks: BTreeMap<Rank, LiveRank>,
     /// The last incarnation of each rank that was started.
     started: BTreeMap<Rank, Incarnation>,
     /// The ranks were shut down or dropped: no further rank is started.
@@ -130,7 +130,7 @@ impl LiveRanks {
     /// Removes and returns all incarnations; none is started afterwards.
     fn close(&mut self) -> BTreeMap<Rank, LiveRank> {
         self.closed = true;
-        std::mem::take(&mut self.lives)
+        std::mem::take(&mut self.ranks)
     }
 }
 
@@ -187,7 +187,7 @@ impl InProcessState {
             report.exit.replace(exit);
         }));
         live.started.insert(rank, incarnation);
-        live.lives.insert(rank, LiveRank { incarnation, end, ended, task });
+        live.ranks.insert(rank, LiveRank { incarnation, end, ended, task });
         Ok(())
     }
 
@@ -241,9 +241,12 @@ impl InProcessState {
         Ok((host, listener, handler))
     }
 
-    fn places(&self, lives: &[(Rank, Incarnation)]) -> Result<Vec<(RankPlace, Incarnation)>> {
+    fn places(&self, incarnations: &[(Rank, Incarnation)]) -> Result<Vec<(RankPlace, Incarnation)>> {
         let place_of = |rank: Rank| self.spec.ranks.iter().find(|place| place.rank == rank).cloned();
-        lives.iter().map(|(rank, life)| Ok((place_of(*rank).ok_or_else(|| self.no_such(*rank))?, *life))).collect()
+        incarnations
+            .iter()
+            .map(|(rank, incarnation)| Ok((place_of(*rank).ok_or_else(|| self.no_such(*rank))?, *incarnation)))
+            .collect()
     }
 
     fn lock(&self) -> std::sync::MutexGuard<'_, LiveRanks> {
@@ -285,14 +288,14 @@ impl LiveRank {
 
 #[async_trait]
 impl PreparedRanks for InProcessDeployment {
-    async fn start(&self, lives: &[(Rank, Incarnation)], rendezvous: Option<Rendezvous>) -> Result<()> {
-        let places = self.state.places(lives)?;
+    async fn start(&self, incarnations: &[(Rank, Incarnation)], rendezvous: Option<Rendezvous>) -> Result<()> {
+        let places = self.state.places(incarnations)?;
         if let Some(rendezvous) = rendezvous {
             *self.state.rendezvous.lock().unwrap_or_else(PoisonError::into_inner) = rendezvous;
         }
-        for (place, life) in places {
-            if self.state.lock().started.get(&place.rank).is_none_or(|started| *started < life) {
-                InProcessState::start(&self.state, place, life)?;
+        for (place, incarnation) in places {
+            if self.state.lock().started.get(&place.rank).is_none_or(|started| *started < incarnation) {
+                InProcessState::start(&self.state, place, incarnation)?;
             }
         }
         Ok(())
@@ -302,8 +305,8 @@ impl PreparedRanks for InProcessDeployment {
         // They stay where they are, so that they end in order even if this future is dropped.
         let ending: Vec<CancelToken> = {
             let live = self.state.lock();
-            let ending = ranks.iter().filter_map(|rank| live.lives.get(rank));
-            ending.inspect(|life| life.end.kill.cancel()).map(|life| life.ended.clone()).collect()
+            let ending = ranks.iter().filter_map(|rank| live.ranks.get(rank));
+            ending.inspect(|rank| rank.end.kill.cancel()).map(|rank| rank.ended.clone()).collect()
         };
         join_all(ending.iter().map(CancelToken::cancelled)).await;
         Ok(())
@@ -316,8 +319,8 @@ impl PreparedRanks for InProcessDeployment {
             let (state, lease) = (Arc::clone(&self.state), self.lease.subscribe());
             AbortOnDropHandle::new(tokio::spawn(async move {
                 lease_ended(lease).await;
-                let lives = state.lock().close();
-                drop(lives);
+                let ranks = state.lock().close();
+                drop(ranks);
             }))
         });
     }
@@ -347,26 +350,26 @@ impl Deployment for InProcessDeployment {
         self.state.log.stream()
     }
 
-    async fn restart(&self, cx: &CallContext, lives: &[(Rank, Incarnation)]) -> Result<()> {
+    async fn restart(&self, cx: &CallContext, incarnations: &[(Rank, Incarnation)]) -> Result<()> {
         cx.check()?;
-        let places = self.state.places(lives)?;
+        let places = self.state.places(incarnations)?;
         let old: Vec<LiveRank> = {
             let mut live = self.state.lock();
-            lives.iter().filter_map(|(rank, _)| live.lives.remove(rank)).collect()
+            incarnations.iter().filter_map(|(rank, _)| live.ranks.remove(rank)).collect()
         };
         join_all(old.into_iter().map(LiveRank::kill)).await;
-        places.into_iter().try_for_each(|(place, life)| InProcessState::start(&self.state, place, life))
+        places.into_iter().try_for_each(|(place, incarnation)| InProcessState::start(&self.state, place, incarnation))
     }
 
-    async fn kill(&self, rank: Rank, life: Option<Incarnation>) -> Result<()> {
-        let life = {
-            let lives = &mut self.state.lock().lives;
-            let meant = lives.get(&rank).is_some_and(|now| life.is_none_or(|life| now.incarnation == life));
-            meant.then(|| lives.remove(&rank)).flatten()
+    async fn kill(&self, rank: Rank, incarnation: Option<Incarnation>) -> Result<()> {
+        let live = {
+            let ranks = &mut self.state.lock().ranks;
+            let meant = ranks.get(&rank).is_some_and(|now| incarnation.is_none_or(|meant| now.incarnation == meant));
+            meant.then(|| ranks.remove(&rank)).flatten()
         };
-        let life = life.ok_or_else(|| self.state.no_such(rank))?;
-        tracing::debug!(group = %self.state.spec.group, rank, incarnation = %life.incarnation, "killed");
-        life.kill().await;
+        let live = live.ok_or_else(|| self.state.no_such(rank))?;
+        tracing::debug!(group = %self.state.spec.group, rank, incarnation = %live.incarnation, "killed");
+        live.kill().await;
         Ok(())
     }
 
@@ -382,8 +385,8 @@ impl Deployment for InProcessDeployment {
     }
 
     async fn shutdown(&self, grace: Duration) -> Result<()> {
-        let lives = self.state.lock().close();
-        join_all(lives.into_values().map(|life| life.finish(grace))).await;
+        let ranks = self.state.lock().close();
+        join_all(ranks.into_values().map(|rank| rank.finish(grace))).await;
         // Also waits for incarnations that a restart or a kill is ending.
         self.state.tasks.close();
         self.state.tasks.wait().await;
@@ -394,8 +397,8 @@ impl Deployment for InProcessDeployment {
 impl Drop for InProcessDeployment {
     fn drop(&mut self) {
         // The incarnations hold references to this state, so dropping it cannot end them.
-        let lives = self.state.lock().close();
-        drop(lives);
+        let ranks = self.state.lock().close();
+        drop(ranks);
     }
 }
 
@@ -431,12 +434,12 @@ mod tests {
     #[tokio::test]
     async fn a_restart_that_a_shutdown_overtakes_starts_nothing() {
         let deployment = idle().await;
-        let (cx, lives) = (CallContext::default(), [(0, Incarnation(2)), (1, Incarnation(2))]);
-        let mut restart = deployment.restart(&cx, &lives);
-        assert!(restart.as_mut().now_or_never().is_none(), "the old lives end first");
+        let (cx, incarnations) = (CallContext::default(), [(0, Incarnation(2)), (1, Incarnation(2))]);
+        let mut restart = deployment.restart(&cx, &incarnations);
+        assert!(restart.as_mut().now_or_never().is_none(), "the old incarnations end first");
         deployment.shutdown(Duration::from_secs(20)).await.unwrap();
         assert_eq!(restart.await.unwrap_err().code(), Code::Unavailable);
-        assert_eq!(deployment.restart(&cx, &lives).await.unwrap_err().code(), Code::Unavailable);
+        assert_eq!(deployment.restart(&cx, &incarnations).await.unwrap_err().code(), Code::Unavailable);
         let mut events = deployment.events();
         drop(deployment);
         let mut ended = 0;

@@ -48,7 +48,7 @@ pub(super) trait PreparedRanks: Deployment {
     ///
     /// # Errors
     /// `NotFound` for a rank that was not launched. A rank that fails to start is an event.
-    async fn start(&self, lives: &[(Rank, Incarnation)], rendezvous: Option<Rendezvous>) -> Result<()>;
+    async fn start(&self, incarnations: &[(Rank, Incarnation)], rendezvous: Option<Rendezvous>) -> Result<()>;
 
     /// Kills the incarnations of these ranks that run, and returns when they have ended.
     async fn end(&self, ranks: &[Rank]) -> Result<()>;

@@ -3,7 +3,7 @@
 //! ```text
 //!   Provisioner ── reserve ──► Reservation ── launch ──► Deployment ── events ──► Started ▸ Ready(endpoints) ▸ MemoryHigh ▸ Exited(why)
 //!     Local: child processes      │ placement()             ▲                    so far, then live
-//!     InProcessRanks: tasks       │ nodes() · events()      └── restart(lives) · kill(rank) · usage() · shutdown(grace)
+//!     InProcessRanks: tasks       │ nodes() · events()      └── restart(incarnations) · kill(rank) · usage() · shutdown(grace)
 //!     Nodes: agents on machines   └ release(grace)
 //! ```
 //!

@@ -343,12 +343,12 @@ impl GroupSupervisor {
     }
 
     /// Kills the processes of these ranks. Their exits follow as events.
-    fn end(&mut self, lives: Vec<(Rank, Incarnation)>) {
-        for (rank, life) in lives {
+    fn end(&mut self, incarnations: Vec<(Rank, Incarnation)>) {
+        for (rank, incarnation) in incarnations {
             let shared = Arc::clone(&self.shared);
             self.jobs.spawn(async move {
                 // An incarnation that has already ended needs no kill, and the next one must not be killed.
-                let _ = shared.deployment.kill(rank, Some(life)).await;
+                let _ = shared.deployment.kill(rank, Some(incarnation)).await;
                 JobResult::Nothing
             });
         }
@@ -378,13 +378,13 @@ impl GroupSupervisor {
                     self.end(vec![(rank, incarnation)]);
                 }
             }
-            JobResult::Prepared(lives, prepared) => {
-                let ranks: Vec<Rank> = lives.iter().map(|(rank, _)| *rank).collect();
+            JobResult::Prepared(incarnations, prepared) => {
+                let ranks: Vec<Rank> = incarnations.iter().map(|(rank, _)| *rank).collect();
                 if let Err(error) = &prepared {
                     tracing::error!(group = %self.shared.name, ?ranks, %error, "on_restart failed for restarted ranks");
                 }
                 let prepared = prepared.map_err(|error| error.to_string());
-                for (rank, incarnation) in lives {
+                for (rank, incarnation) in incarnations {
                     self.change(rank, incarnation, |record| record.prepared(prepared.clone()));
                 }
                 if let Some(rank) = ranks.first() {
@@ -392,14 +392,14 @@ impl GroupSupervisor {
                 }
             }
             JobResult::PauseOver(rank, incarnation) => self.restart(rank, incarnation),
-            JobResult::Restarted(lives, begun) => {
-                self.restarted(&lives);
-                if let (Err(error), Some(&(rank, life))) = (begun, lives.first()) {
+            JobResult::Restarted(incarnations, begun) => {
+                self.restarted(&incarnations);
+                if let (Err(error), Some(&(rank, incarnation))) = (begun, incarnations.first()) {
                     // An incarnation that never started has no event, and the exit of one rank ends all tied ranks.
-                    let exit = RankExit::start_failed(life, format!("it could not be started again: {error}"));
+                    let exit = RankExit::start_failed(incarnation, format!("it could not be started again: {error}"));
                     self.on_event(RankEvent::Exited { rank, exit });
                     // Some of the ranks may have started.
-                    self.end(lives);
+                    self.end(incarnations);
                 }
             }
             JobResult::Probed(rank, incarnation, answer) => {
@@ -426,18 +426,18 @@ impl GroupSupervisor {
         if unprepared.is_empty() {
             return;
         }
-        let lives = unprepared.iter().map(|member| (member.rank, member.incarnation)).collect();
+        let incarnations = unprepared.iter().map(|member| (member.rank, member.incarnation)).collect();
         // In one call, because the ranks may run a collective in it.
         let support = CallSupport { backlog: None, ..self.shared.support.clone() };
         let subset = RankSubset::of(Arc::clone(&self.shared.name), unprepared, support);
         let within = self.shared.options.prepare_timeout;
         let preparing = async move { on_restart(subset?, CallContext::within(within)).await.map_err(Error::from) };
-        self.spawn(preparing, |prepared| JobResult::Prepared(lives, prepared));
+        self.spawn(preparing, |prepared| JobResult::Prepared(incarnations, prepared));
     }
 
     /// Starts the incarnation after `last` of a rank and of the ranks tied to it, unless it has started already.
     fn restart(&mut self, rank: Rank, last: Incarnation) {
-        let lives: Vec<(Rank, Incarnation)> = {
+        let incarnations: Vec<(Rank, Incarnation)> = {
             let mut records = self.shared.records();
             let due = |record: &RankRecord| record.incarnation == last && record.state() == RankState::Dead;
             let Some(tied) = records.get(rank as usize).filter(|record| due(record)).map(|record| record.place.tied)
@@ -455,15 +455,15 @@ impl GroupSupervisor {
         };
         self.shared.publish();
         let shared = Arc::clone(&self.shared);
-        let again = lives.clone();
+        let again = incarnations.clone();
         // If a single rank fails to start, an event reports it.
         let restarting = async move { shared.deployment.restart(&CallContext::default(), &again).await };
-        self.spawn(restarting, |begun| JobResult::Restarted(lives, begun));
+        self.spawn(restarting, |begun| JobResult::Restarted(incarnations, begun));
     }
 
     /// Handles a restart that has begun. The restarted ranks may have ended or been retired in the meantime.
-    fn restarted(&mut self, lives: &[(Rank, Incarnation)]) {
-        let Some(&(rank, life)) = lives.first() else { return };
+    fn restarted(&mut self, incarnations: &[(Rank, Incarnation)]) {
+        let Some(&(rank, incarnation)) = incarnations.first() else { return };
         let (tied, over) = {
             let records = self.shared.records();
             let Some(record) = records.get(rank as usize) else { return };
@@ -471,9 +471,9 @@ impl GroupSupervisor {
         };
         self.restarting.remove(&tied);
         if self.again.remove(&tied) {
-            self.restart(rank, life);
+            self.restart(rank, incarnation);
         } else if over {
-            self.end(lives.to_vec());
+            self.end(incarnations.to_vec());
         }
     }
 
@@ -487,9 +487,9 @@ impl GroupSupervisor {
                 records.iter().map(|record| (record.place.tied, record.place.rank)).collect();
             let mut seen = BTreeSet::new();
             for (_, rank) in firsts.into_iter().filter(|(tied, _)| seen.insert(*tied)) {
-                let lives: Vec<_> =
+                let incarnations: Vec<_> =
                     record::tied(&mut records, rank).map(|record| (record.place.rank, record.incarnation)).collect();
-                let ranks = lives.iter().map(|(rank, _)| *rank);
+                let ranks = incarnations.iter().map(|(rank, _)| *rank);
                 // Tied ranks are in the same state, except when the preparation of one failed: then all count as dead.
                 let unprepared = record::tied(&mut records, rank)
                     .any(|record| record.state() == RankState::Stale && record.preparation_failed());
@@ -513,7 +513,7 @@ impl GroupSupervisor {
                 } else {
                     restarts.refused.extend(ranks);
                     // Ranks whose preparation failed run until they are ended.
-                    over.extend(lives.iter().copied().filter(|_| unprepared));
+                    over.extend(incarnations.iter().copied().filter(|_| unprepared));
                 }
             }
         }

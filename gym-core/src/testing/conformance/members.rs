@@ -330,9 +330,9 @@ async fn watchers_get_the_changes_since_their_version(fixture: &impl MemberFixtu
 async fn ranks_are_kept_if_they_are_free(fixture: &impl MemberFixture) {
     let registry = fixture.registry();
     let mut wanted = spec("a", 1, &["math"]);
-    wanted.servers[0].rank = Some(3);
-    assert_eq!(registry.join(&cx(), wanted.clone()).await.expect("joins").ranks, [3]);
+    wanted.servers[0].replica = Some(3);
+    assert_eq!(registry.join(&cx(), wanted.clone()).await.expect("joins").replicas, [3]);
     let mut other = spec("b", 1, &["math", "math"]);
-    other.servers[0].rank = Some(3);
-    assert_eq!(registry.join(&cx(), other).await.expect("joins").ranks, [0, 1]);
+    other.servers[0].replica = Some(3);
+    assert_eq!(registry.join(&cx(), other).await.expect("joins").replicas, [0, 1]);
 }

@@ -254,7 +254,7 @@ mod checks {
 
     pub(super) async fn diagnosis(transports: &Transports, within: Duration) -> Diagnosis {
         let summary = "This program was built without the feature `rdma`, so UCX was not checked.";
-        let fix = "build with the feature `rdma` of gym-server (it is a default feature)";
+        let fix = "build with the feature `rdma` of gym-server";
         let finding = Finding {
             topic: "ucx".to_owned(),
             status: "missing",

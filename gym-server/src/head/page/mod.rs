@@ -71,7 +71,7 @@ impl From<Instance> for ServerView {
             kind: instance.kind.as_str().to_owned(),
             name: instance.name,
             implementation: instance.implementation,
-            rank: instance.rank,
+            rank: instance.replica,
             member: instance.member,
             paused: instance.paused,
         }

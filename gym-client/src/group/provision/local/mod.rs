@@ -237,8 +237,8 @@ impl LocalState {
         match started {
             Ok(process) => {
                 let meter = UsageMeter::default();
-                let life = LocalRank { process: Arc::new(process), meter, usage: None, warned: false };
-                self.live().insert(place.rank, life);
+                let started = LocalRank { process: Arc::new(process), meter, usage: None, warned: false };
+                self.live().insert(place.rank, started);
             }
             Err(exit) => self.log.push(RankEvent::Exited { rank: place.rank, exit }),
         }
@@ -281,17 +281,17 @@ impl LocalState {
     }
 
     fn process(&self, rank: Rank) -> Option<Arc<RankProcess>> {
-        self.live().get(&rank).map(|life| Arc::clone(&life.process))
+        self.live().get(&rank).map(|live| Arc::clone(&live.process))
     }
 
     /// Returns what the next samples need: which processes, and above which memory it is measured precisely.
     fn looks(&self) -> Vec<RankLook> {
         let live = self.live();
-        let look = |(rank, life): (&Rank, &LocalRank)| RankLook {
+        let look = |(rank, live): (&Rank, &LocalRank)| RankLook {
             rank: *rank,
-            incarnation: life.process.incarnation,
-            tree: life.process.tree(),
-            precise_above: life.process.limit().map_or(u64::MAX, high_bytes),
+            incarnation: live.process.incarnation,
+            tree: live.process.tree(),
+            precise_above: live.process.limit().map_or(u64::MAX, high_bytes),
         };
         live.iter().map(look).collect()
     }
@@ -299,15 +299,15 @@ impl LocalState {
     /// Adds a sample of an incarnation, and kills it if it exceeds its limit.
     fn measure(&self, look: &RankLook, sample: Option<&ProcessSample>, gpu: Option<&GpuSampler>, now: Instant) {
         let (mut live, RankLook { rank, incarnation, .. }) = (self.live(), look);
-        let Some(life) = live.get_mut(rank).filter(|life| life.process.incarnation == *incarnation) else { return };
-        life.usage = sample.map(|sample| life.meter.add(sample, gpu, now));
-        let (Some(usage), Some(limit_bytes)) = (life.usage, life.process.limit()) else { return };
+        let Some(live) = live.get_mut(rank).filter(|live| live.process.incarnation == *incarnation) else { return };
+        live.usage = sample.map(|sample| live.meter.add(sample, gpu, now));
+        let (Some(usage), Some(limit_bytes)) = (live.usage, live.process.limit()) else { return };
         let resident_bytes = usage.counted_bytes.unwrap_or(usage.resident_bytes);
-        if life.process.sampled_limit().is_some() && resident_bytes > limit_bytes {
-            life.process.exceeded(resident_bytes, limit_bytes);
+        if live.process.sampled_limit().is_some() && resident_bytes > limit_bytes {
+            live.process.exceeded(resident_bytes, limit_bytes);
         }
-        if !life.warned && resident_bytes > high_bytes(limit_bytes) {
-            life.warned = true;
+        if !live.warned && resident_bytes > high_bytes(limit_bytes) {
+            live.warned = true;
             let (rank, incarnation) = (*rank, *incarnation);
             tracing::warn!(group = %self.spec.group, rank, resident_bytes, limit_bytes, "nearly at its memory limit");
             self.log.push(RankEvent::MemoryHigh { rank, incarnation, resident_bytes, limit_bytes });
@@ -357,15 +357,19 @@ fn no_such(rank: Rank, group: &str) -> Error {
 
 #[async_trait]
 impl PreparedRanks for LocalDeployment {
-    async fn start(&self, lives: &[(Rank, Incarnation)], rendezvous: Option<Rendezvous>) -> Result<()> {
+    async fn start(&self, incarnations: &[(Rank, Incarnation)], rendezvous: Option<Rendezvous>) -> Result<()> {
         let state = &self.state;
-        let places = lives.iter().map(|(rank, life)| Ok((state.place(*rank)?, *life))).collect::<Result<Vec<_>>>()?;
+        let places = incarnations
+            .iter()
+            .map(|(rank, incarnation)| Ok((state.place(*rank)?, *incarnation)))
+            .collect::<Result<Vec<_>>>()?;
         if let Some(rendezvous) = rendezvous {
             *state.rendezvous.lock().unwrap_or_else(PoisonError::into_inner) = rendezvous;
         }
-        let started = |rank: Rank, life| state.process(rank).is_some_and(|process| process.incarnation >= life);
-        let due = places.into_iter().filter(|(place, life)| !started(place.rank, *life));
-        join_all(due.map(|(place, life)| state.start(place, life))).await;
+        let started =
+            |rank: Rank, incarnation| state.process(rank).is_some_and(|process| process.incarnation >= incarnation);
+        let due = places.into_iter().filter(|(place, incarnation)| !started(place.rank, *incarnation));
+        join_all(due.map(|(place, incarnation)| state.start(place, incarnation))).await;
         Ok(())
     }
 
@@ -387,21 +391,24 @@ impl Deployment for LocalDeployment {
         self.state.log.stream()
     }
 
-    async fn restart(&self, cx: &CallContext, lives: &[(Rank, Incarnation)]) -> Result<()> {
+    async fn restart(&self, cx: &CallContext, incarnations: &[(Rank, Incarnation)]) -> Result<()> {
         cx.check()?;
-        lives.iter().try_for_each(|(rank, _)| self.state.place(*rank).map(drop))?;
-        self.end(&lives.iter().map(|(rank, _)| *rank).collect::<Vec<_>>()).await?;
-        self.start(lives, None).await
+        incarnations.iter().try_for_each(|(rank, _)| self.state.place(*rank).map(drop))?;
+        self.end(&incarnations.iter().map(|(rank, _)| *rank).collect::<Vec<_>>()).await?;
+        self.start(incarnations, None).await
     }
 
-    async fn kill(&self, rank: Rank, life: Option<Incarnation>) -> Result<()> {
-        let process = self.state.process(rank).filter(|process| life.is_none_or(|life| process.incarnation == life));
+    async fn kill(&self, rank: Rank, incarnation: Option<Incarnation>) -> Result<()> {
+        let process = self
+            .state
+            .process(rank)
+            .filter(|process| incarnation.is_none_or(|incarnation| process.incarnation == incarnation));
         let process = process.ok_or_else(|| no_such(rank, &self.state.spec.group))?;
         process.crash().map_err(|error| Error::internal(format!("kill rank {rank}")).caused_by(error))
     }
 
     fn usage(&self) -> BTreeMap<Rank, ProcessUsage> {
-        self.state.live().iter().filter_map(|(rank, life)| Some((*rank, life.usage?))).collect()
+        self.state.live().iter().filter_map(|(rank, live)| Some((*rank, live.usage?))).collect()
     }
 
     async fn environment(&self, cx: &CallContext, rank: Rank) -> Result<RankEnvironment> {
@@ -411,7 +418,7 @@ impl Deployment for LocalDeployment {
 
     async fn shutdown(&self, grace: Duration) -> Result<()> {
         let processes: Vec<Arc<RankProcess>> =
-            self.state.live().values().map(|life| Arc::clone(&life.process)).collect();
+            self.state.live().values().map(|live| Arc::clone(&live.process)).collect();
         let stopped = join_all(processes.iter().map(|process| process.stop(grace))).await;
         let closed = self.state.launcher.shutdown(grace).await;
         stopped

@@ -63,7 +63,7 @@ struct RankOnNode {
 struct NodeStart {
     /// The launch that has them; `None` if it must be prepared.
     launch: Option<u64>,
-    lives: Vec<(Rank, Incarnation)>,
+    incarnations: Vec<(Rank, Incarnation)>,
     places: Vec<RankPlace>,
 }
 
@@ -72,7 +72,8 @@ impl NodesDeployment {
         let subject = format!("start group {}", spec.group);
         let controller = sent_variables(process_variables(), state.variables());
         spec.controller = Some(controller.map_err(|error| error.about(subject.clone()))?);
-        let lives: Vec<(Rank, Incarnation)> = spec.ranks.iter().map(|place| (place.rank, Incarnation(1))).collect();
+        let incarnations: Vec<(Rank, Incarnation)> =
+            spec.ranks.iter().map(|place| (place.rank, Incarnation(1))).collect();
         let ranks = NodesRanks {
             group: state.number(),
             state: Arc::clone(state),
@@ -85,7 +86,7 @@ impl NodesDeployment {
         };
         // Its drop stops what has started, if the rest cannot start.
         let deployment = Self(Arc::new(ranks));
-        let started = async { deployment.0.start(cx, &lives, &deployment.0.meet(cx).await?).await };
+        let started = async { deployment.0.start(cx, &incarnations, &deployment.0.meet(cx).await?).await };
         started.await.map_err(|error: Error| error.about(subject))?;
         Ok(deployment)
     }
@@ -104,19 +105,19 @@ impl NodesRanks {
     async fn start(
         self: &Arc<Self>,
         cx: &CallContext,
-        lives: &[(Rank, Incarnation)],
+        incarnations: &[(Rank, Incarnation)],
         rendezvous: &Rendezvous,
     ) -> Result<()> {
         let mut starts: BTreeMap<String, (Arc<NodeLink>, NodeStart)> = BTreeMap::new();
         // Bundles may have moved.
         let mut places = self.spec.ranks.clone();
         count_local(&self.state.placement(), &mut places);
-        for (rank, incarnation) in lives {
+        for (rank, incarnation) in incarnations {
             let place = places.iter().find(|place| place.rank == *rank).ok_or_else(|| self.no_such(*rank))?;
             let (link, gpu) = self.state.host_of(place.bundle)?;
             let (_, start) =
                 starts.entry(link.session.clone()).or_insert_with(|| (Arc::clone(&link), NodeStart::default()));
-            start.lives.push((*rank, *incarnation));
+            start.incarnations.push((*rank, *incarnation));
             let gpus = gpu.map_or_else(|| place.gpus.clone(), |gpu| vec![gpu]);
             start.places.push(RankPlace { gpus, ..place.clone() });
         }
@@ -150,7 +151,7 @@ impl NodesRanks {
                 launch
             }
         };
-        for ((rank, incarnation), place) in start.lives.iter().zip(&start.places) {
+        for ((rank, incarnation), place) in start.incarnations.iter().zip(&start.places) {
             let on =
                 RankOnNode { incarnation: *incarnation, link: Arc::clone(&link), launch, ended: false, usage: None };
             lock(&self.ranks).insert(*rank, on);
@@ -164,7 +165,7 @@ impl NodesRanks {
         let body = StartBody {
             session: link.session.clone(),
             launch,
-            lives: start.lives.clone(),
+            incarnations: start.incarnations.clone(),
             rendezvous: Some(rendezvous.clone()),
         };
         let started = link.call::<Value>(cx, "/node/start", &body).await;
@@ -312,11 +313,11 @@ fn split(
     ranks: &BTreeMap<Rank, RankOnNode>,
 ) -> Vec<(Arc<NodeLink>, NodeStart)> {
     let mut parts: BTreeMap<Option<u64>, NodeStart> = BTreeMap::new();
-    for (life, place) in start.lives.into_iter().zip(start.places) {
-        let launch = ranks.get(&life.0).filter(|known| Arc::ptr_eq(&known.link, link)).map(|known| known.launch);
+    for ((rank, incarnation), place) in start.incarnations.into_iter().zip(start.places) {
+        let launch = ranks.get(&rank).filter(|known| Arc::ptr_eq(&known.link, link)).map(|known| known.launch);
         let part = parts.entry(launch).or_default();
         part.launch = launch;
-        part.lives.push(life);
+        part.incarnations.push((rank, incarnation));
         part.places.push(place);
     }
     parts.into_values().map(|part| (Arc::clone(link), part)).collect()
@@ -328,14 +329,14 @@ impl Deployment for NodesDeployment {
         self.0.log.stream()
     }
 
-    async fn restart(&self, cx: &CallContext, lives: &[(Rank, Incarnation)]) -> Result<()> {
+    async fn restart(&self, cx: &CallContext, incarnations: &[(Rank, Incarnation)]) -> Result<()> {
         cx.check()?;
-        for (rank, _) in lives {
+        for (rank, _) in incarnations {
             self.0.place(*rank)?;
         }
-        self.0.end(cx, lives.iter().map(|(rank, _)| *rank)).await?;
+        self.0.end(cx, incarnations.iter().map(|(rank, _)| *rank)).await?;
         // An exit that arrives after the next start would be taken for one of an incarnation that nobody knows.
-        let exits = self.0.exits(|rank| lives.iter().any(|(restarts, _)| *restarts == rank));
+        let exits = self.0.exits(|rank| incarnations.iter().any(|(restarts, _)| *restarts == rank));
         if tokio::time::timeout(cx.remaining(), exits).await.is_err() {
             let message = "the ranks have ended, but their node has not reported it";
             return Err(Error::not_started(Code::DeadlineExceeded, message));
@@ -347,14 +348,15 @@ impl Deployment for NodesDeployment {
             match self.0.meet(cx).await {
                 // Nothing has started yet.
                 Err(_) if self.0.state.has_lost_bundles() => {}
-                rendezvous => return self.0.start(cx, lives, &rendezvous?).await,
+                rendezvous => return self.0.start(cx, incarnations, &rendezvous?).await,
             }
         }
     }
 
-    async fn kill(&self, rank: Rank, life: Option<Incarnation>) -> Result<()> {
+    async fn kill(&self, rank: Rank, incarnation: Option<Incarnation>) -> Result<()> {
         let known = lock(&self.0.ranks).get(&rank).cloned();
-        let known = known.filter(|known| !known.ended && life.is_none_or(|life| life == known.incarnation));
+        let known = known
+            .filter(|known| !known.ended && incarnation.is_none_or(|incarnation| incarnation == known.incarnation));
         let known = known.ok_or_else(|| self.0.no_such(rank))?;
         let RankOnNode { incarnation, link, launch, .. } = known;
         let body = KillBody { session: link.session.clone(), launch, rank, incarnation: Some(incarnation) };

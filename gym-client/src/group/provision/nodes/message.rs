@@ -148,7 +148,8 @@ pub(super) struct LaunchBody {
 pub(super) struct StartBody {
     pub(super) session: String,
     pub(super) launch: u64,
-    pub(super) lives: Vec<(Rank, Incarnation)>,
+    #[serde(rename = "lives")]
+    pub(super) incarnations: Vec<(Rank, Incarnation)>,
     pub(super) rendezvous: Option<Rendezvous>,
 }
 

@@ -146,10 +146,10 @@ impl NodeSession {
 
     /// Starts incarnations of prepared ranks. A repeated request changes nothing.
     pub(super) async fn start(&self, request: StartBody) -> Result<()> {
-        let StartBody { launch, lives, rendezvous, .. } = request;
+        let StartBody { launch, incarnations, rendezvous, .. } = request;
         let _one = self.changing.lock().await;
         self.check_lease()?;
-        self.ranks(launch)?.start(&lives, rendezvous).await
+        self.ranks(launch)?.start(&incarnations, rendezvous).await
     }
 
     /// Returns the ranks of a launch.
@@ -238,7 +238,7 @@ mod tests {
     }
 
     fn start(launch: u64) -> StartBody {
-        StartBody { session: "session".to_owned(), launch, lives: vec![(0, Incarnation(1))], rendezvous: None }
+        StartBody { session: "session".to_owned(), launch, incarnations: vec![(0, Incarnation(1))], rendezvous: None }
     }
 
     fn session() -> NodeSession {
