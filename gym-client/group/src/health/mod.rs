@@ -17,8 +17,8 @@
 //! counted separately, because an engine that hangs can still answer probes.
 //!
 //! ```
-//! use gym_core::group::RankState;
-//! use gym_core::group::health::{HealthEvent, HealthPolicy, RankHealth};
+//! use gym_group::RankState;
+//! use gym_group::health::{HealthEvent, HealthPolicy, RankHealth};
 //!
 //! let (mut health, policy) = (RankHealth::starting(), HealthPolicy::default());
 //! let events = [HealthEvent::Ready, HealthEvent::Ended, HealthEvent::RestartBegun, HealthEvent::Loaded];

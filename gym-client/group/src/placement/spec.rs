@@ -15,7 +15,7 @@ use super::ports::MASTER_PORTS;
 /// `bundle_ct_per_node_list` is required. Nothing is started, and no machine is inspected, before the spec is placed.
 ///
 /// ```
-/// use gym_core::group::cluster::ClusterSpec;
+/// use gym_group::placement::ClusterSpec;
 ///
 /// let spec: ClusterSpec = serde_json::from_str(r#"{"bundle_ct_per_node_list": [4, 0, 2], "gpu_ids": "auto"}"#)?;
 /// spec.validate()?;

@@ -242,7 +242,7 @@ impl Balancer {
     /// The method must be idempotent, because the items of a failed batch run again; other methods do not compile:
     ///
     /// ```compile_fail
-    /// # use std::sync::Arc; use gym_group::prelude::*; use gym_core::group::{Balancer, BatchOptions}; use gym_core::registry::Balance;
+    /// # use std::sync::Arc; use gym_group::prelude::*; use gym_group::{Balancer, BatchOptions}; use gym_core::registry::Balance;
     /// # struct Log(Vec<u64>);
     /// # worker! {
     /// #     impl Worker for Log as log {
@@ -263,7 +263,7 @@ impl Balancer {
     /// A verifier:
     ///
     /// ```
-    /// # use std::sync::Arc; use gym_group::prelude::*; use gym_core::group::{Balancer, BatchOptions}; use gym_core::registry::Balance;
+    /// # use std::sync::Arc; use gym_group::prelude::*; use gym_group::{Balancer, BatchOptions}; use gym_core::registry::Balance;
     /// struct Verifier;
     /// worker! {
     ///     impl Worker for Verifier as verifier {
