@@ -41,7 +41,7 @@ COLLECT = "gym-client/src/collect"
 LEDGER = f"{COLLECT}/ledger"
 MEMBERS = "gym-core/src/registry/table.rs"
 QUEUE = "gym-core/src/rollout/work/queue.rs"
-NODES = "gym-client/src/group/provision/nodes"
+NODES = "gym-client/group/src/provision/nodes"
 VALUES = "gym-client/src/client/values"
 # Name, file, old text, new text, arguments of `cargo test`.
 DEFECTS = [
@@ -87,10 +87,10 @@ DEFECTS = [
     ("the-watchdog-ignores-the-lease", "gym-client/src/launch/process/watchdog.rs",
      "() = lease_ended(lease) => {}", "() = async { let _ = lease; std::future::pending::<()>().await } => {}",
      "-p gym-client --test workers -- ranks_of_a_stopped_node"),
-    ("ranks-move-before-the-lease-ends", "gym-client/src/group/provision/nodes/state.rs",
+    ("ranks-move-before-the-lease-ends", "gym-client/group/src/provision/nodes/state.rs",
      "join_all(lost.iter().map(|host| hosts[*host].fenced())).await;", "let _ = (&lost, NodeLink::fenced);",
      "-p gym-client --test workers -- ranks_of_a_killed_node"),
-    ("a-lease-counts-from-the-arrival-of-a-confirmation", "gym-client/src/group/provision/nodes/lease.rs",
+    ("a-lease-counts-from-the-arrival-of-a-confirmation", "gym-client/group/src/provision/nodes/lease.rs",
      "if let Some((_, sent)) = self.sent.iter().find(|(known, _)| *known == number) {",
      "if let Some((_, sent)) = self.sent.iter().max().filter(|_| number > 0) {",
      "-p gym-client --lib group::provision::nodes::lease"),
@@ -195,9 +195,9 @@ DEFECTS = [
      ("if lock(&self.launches).contains_key(&number) {", "launches.entry(number).or_insert(NodeLaunch { ranks, _events: Arc::new(AbortOnDropHandle::new(events)) });"),
      ("if false {", "launches.insert(number, NodeLaunch { ranks, _events: Arc::new(AbortOnDropHandle::new(events)) });"), "-p gym-client --lib group::provision::nodes::agent"),
     ("an-event-of-a-node-is-skipped", f"{NODES}/link.rs", "self.seen += reply.events.len();", "self.seen += reply.events.len() + usize::from(reply.events.len() > 2);", GROUPS),
-    ("the-exit-of-an-older-incarnation-counts", "gym-client/src/group/supervise/record.rs",
+    ("the-exit-of-an-older-incarnation-counts", "gym-client/group/src/supervise/record.rs",
      ".filter(|record| record.incarnation.0 == exit.incarnation)?", "?", "-p gym-client --lib group::supervise"),
-    ("a-sent-call-did-not-start", "gym-core/src/group/call/gather.rs",
+    ("a-sent-call-did-not-start", "gym-client/group/src/call/gather.rs",
      "if self.sent[index].load(Ordering::Acquire) { Execution::Unknown } else { Execution::NotStarted }", "Execution::NotStarted", GROUPS),
     # References: a value that is held can be fetched, and one that is gone leaves nothing.
     ("a-value-ends-with-its-handle", f"{VALUES}/held.rs",

@@ -1,7 +1,7 @@
 //! The worker whose calls are measured, in one process and between processes.
 
-use gym_core::group::{Handles, Method, Methods, Payload, Worker, WorkerEnv};
 use gym_core::{CallContext, Result};
+use gym_group::{Handles, Method, Methods, Payload, Worker, WorkerEnv};
 
 /// Returns the number.
 #[derive(Clone, Copy, Debug)]

@@ -1,4 +1,4 @@
-//! Client library of the gym SDK: calls servers by name, collects rollouts, and runs worker groups.
+//! Client library of the gym SDK: calls servers by name, and collects rollouts.
 //!
 //! ```text
 //!   tasks.jsonl ──► collect ──► ServerClient ── resolve ──► Registry (head server)
@@ -45,7 +45,6 @@
 //! | [`values`] | large values by reference: put once, fetched once by each node |
 //! | [`transport`] | the transports of a program, and the choice among them |
 //! | `launch` | child processes, such as Python servers (Linux) |
-//! | `group` | supervised worker groups on a virtual cluster, and GRPO (feature `groups`, Linux) |
 //!
 //! [`ServerClient`], [`Session`] and [`CookieJar`] are at the root. To choose among the crates, see [`gym_core`].
 #![forbid(unsafe_code)]
@@ -53,8 +52,6 @@
 mod client;
 pub mod collect;
 pub mod config;
-#[cfg(all(feature = "groups", target_os = "linux"))]
-pub mod group;
 #[cfg(target_os = "linux")]
 pub mod launch;
 pub mod prelude;

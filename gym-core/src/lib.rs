@@ -43,7 +43,7 @@
 //! | [`transport`] | channels to a peer, the traits of a transport, the transport within one process |
 //! | [`registry`] | names of live servers, leases, choice of a replica |
 //! | [`rollout`] | task keys, attempts, outcomes, the ledger, exact statistics |
-//! | `group` | worker groups: typed methods, batches, rank layouts, health (feature `groups`) |
+//! | `group` | what a worker is written with: typed methods, batches, rank layouts (feature `groups`); `gym-group` has the rest of worker groups |
 //! | [`base`] | errors, cancellation, progress, files, time and randomness |
 //! | `testing` | conformance suites, simulated disk and network (feature `testing`) |
 //!
@@ -53,7 +53,7 @@
 //! |---|---|
 //! | write an environment, an agent or a model, and run it with the `rgym` command line | `gym-server`, which re-exports `gym-core` and `gym-client` |
 //! | call servers, or collect rollouts, from a program of your own | `gym-client` with the feature `http`, and `gym-core` |
-//! | run worker groups | `gym-client` and `gym-core`, each with the feature `groups` |
+//! | run worker groups | `gym-group`, with the feature `http` for ranks at an address, on nodes and on Ray (`ray`) |
 //! | write a transport, a registry or a ledger | `gym-core`; its feature `testing` has their conformance suites |
 //! | use HTTP, TCP or Unix sockets | the feature `http` of `gym-client`; `gym-server` has it by default |
 //! | use shared memory or RDMA through UCX | the feature `rdma` of `gym-client` or `gym-server` |

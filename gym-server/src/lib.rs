@@ -50,7 +50,7 @@
 //! | [`role`] | serves an implementation of a role |
 //! | [`metrics`] | Prometheus metrics of the process |
 //!
-//! Programs reach the other crates as `gym_server::gym_core` and `gym_server::gym_client`. To choose among the crates, see [`gym_core`].
+//! Programs reach the other crates as `gym_server::gym_core`, `gym_server::gym_client` and `gym_server::gym_group` (feature `groups`). To choose among the crates, see [`gym_core`].
 #![forbid(unsafe_code)]
 
 pub mod agent;
@@ -68,6 +68,8 @@ pub mod stack;
 #[cfg(test)]
 mod testing;
 
+#[cfg(feature = "groups")]
+pub use gym_group;
 pub use {gym_client, gym_core};
 
 #[cfg(feature = "http")]

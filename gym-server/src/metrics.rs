@@ -25,7 +25,7 @@ use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
 use prometheus_client::registry::{Registry, Unit};
 use tokio::time::Instant;
 
-pub use gym_client::transport::{process_cpu, resident_bytes};
+pub use gym_core::base::process::{process_cpu, resident_bytes};
 
 use crate::metrics::collection::CollectionMetrics;
 use crate::metrics::pools::PoolMetrics;

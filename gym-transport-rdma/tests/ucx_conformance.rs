@@ -7,9 +7,10 @@ use std::sync::Arc;
 use common::Way;
 use common::transport::Ends;
 use gym_core::CallContext;
-use gym_core::testing::conformance::{ServedGroups, group, ordered_transport, transport};
+use gym_core::testing::conformance::{ordered_transport, transport};
 use gym_core::transport::mux::ConnectionLimits;
 use gym_core::transport::{ConnectOptions, Connector, Listener};
+use gym_group::testing::{ServedGroups, group};
 
 async fn transport_over(way: Way) {
     let Some(ends) = Ends::open(way).await else { return };

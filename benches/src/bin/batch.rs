@@ -5,7 +5,7 @@ use std::hint::black_box;
 use anyhow::Result;
 use bytes::Bytes;
 use gym_benches::report::{Aim, figure};
-use gym_core::group::{Batch, DType, Padding, Ragged, Tensor, Uneven};
+use gym_group::{Batch, DType, Padding, Ragged, Tensor, Uneven};
 use rustix::time::{ClockId, clock_gettime};
 
 /// Runs of each figure; the median is printed.

@@ -9,8 +9,8 @@ use std::time::Duration;
 use anyhow::{Result, bail, ensure};
 use gym_benches::worker::{Bencher, Ping};
 use gym_core::CallContext;
-use gym_core::group::{Dispatch, InProcessGroup, RankLayout, WorkerGroupExt};
 use gym_core::message::TraceContext;
+use gym_group::{Dispatch, InProcessGroup, RankLayout, WorkerGroupExt};
 
 /// Calls in flight in a pipeline, as in the timed benchmark.
 const WINDOW: u64 = 1_000;

@@ -11,11 +11,11 @@ use gym_benches::ray::Ray;
 use gym_benches::report::{Aim, figure};
 use gym_benches::worker::{Bencher, Echo, Ends, Ping};
 use gym_core::CallContext;
-use gym_core::group::{
+use gym_core::message::TraceContext;
+use gym_group::{
     Batch, Dispatch, HandlesBlocking, InProcessGroup, Methods, Payload, RankLayout, Tensor, Worker, WorkerEnv,
     WorkerGroupExt,
 };
-use gym_core::message::TraceContext;
 use hdrhistogram::Histogram;
 use tokio::runtime::{Builder, Runtime};
 use tokio::time::Instant;

@@ -10,7 +10,7 @@ use anyhow::{Context as _, Result, ensure};
 use gym_benches::measure;
 use gym_benches::options::Options;
 use gym_benches::report::{Aim, figure};
-use gym_core::group::batch::packing::{Packing, PackingAlgorithm, PackingMetrics};
+use gym_group::batch::packing::{Packing, PackingAlgorithm, PackingMetrics};
 use rustix::time::{ClockId, clock_gettime};
 use serde::Deserialize;
 

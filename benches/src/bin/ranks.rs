@@ -13,9 +13,9 @@ use gym_benches::options::Options;
 use gym_benches::report::figure;
 use gym_benches::worker::{Bencher, Ping};
 use gym_client::Transports;
-use gym_client::group::{Group, GroupOptions, GroupRequest, Local, LocalOptions, VirtualCluster, WorkerKind, Workers};
-use gym_core::group::cluster::ClusterSpec;
-use gym_core::group::prelude::*;
+use gym_group::placement::ClusterSpec;
+use gym_group::prelude::*;
+use gym_group::{Group, GroupOptions, GroupRequest, Local, LocalOptions, VirtualCluster, WorkerKind, Workers};
 use tokio::time::Instant;
 
 const RANKS: u32 = 8;

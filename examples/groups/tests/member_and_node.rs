@@ -12,20 +12,20 @@ use futures_util::future::LocalBoxFuture;
 use futures_util::{FutureExt as _, stream};
 use gym_client::collect::ledger::MemoryLedger;
 use gym_client::collect::{Driver, DriverOptions, RolloutRow, RunEnd};
-use gym_client::group::{
-    Group, GroupOptions, GroupRequest, JOIN_SECRET_VARIABLE, NodeAgent, NodeOptions, Nodes, NodesOptions,
-    VirtualCluster, WorkerKind, Workers,
-};
 use gym_client::registry::RemoteRegistry;
 use gym_client::work::{Dispatch, PoolHost, WorkPool, WorkPoolOptions, WorkPullerOptions};
 use gym_client::{ServerClient, Transports};
-use gym_core::group::cluster::{ClusterSpec, NodeResources};
-use gym_core::group::prelude::*;
 use gym_core::registry::{Member, MemberRegistry, MemberState, MemberTiming};
 use gym_core::rollout::{Outcome, TaskKey};
 use gym_core::{
     AgentServer, CallContext, CancelToken, Endpoint, RawObject, Response, Result, SessionId, World,
     transport::InProcess,
+};
+use gym_group::placement::{ClusterSpec, NodeResources};
+use gym_group::prelude::*;
+use gym_group::{
+    Group, GroupOptions, GroupRequest, JOIN_SECRET_VARIABLE, NodeAgent, NodeOptions, Nodes, NodesOptions,
+    VirtualCluster, WorkerKind, Workers,
 };
 use gym_server::stack::{HEAD_NAME, WorkerOptions};
 use gym_server::{Servers, Stack, StackOptions, cli};

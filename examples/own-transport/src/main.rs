@@ -5,11 +5,11 @@ use std::time::Duration;
 
 use anyhow::Result;
 use gym_client::Transports;
-use gym_client::group::{GroupOptions, GroupRequest, Local, VirtualCluster, WorkerKind, Workers};
-use gym_core::group::cluster::ClusterSpec;
-use gym_core::group::{Payload, WorkerEnv, WorkerGroupExt};
 use gym_core::{CallContext, worker};
 use gym_examples::servers::servers;
+use gym_group::placement::ClusterSpec;
+use gym_group::{GroupOptions, GroupRequest, Local, VirtualCluster, WorkerKind, Workers};
+use gym_group::{Payload, WorkerEnv, WorkerGroupExt};
 use gym_own_transport::QuicBackend;
 
 struct Squares;

@@ -18,7 +18,7 @@ use gym_core::{CancelToken, Code, Endpoint, Error, Execution, Incarnation, Reque
 use tokio::time::Instant;
 
 use crate::client::replicas::pending::PendingCalls;
-use crate::transport::peer::ReconnectingPeer;
+use crate::transport::ReconnectingPeer;
 
 /// The label of an instance that joins a `/run` which arrives again; see
 /// [`EnvironmentServer::joins_runs`](gym_core::EnvironmentServer::joins_runs). Its value is `1`.

@@ -17,6 +17,7 @@ pub use files::{ExistingOutput, OutputFiles};
 pub use names::{ServerNames, connect_head};
 pub use observe::monitor;
 pub use resume::settings::ChangedSettings;
+pub use run::outcome::reward_of;
 pub use run::{
     AgentScore, AgentSummary, BestOfK, CollectProgress, Driver, DriverOptions, FailFast, FailedAttempt, FailureCause,
     FinishedAttempt, LatencySummary, OldestRollout, PassRate, ProgressSnapshot, RewardBin, Rollout, RolloutError,

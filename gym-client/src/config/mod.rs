@@ -13,6 +13,7 @@
 //! Mistakes that they reject are rejected here with file, line, key and fix. Mistakes that they ignore, such as a
 //! misspelled server kind, are rejected or listed in [`GymConfig::warnings`].
 
+mod blocks;
 mod check;
 mod compose;
 mod loader;
@@ -22,6 +23,7 @@ mod resolve;
 mod schema;
 pub(crate) mod yaml;
 
+pub use blocks::BlockFile;
 pub use gym_core::server::ServerKind;
 pub use loader::ConfigLoader;
 pub use problem::nearest as nearest_name;
@@ -31,6 +33,7 @@ pub use schema::{
     DatasetConfig, GeneratedRelay, GymConfig, HeadConfig, InstanceConfig, LiveServer, MissingServer, PortRange,
     PortRequest, RayCluster, ServerReference, free_port,
 };
+pub use yaml::writer::{MASK, is_secret_key, mask as mask_secrets};
 
 /// The text of a value that depends on the environment of another process.
 pub(crate) const UNTOLD: &str = "\u{fffd}untold";

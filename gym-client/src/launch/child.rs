@@ -18,11 +18,11 @@ use tokio::time::{Instant, sleep, timeout};
 use crate::launch::context::SupervisionContext;
 use crate::launch::error::LaunchError;
 use crate::launch::lines::{OutputTail, Stream, forward};
-use crate::launch::process::cgroup::{MemoryKill, MemoryWatch};
-use crate::launch::process::table::{MARK_VARIABLE, start_ticks};
 use crate::launch::process::tree::{KILL_WAIT, ProcessTree, SessionLeader, TreeProcess};
 use crate::launch::process::{shim, spawner};
 use crate::launch::spec::{ChildSpec, RestartBudget, RestartPolicy};
+use gym_core::base::cgroup::{MemoryKill, MemoryWatch};
+use gym_core::base::process::{MARK_VARIABLE, start_ticks};
 
 /// Limit for reading the rest of the output pipes after all processes have ended.
 const DRAIN_WAIT: Duration = Duration::from_secs(1);
@@ -46,7 +46,7 @@ pub struct ExitReport {
     /// The last lines of standard error, oldest first.
     pub stderr_tail: Arc<[String]>,
     /// The kill by the kernel that ended it, if that was it.
-    pub(crate) memory_kill: Option<MemoryKill>,
+    pub memory_kill: Option<MemoryKill>,
 }
 
 impl fmt::Display for ExitReport {
@@ -111,8 +111,8 @@ pub struct ChildHandle {
 
 impl ChildHandle {
     /// Returns what finds the processes of the last incarnation: those that end with it.
-    #[cfg(feature = "groups")]
-    pub(crate) fn tree(&self) -> ProcessTree {
+    #[must_use]
+    pub fn tree(&self) -> ProcessTree {
         self.tree.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 

@@ -79,7 +79,6 @@ impl SupervisionContext {
     }
 
     /// Sets the time at which the watchdog kills the children. A watchdog that has ended is replaced at the next start of a child.
-    #[cfg(feature = "groups")]
     pub(super) async fn lease(&self, until: Duration) {
         let mut guarded = self.watchdog.lock().await;
         guarded.lease = guarded.lease.max(Some(until));

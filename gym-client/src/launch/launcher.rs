@@ -18,7 +18,7 @@ use crate::launch::context::SupervisionContext;
 use crate::launch::error::LaunchError;
 use crate::launch::lines::LineSink;
 use crate::launch::process::tree::ProcessTree;
-use crate::launch::process::{roles, table, tree};
+use crate::launch::process::{roles, tree};
 use crate::launch::spec::{ChildSpec, RestartBudget};
 
 /// Starts children, restarts them within their limits, and stops all of them.
@@ -137,7 +137,7 @@ impl LauncherBuilder {
 fn identity() -> String {
     static LAUNCHERS: AtomicU64 = AtomicU64::new(0);
     let pid = std::process::id();
-    let start = i32::try_from(pid).ok().and_then(table::start_ticks).unwrap_or(0);
+    let start = i32::try_from(pid).ok().and_then(gym_core::base::process::start_ticks).unwrap_or(0);
     format!("{pid}-{start}-{}", LAUNCHERS.fetch_add(1, Ordering::Relaxed))
 }
 
@@ -224,8 +224,7 @@ impl Launcher {
 
     /// Limits the life of the children: they are killed at this time since the start of the machine, unless a later one is set before.
     /// The watchdog does it, so it also happens while this process is stopped. Without a call, there is no limit.
-    #[cfg(feature = "groups")]
-    pub(crate) async fn lease(&self, until: Duration) {
+    pub async fn lease(&self, until: Duration) {
         self.shared.lease(until).await;
     }
 

@@ -45,10 +45,11 @@ pub fn prefixed(writer: impl Write + Send + 'static) -> LineSink {
 
 /// The last lines of an output. Clones share them.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct OutputTail(Arc<Mutex<VecDeque<String>>>);
+pub struct OutputTail(Arc<Mutex<VecDeque<String>>>);
 
 impl OutputTail {
-    pub(crate) fn push(&self, line: &str) {
+    /// Adds a line.
+    pub fn push(&self, line: &str) {
         let mut lines = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if lines.len() == TAIL_LINES {
             lines.pop_front();
@@ -57,7 +58,8 @@ impl OutputTail {
     }
 
     /// Returns them, oldest first.
-    pub(crate) fn lines(&self) -> Arc<[String]> {
+    #[must_use]
+    pub fn lines(&self) -> Arc<[String]> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).iter().cloned().collect()
     }
 }

@@ -63,17 +63,13 @@ pub use child::{ChildHandle, ChildState, ExitReport};
 pub use error::LaunchError;
 pub use launcher::{Launcher, LauncherBuilder};
 pub use limited::{Limit, LimitedProgram, LimitedRun, Limits};
-#[cfg(feature = "ray")]
-pub(crate) use lines::OutputTail;
-pub use lines::{LineSink, Stream, prefixed};
+pub use lines::{LineSink, OutputTail, Stream, prefixed};
 pub use prepare::prepare;
-pub use process::table::{FamilyUsage, family_usage};
+pub use process::tree::{ProcessTree, SessionLeader};
 pub use spec::{ChildSpec, RestartPolicy};
 
 #[cfg(feature = "rdma")]
 use crate::transport::report;
-#[cfg(feature = "groups")]
-pub(crate) use process::watchdog::since_boot;
 use process::{roles, shim, watchdog};
 
 /// Turns the process into a shim or watchdog if it was started as one. Must be the first line of `main` in every

@@ -31,8 +31,8 @@ use gym_core::{CallContext, Endpoint, Error, Request, Response, Result, World};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
+use crate::transport::ReconnectingPeer;
 use crate::transport::Transports;
-use crate::transport::peer::ReconnectingPeer;
 
 /// Timeout of one registry call.
 const CALL_TIMEOUT: Duration = Duration::from_secs(10);

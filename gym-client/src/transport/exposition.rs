@@ -4,8 +4,8 @@
 //! The formats differ in few lines, so there is one encoder: the text of OpenMetrics is rewritten line by line.
 
 use std::fmt;
-use std::time::Duration;
 
+use gym_core::base::process::{process_cpu, resident_bytes};
 use gym_core::message::ContentType;
 use gym_core::{CallContext, Response};
 use prometheus_client::collector::Collector;
@@ -99,23 +99,6 @@ impl Collector for ProcessMetrics {
         #[expect(clippy::cast_precision_loss, reason = "a gauge is a float")]
         ConstGauge::new(resident_bytes() as f64).encode(family)
     }
-}
-
-/// Returns the user and system time of this process.
-#[must_use]
-pub fn process_cpu() -> Duration {
-    let time = rustix::time::clock_gettime(rustix::time::ClockId::ProcessCPUTime);
-    Duration::new(u64::try_from(time.tv_sec).unwrap_or(0), u32::try_from(time.tv_nsec).unwrap_or(0))
-}
-
-/// Returns the resident memory of this process, or 0 if `/proc` does not report it.
-#[must_use]
-pub fn resident_bytes() -> u64 {
-    let pages = std::fs::read_to_string("/proc/self/statm")
-        .ok()
-        .and_then(|statm| statm.split_whitespace().nth(1)?.parse::<u64>().ok())
-        .unwrap_or(0);
-    pages * rustix::param::page_size() as u64
 }
 
 #[cfg(test)]

@@ -5,12 +5,12 @@
 //!   mem ▸ ucx ▸ http          rejected: not allowed, or the reason                  └─► Paths: log once, status, metrics
 //! ```
 
-pub(crate) mod body;
+pub mod body;
 mod connectors;
 mod exposition;
 mod metrics;
 mod paths;
-pub(crate) mod peer;
+mod peer;
 mod selection;
 #[cfg(feature = "rdma")]
 mod ucx;
@@ -26,13 +26,14 @@ use gym_core::transport::{
 };
 use gym_core::{CallContext, Channel, Code, Endpoint, Error, Handler, Request, Response, Result, Route};
 
-pub use exposition::{ProcessMetrics, metrics_response, open_metrics, process_cpu, resident_bytes};
+pub use exposition::{ProcessMetrics, metrics_response, open_metrics};
 #[cfg(feature = "http")]
 pub use gym_transport_http as http;
 #[cfg(feature = "rdma")]
 pub use gym_transport_rdma as rdma;
 pub use metrics::{PathMetrics, UCX_METRICS, UcxMetric};
 pub use paths::{PeerPath, Refusal};
+pub use peer::ReconnectingPeer;
 #[cfg(feature = "rdma")]
 pub use ucx::metrics::UcxMetrics;
 #[cfg(feature = "rdma")]
@@ -149,7 +150,8 @@ impl Transports {
 
     /// Returns the transports over which peers exchange addresses before an allowed backend connects them. They need a listen
     /// address.
-    pub(crate) fn meets_over(&self) -> Vec<Transport> {
+    #[must_use]
+    pub fn meets_over(&self) -> Vec<Transport> {
         self.allowed_backends().flat_map(|backend| backend.meets_over()).collect()
     }
 

@@ -11,8 +11,9 @@ use tokio::time::Instant;
 
 use crate::transport::Transports;
 
+/// A peer whose channel the first call opens; after the channel is lost, the next call opens it again.
 #[derive(Debug)]
-pub(crate) struct ReconnectingPeer {
+pub struct ReconnectingPeer {
     endpoints: Vec<Endpoint>,
     options: ConnectOptions,
     open: RwLock<Option<Channel>>,
@@ -30,26 +31,30 @@ struct FailedConnect {
 }
 
 impl ReconnectingPeer {
-    pub(crate) fn new(endpoints: Vec<Endpoint>, options: ConnectOptions) -> Self {
+    /// Creates the peer at these endpoints, in order of preference. Connects nothing.
+    #[must_use]
+    pub fn new(endpoints: Vec<Endpoint>, options: ConnectOptions) -> Self {
         Self { endpoints, options, open: RwLock::default(), connecting: tokio::sync::Mutex::default() }
     }
 
-    pub(crate) fn endpoints(&self) -> &[Endpoint] {
+    /// Returns the endpoints, in order of preference.
+    #[must_use]
+    pub fn endpoints(&self) -> &[Endpoint] {
         &self.endpoints
     }
 
     /// Returns the address of the peer: its name in this process if it is reached there, else the endpoint that every client supports.
-    pub(crate) fn address(&self) -> Option<&Endpoint> {
+    #[must_use]
+    pub fn address(&self) -> Option<&Endpoint> {
         let in_process = self.channel().is_some_and(|channel| channel.path().scheme == "mem");
         if in_process { self.endpoints.first() } else { self.endpoints.last() }
     }
 
     /// Calls the peer. After the channel is lost, the next call opens a new one; calls in flight on the old one keep it.
-    pub(crate) fn call(
-        &self,
-        transports: &Transports,
-        request: &Request,
-    ) -> impl Future<Output = Result<Response>> + Send {
+    ///
+    /// # Errors
+    /// The error of the connection or of the call.
+    pub fn call(&self, transports: &Transports, request: &Request) -> impl Future<Output = Result<Response>> + Send {
         self.call_with(transports, request, false)
     }
 
@@ -57,7 +62,10 @@ impl ReconnectingPeer {
     ///
     /// Not an async fn, whose future would hold the arguments twice. Neither are the other functions on the way of a call, because every rollout
     /// in flight waits in several of these futures.
-    pub(crate) fn call_with(
+    ///
+    /// # Errors
+    /// As [`ReconnectingPeer::call`].
+    pub fn call_with(
         &self,
         transports: &Transports,
         request: &Request,

@@ -21,8 +21,8 @@ use tokio::task::JoinSet;
 use tokio::time::Instant;
 
 use crate::client::{CallOptions, ServerClient};
+use crate::transport::ReconnectingPeer;
 use crate::transport::body;
-use crate::transport::peer::ReconnectingPeer;
 use crate::work::message::{self, AnswerBody, DoneBody, ItemBody, PollBody, WORK_ROUTE};
 
 /// Time that a poll may take in addition to its wait. Shorter than the silence after which the pool removes the worker, so that a

@@ -1,11 +1,14 @@
 //! Errors, cancellation, progress, work in flight, stalls, time, files and randomness: the base of all other modules.
 
 pub(crate) mod cancel;
+#[cfg(target_os = "linux")]
+pub mod cgroup;
 pub(crate) mod error;
 pub(crate) mod failure;
 pub(crate) mod hex;
 pub(crate) mod in_flight;
 pub(crate) mod machine;
+pub mod process;
 pub(crate) mod progress;
 pub mod stall;
 pub mod watch;

@@ -62,8 +62,8 @@ pub struct CallContext {
     /// once more, over a new connection, if a reused one broke before the response began. Never sent, and `false` for calls on behalf of this one.
     pub repeatable: bool,
     /// `true` if the response holds no capacity of the connection once it has arrived, because its caller may start any number of calls before
-    /// it reads the first response.
-    pub(crate) reads_later: bool,
+    /// it reads the first response. `false` by default, and for calls on behalf of this one.
+    pub reads_later: bool,
 }
 
 impl CallContext {
@@ -148,7 +148,10 @@ impl CallContext {
     }
 
     /// Like [`CallContext::check`], for callers that have read the clock.
-    pub(crate) fn check_at(&self, now: Instant) -> Result<()> {
+    ///
+    /// # Errors
+    /// As [`CallContext::check`], at the time `now`.
+    pub fn check_at(&self, now: Instant) -> Result<()> {
         if self.cancel.is_cancelled() {
             return Err(cancelled(Execution::NotStarted));
         }

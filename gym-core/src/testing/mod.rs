@@ -2,7 +2,7 @@
 //!
 //! | item | purpose |
 //! |---|---|
-//! | [`conformance`] | the suites that every transport, ledger, file system and worker group passes |
+//! | [`conformance`] | the suites that every transport, ledger and file system passes |
 //! | [`net`], [`SimNet`], [`SimHost`], [`Faults`] | a simulated network with faults |
 //! | [`SimFiles`] | a simulated disk with faults and crashes |
 //! | [`figures`] | measurements of a transport |
@@ -14,7 +14,6 @@ pub mod bad_input;
 pub mod conformance;
 pub mod figures;
 mod files;
-mod group;
 pub mod net;
 mod ports;
 mod storm;

@@ -183,8 +183,11 @@ impl Channel {
 /// Metadata key for the incarnation of a fenced host.
 pub const INCARNATION_METADATA: &str = "x-gym-incarnation";
 
-/// Rejects a response of another incarnation than `expected`.
-pub(crate) fn check_incarnation(expected: Option<Incarnation>, response: Response) -> Result<Response> {
+/// Rejects a response of another incarnation than `expected`; without one, accepts any.
+///
+/// # Errors
+/// `Unavailable` if the response is of another incarnation.
+pub fn check_incarnation(expected: Option<Incarnation>, response: Response) -> Result<Response> {
     let Some(expected) = expected else { return Ok(response) };
     match response.metadata.get(INCARNATION_METADATA) {
         Some(answered) if answered.parse() != Ok(expected.0) => Err(Error::unknown(

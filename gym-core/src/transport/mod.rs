@@ -12,12 +12,10 @@ mod serve;
 
 pub use async_trait::async_trait;
 pub use backend::{Backend, BoundListener, ListenOptions, MergedListener, TransportReport};
-pub use channel::{Channel, INCARNATION_METADATA, Link, PathInfo, Reply};
+pub use channel::{Channel, INCARNATION_METADATA, Link, PathInfo, Reply, check_incarnation};
 pub use endpoint::{ConnectOptions, Connector, Endpoint, Incoming, Listener, bare_host, host_port};
 pub use handler::{Fence, Fenced, Handler, from_tower, handler_fn};
 pub use mem::{InProcess, InProcessListener};
-#[cfg(all(feature = "groups", feature = "schemars"))]
-pub(crate) use policy::WrittenTransports;
-pub use policy::{Transport, TransportPolicy};
+pub use policy::{Transport, TransportPolicy, WrittenTransports};
 pub use retry::{RetryPolicy, retry, retry_after};
 pub use serve::serve;

@@ -300,12 +300,11 @@ impl FromStr for TransportPolicy {
     }
 }
 
-/// Accepts `auto`, one name, names separated by commas, or a list of names.
-/// The forms of a transport policy in a configuration.
-#[derive(Deserialize)]
+/// The forms of a transport policy in a configuration: `auto`, one name, names separated by commas, or a list of names.
+#[derive(Debug, Deserialize)]
 #[cfg_attr(feature = "schemars", derive(schemars::JsonSchema))]
 #[serde(untagged)]
-pub(crate) enum WrittenTransports {
+pub enum WrittenTransports {
     /// `auto`, one name, or several separated by commas.
     Text(String),
     /// A list of names.

@@ -137,7 +137,7 @@ async fn serve(serving: Serving, overrides: &[String], servers: &Servers, consol
         stack = Box::pin(Stack::start(loaded.config, servers, &world, options)) => stack?,
     };
     #[cfg(feature = "ray")]
-    if let Some(gpus) = gym_client::group::GpuMetrics::of_this_machine() {
+    if let Some(gpus) = gym_group::GpuMetrics::of_this_machine() {
         stack.metrics().with(|known| known.register_collector(Box::new(gpus)));
     }
     let _monitored = MonitorListener::start(&args.monitor, stack.metrics(), console).await?;

@@ -4,7 +4,8 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 /// The crates whose sources count: those that a head server and its workers have in common, whatever their programs are.
-const CRATES: [&str; 5] = ["gym-core", "gym-transport-http", "gym-transport-rdma", "gym-client", "gym-server"];
+const CRATES: [&str; 6] =
+    ["gym-core", "gym-transport-http", "gym-transport-rdma", "gym-client", "gym-client/group", "gym-server"];
 
 /// Returns the folders of the sources below the folder of the crates. A package of a registry has none
 /// of them at this place; there, the versions decide.

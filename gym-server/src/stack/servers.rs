@@ -6,12 +6,12 @@ use std::fmt;
 use std::sync::Arc;
 
 use gym_client::config::{InstanceConfig, Problem, nearest_name};
-#[cfg(feature = "groups")]
-use gym_client::group::Workers;
 use gym_client::{ServerClient, Transports};
 use gym_core::server::{GymnasiumServer, ServerKind, TaskCheck};
 use gym_core::transport::Fenced;
 use gym_core::{AgentServer, EnvironmentServer, Error, Handler, ModelServer, ResourcesServer, Result};
+#[cfg(feature = "groups")]
+use gym_group::Workers;
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value;

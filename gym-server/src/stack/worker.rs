@@ -41,7 +41,7 @@ pub struct WorkerOptions {
     /// The process takes work for its agents and environment servers, with [`Stack::take_work`](crate::Stack::take_work). Collectors
     /// then let it pull, instead of calling its servers by name. Default: `false`.
     pub pulls: bool,
-    /// The node agent of this process (`gym_client::group::NodeAgent::listen`): the member is a node too, and worker groups start ranks on it.
+    /// The node agent of this process (`gym_group::NodeAgent::listen`): the member is a node too, and worker groups start ranks on it.
     /// Default: none.
     pub node: Option<MemberNode>,
 }

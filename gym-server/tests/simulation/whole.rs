@@ -4,8 +4,6 @@
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use gym_client::group::Group;
-use gym_core::group::{Rank, WorkerGroup as _};
 use gym_core::server::ServerKind;
 use gym_core::testing::net::SimHost;
 use gym_core::testing::{Faults, SimNet};
@@ -14,6 +12,8 @@ use gym_core::{
     CallContext, CancelToken, Code, Endpoint, Error, Execution, ModelResponse, ModelServer, RawObject, Result,
     SessionId, World,
 };
+use gym_group::Group;
+use gym_group::{Rank, WorkerGroup as _};
 use gym_server::role::{RoleServer, ServerContext};
 use tokio::time::Instant;
 

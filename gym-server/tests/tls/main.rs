@@ -150,7 +150,7 @@ async fn serve_ray(listener: TcpListener, acceptor: TlsAcceptor) {
 /// Connects to a dashboard, stops a job there, and prints the results; runs in the other process.
 #[cfg(feature = "ray")]
 async fn ask_ray(url: &str) {
-    use gym_client::group::ray::{RayAddress, RayDashboard};
+    use gym_group::ray::{RayAddress, RayDashboard};
 
     let address = RayAddress::parse(url, "env.yaml:3").expect("an address");
     let cx = CallContext::within(PATIENCE);

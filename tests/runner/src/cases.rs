@@ -20,7 +20,7 @@ const CORES: &[(&str, usize)] = &[("gym-server::simulation no_seed", 2)];
 /// A test, or a command of the gate's script.
 #[derive(Debug)]
 pub(crate) struct Case {
-    /// Such as `gym-client::workers c137_two_ranks_are_two_processes`.
+    /// Such as `gym-group::workers c137_two_ranks_are_two_processes`.
     pub(crate) name: String,
     pub(crate) program: PathBuf,
     pub(crate) arguments: Vec<String>,

@@ -12,13 +12,13 @@ use gym_client::Transports;
 use gym_client::transport::http::HttpConfig;
 use gym_client::transport::http::http1::{HttpConnector, HttpListener, SCHEME as HTTP_SCHEME};
 use gym_core::base::watch;
-use gym_core::group::{
-    GroupView, HostOptions, RankLayout, RankState, RankView, WorkerEnv, WorkerGroup, WorkerGroupExt, WorkerHost,
-};
 use gym_core::testing::figures::{Figures, RoundTrips, answering};
 use gym_core::transport::mux::ConnectionLimits;
 use gym_core::transport::{ConnectOptions, Listener, handler_fn};
 use gym_core::{CallContext, CancelToken, Endpoint, Handler, Incarnation, Request};
+use gym_group::{
+    GroupView, HostOptions, RankLayout, RankState, RankView, WorkerEnv, WorkerGroup, WorkerGroupExt, WorkerHost,
+};
 use gym_transport_rdma::transport::{UcxConnector, UcxListener};
 use gym_transport_rdma::{Ucx, UcxConfig};
 use tokio::time::Instant;

@@ -11,12 +11,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use gym_client::Transports;
-use gym_client::group::ray::{RayAddress, ray_or_local};
-use gym_client::group::{Group, GroupOptions, LaunchSpec, RankPlace, WorkerKind, Workers};
 use gym_client::launch::{LimitedProgram, Limits};
-use gym_core::group::BatchOptions;
-use gym_core::group::health::RetryBudgets;
-use gym_core::group::prelude::*;
+use gym_group::BatchOptions;
+use gym_group::health::RetryBudgets;
+use gym_group::prelude::*;
+use gym_group::ray::{RayAddress, ray_or_local};
+use gym_group::{Group, GroupOptions, LaunchSpec, RankPlace, WorkerKind, Workers};
 use serde::{Deserialize, Serialize};
 use tokio::time::Instant;
 

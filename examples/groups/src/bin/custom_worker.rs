@@ -1,5 +1,5 @@
 //! A custom worker, and a group of four: `cargo run --release --bin custom_worker`.
-use gym_core::group::prelude::*;
+use gym_group::prelude::*;
 
 struct Policy(f32);
 worker! {

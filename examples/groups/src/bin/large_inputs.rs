@@ -6,10 +6,10 @@
 use std::time::Duration;
 
 use gym_client::Transports;
-use gym_client::group::{GroupOptions, GroupRequest, Local, VirtualCluster, WorkerKind, Workers};
 use gym_client::values::{ValueRef, Values, ValuesOptions};
-use gym_core::group::cluster::ClusterSpec;
-use gym_core::group::prelude::*;
+use gym_group::placement::ClusterSpec;
+use gym_group::prelude::*;
+use gym_group::{GroupOptions, GroupRequest, Local, VirtualCluster, WorkerKind, Workers};
 use gym_server::{
     agent::SimpleAgent,
     model::{ScriptedItem, ScriptedModel},

@@ -18,16 +18,16 @@ use std::time::Duration;
 use anyhow::{Context, bail};
 use futures_util::StreamExt as _;
 use gym_client::Transports;
-use gym_client::group::{
+use gym_client::registry::RemoteRegistry;
+use gym_client::work::WorkPullerOptions;
+use gym_core::{AgentServer, CallContext, Endpoint, RawObject, Response, SessionId, World};
+use gym_group::Rank;
+use gym_group::placement::ClusterSpec;
+use gym_group::prelude::*;
+use gym_group::{
     Group, GroupOptions, GroupRequest, JOIN_SECRET_VARIABLE, NodeAgent, NodeOptions, Nodes, NodesOptions, RankStatus,
     VirtualCluster, WorkerKind, Workers,
 };
-use gym_client::registry::RemoteRegistry;
-use gym_client::work::WorkPullerOptions;
-use gym_core::group::Rank;
-use gym_core::group::cluster::ClusterSpec;
-use gym_core::group::prelude::*;
-use gym_core::{AgentServer, CallContext, Endpoint, RawObject, Response, SessionId, World};
 use gym_server::stack::WorkerOptions;
 use gym_server::{Stack, StackOptions};
 use tokio::io::{AsyncBufReadExt as _, BufReader};
@@ -224,7 +224,7 @@ async fn here() -> anyhow::Result<()> {
     let mut events = cluster.node_events(&cx).await?;
     while let Some(event) = events.next().await {
         println!("  {:>5} ms  {event:?}", killed.elapsed().as_millis());
-        if matches!(event, gym_client::group::NodeEvent::Moved { .. }) {
+        if matches!(event, gym_group::NodeEvent::Moved { .. }) {
             break;
         }
     }

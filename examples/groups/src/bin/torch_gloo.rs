@@ -9,10 +9,10 @@ use std::time::Duration;
 
 use anyhow::ensure;
 use gym_client::Transports;
-use gym_client::group::ray::{RayAddress, ray_or_local};
-use gym_client::group::{Group, GroupOptions, LaunchSpec, RankPlace, WorkerKind, Workers};
 use gym_core::Code;
-use gym_core::group::prelude::*;
+use gym_group::prelude::*;
+use gym_group::ray::{RayAddress, ray_or_local};
+use gym_group::{Group, GroupOptions, LaunchSpec, RankPlace, WorkerKind, Workers};
 use serde::{Deserialize, Serialize};
 use tokio::process::Command;
 

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use gym_client::group::{NODE_FIRST, NOT_INHERITED, NOT_SENT, VariableKind, VariableSource};
+use gym_group::{NODE_FIRST, NOT_INHERITED, NOT_SENT, VariableKind, VariableSource};
 
 use crate::page::{Page, code, sources};
 
@@ -336,7 +336,7 @@ fn the_page_on_environment_variables_is_the_generated_one() {
     page.finish();
 }
 
-/// Returns the test suite of a file, such as `gym-client/tests/workers`: the modules of a suite change more often than what it reads. Other files stay as
+/// Returns the test suite of a file, such as `gym-client/group/tests/workers`: the modules of a suite change more often than what it reads. Other files stay as
 /// they are.
 fn suite(file: &str) -> &str {
     let Some(start) = file.find("/tests/").map(|at| at + "/tests/".len()) else { return file };

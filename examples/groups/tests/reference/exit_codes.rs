@@ -7,19 +7,19 @@ use crate::page::{Page, code, sources, workspace};
 /// The codes of processes that the SDK starts: the file and the constant with the code, the process, and the meaning.
 const CHILDREN: [(&str, &str, &str, &str); 5] = [
     (
-        "gym-client/src/group/provision/local/worker.rs",
+        "gym-client/group/src/provision/local/worker.rs",
         "START_FAILED",
         "a rank's process",
         "The worker could not be created, or could not stop in order. After SIGINT or SIGTERM, a rank ends with 0.",
     ),
     (
-        "gym-client/src/group/provision/nodes/agent/program.rs",
+        "gym-client/group/src/provision/nodes/agent/program.rs",
         "START_FAILED",
         "a node agent that Ray started",
         "The agent could not start. When its last controller has released it, or after SIGINT or SIGTERM, it ends with 0.",
     ),
     (
-        "gym-client/src/group/provision/nodes/agent/program.rs",
+        "gym-client/group/src/provision/nodes/agent/program.rs",
         "NO_CONTROLLER",
         "a node agent that Ray started",
         "No controller came, or the last one was silent for its lease.",
@@ -41,7 +41,7 @@ const CHILDREN: [(&str, &str, &str, &str); 5] = [
 /// Files of the libraries that end a process themselves. The report on UCX and the watchdog are for this SDK only: no program of a user
 /// sees their codes.
 const END_A_PROCESS: [&str; 4] = [
-    "gym-client/src/group/provision/nodes/agent/program.rs",
+    "gym-client/group/src/provision/nodes/agent/program.rs",
     "gym-client/src/launch/process/shim.rs",
     "gym-client/src/launch/process/watchdog.rs",
     "gym-client/src/transport/ucx/report.rs",

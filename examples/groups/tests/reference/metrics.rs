@@ -6,18 +6,18 @@ use std::time::Duration;
 
 use gym_client::Transports;
 use gym_client::config::{ConfigLoader, Overrides};
-use gym_client::group::{
-    GPU_METRICS, GroupOptions, GroupRequest, InProcessRanks, NodeAgent, NodeOptions, VirtualCluster, WorkerKind,
-    Workers,
-};
 use gym_client::registry::RemoteRegistry;
 use gym_client::transport::UCX_METRICS;
 use gym_client::work::WorkPullerOptions;
-use gym_core::group::cluster::ClusterSpec;
-use gym_core::group::prelude::*;
 use gym_core::registry::{Heartbeat, MemberRegistry as _, MemberSpec, MemberState};
 use gym_core::transport::InProcess;
 use gym_core::{CallContext, Endpoint, Incarnation, World};
+use gym_group::placement::ClusterSpec;
+use gym_group::prelude::*;
+use gym_group::{
+    GPU_METRICS, GroupOptions, GroupRequest, InProcessRanks, NodeAgent, NodeOptions, VirtualCluster, WorkerKind,
+    Workers,
+};
 use gym_server::{Stack, StackOptions};
 use prometheus_client::encoding::text::encode;
 use prometheus_client::registry::Registry;

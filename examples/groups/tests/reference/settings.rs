@@ -1,7 +1,7 @@
 //! The schemas of the settings types.
 
-use gym_core::group::cluster::{ClusterSpec, WorkerGroupConfig};
 use gym_core::server::ServerKind;
+use gym_group::placement::{ClusterSpec, WorkerGroupConfig};
 use gym_server::agent::{GymnasiumAgentConfig, SimpleAgentConfig};
 use gym_server::environment::{PoolConfig, RelayConfig, VerifierPoolConfig};
 use gym_server::model::{OpenAiModelConfig, ScriptedModelConfig, VllmModelConfig};

@@ -3,12 +3,12 @@
 use std::time::Duration;
 
 use gym_client::Transports;
-use gym_client::group::{Group, GroupOptions, GroupRequest, Local, VirtualCluster, WorkerKind, Workers};
 use gym_client::registry::WaitsListener;
-use gym_core::group::cluster::ClusterSpec;
-use gym_core::group::prelude::*;
 use gym_core::transport::InProcess;
 use gym_core::{CallContext, Result};
+use gym_group::placement::ClusterSpec;
+use gym_group::prelude::*;
+use gym_group::{Group, GroupOptions, GroupRequest, Local, VirtualCluster, WorkerKind, Workers};
 
 use crate::{Ground, stop};
 

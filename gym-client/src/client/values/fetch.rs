@@ -19,8 +19,8 @@ use tokio::time::{Instant, sleep};
 use crate::client::values::copy::{Copy, Found, NodeCopies, Part};
 use crate::client::values::held::{PART_BYTES, Source, read_part};
 use crate::client::values::message::{LEASE_MAX, READ_ROUTE, ReadBody, ReadReply, ValueRef, check_size, read, write};
+use crate::transport::ReconnectingPeer;
 use crate::transport::Transports;
-use crate::transport::peer::ReconnectingPeer;
 
 /// Parts that are requested at the same time.
 const PARTS_AHEAD: usize = 4;

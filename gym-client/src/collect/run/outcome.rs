@@ -192,7 +192,8 @@ pub(super) fn classify(
 }
 
 /// Returns the reward of a completed row, if it has one that counts. The reward of a masked row (`mask_sample`) is a placeholder.
-pub(crate) fn reward_of(row: &RawObject) -> Option<f64> {
+#[must_use]
+pub fn reward_of(row: &RawObject) -> Option<f64> {
     let mask: Option<Value> = row.get_as("mask_sample").ok().flatten();
     reward_that_counts(mask.as_ref(), row.get_as("reward").ok()?)
 }

@@ -20,7 +20,6 @@ pub(crate) struct TypeMismatch {
 }
 
 /// Deserializes `value`, which belongs to `node`.
-#[cfg(feature = "groups")]
 pub(crate) fn read<T: serde::de::DeserializeOwned>(node: &Node, value: Value) -> Result<T, TypeMismatch> {
     T::deserialize(TypedValue::new(value, Spelling::Strict, &KeyTrace::default()))
         .map_err(|misfit| mismatch(node, misfit))

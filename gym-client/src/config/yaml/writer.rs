@@ -5,7 +5,8 @@ use crate::config::yaml::float::yaml_float;
 use crate::config::yaml::node::{Key, Node, Tree};
 use crate::config::yaml::parser;
 
-pub(crate) const MASK: &str = "****";
+/// What is shown in the place of a secret.
+pub const MASK: &str = "****";
 
 /// Writes YAML that OmegaConf's loader reads into equal values.
 pub(crate) fn yaml(root: &Node) -> String {
@@ -106,7 +107,8 @@ fn text_scalar(text: &str) -> String {
 }
 
 /// Returns `true` if the value of this key is a secret.
-pub(crate) fn is_secret_key(key: &str) -> bool {
+#[must_use]
+pub fn is_secret_key(key: &str) -> bool {
     let key = key.to_lowercase();
     let key = key.strip_suffix('s').unwrap_or(&key);
     ["key", "token", "secret", "password", "passwd", "passphrase", "credential", "header", "authorization"]
@@ -115,7 +117,7 @@ pub(crate) fn is_secret_key(key: &str) -> bool {
 }
 
 /// Replaces the values of secret keys with `****`, in mappings at any depth.
-pub(crate) fn mask(value: &mut serde_json::Value) {
+pub fn mask(value: &mut serde_json::Value) {
     use serde_json::Value;
     match value {
         Value::Object(map) => {

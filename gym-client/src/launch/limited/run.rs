@@ -23,11 +23,11 @@ use tokio::task::spawn_blocking;
 use tokio::time::{Instant, MissedTickBehavior, interval_at, sleep, timeout};
 
 use super::{Limit, LimitedProgram, LimitedRun, Limits, cannot_start};
-use crate::launch::process::cgroup::MemoryWatch;
 use crate::launch::process::spawner;
-use crate::launch::process::table::{MARK_VARIABLE, ProcessStat, start_ticks};
 use crate::launch::process::tree::{KILL_WAIT, ProcessTree, SessionLeader, TreeProcess};
 use crate::launch::spec::{ChildSpec, DEFAULT_PATH};
+use gym_core::base::cgroup::MemoryWatch;
+use gym_core::base::process::{MARK_VARIABLE, ProcessStat, start_ticks};
 
 /// The shell waits for a line, so that the limits are set before the program begins, and then becomes the program. `read` takes byte by
 /// byte and leaves the rest of the input to the program.

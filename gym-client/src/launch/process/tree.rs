@@ -15,7 +15,7 @@ use std::time::Duration;
 use rustix::process::{Pid, PidfdFlags, Signal};
 use tokio::time::Instant;
 
-use crate::launch::process::table::{MemoryUsage, ProcessStat, ProcessTable, add_descendants};
+use gym_core::base::process::{MemoryUsage, ProcessStat, ProcessTable, add_descendants};
 
 /// Interval between checks of processes that cannot be waited for: short compared to any grace, long compared to one
 /// check.
@@ -26,17 +26,20 @@ pub(in crate::launch) const KILL_WAIT: Duration = Duration::from_secs(5);
 /// The child that leads a process group and session. The start time distinguishes it from a later process with the same
 /// ID.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct SessionLeader {
-    pub(crate) pid: i32,
-    pub(crate) start_ticks: u64,
+pub struct SessionLeader {
+    /// The process ID.
+    pub pid: i32,
+    /// The start time, in clock ticks since boot.
+    pub start_ticks: u64,
 }
 
-/// The criteria by which members are found.
+/// The processes of a child and their descendants, by the criteria that find them.
 #[derive(Debug, Clone)]
-pub(crate) struct ProcessTree {
-    pub(crate) leaders: Vec<SessionLeader>,
+pub struct ProcessTree {
+    /// The children.
+    pub leaders: Vec<SessionLeader>,
     /// `launcher.child`, or `launcher.` for all children of a launcher.
-    pub(crate) mark: String,
+    pub mark: String,
 }
 
 /// A living process of a tree.
@@ -58,7 +61,8 @@ pub(in crate::launch) struct TreeUsage {
 
 impl ProcessTree {
     /// Returns the living members. This is the only answer to the question which processes belong to a child: what is measured is what is ended.
-    pub(crate) fn members(&self, table: &ProcessTable) -> BTreeSet<i32> {
+    #[must_use]
+    pub fn members(&self, table: &ProcessTable) -> BTreeSet<i32> {
         let all = &table.processes;
         // If the ID belongs to a process that started later, the whole old group has ended; otherwise the ID would not
         // be free.

@@ -170,7 +170,7 @@ pub(in crate::launch) fn run(mut arguments: impl Iterator<Item = OsString>) -> !
 async fn lease_ended(mut lease: watch::Receiver<Option<Duration>>) {
     loop {
         let until = *lease.borrow_and_update();
-        let wait = match until.map(|until| until.saturating_sub(since_boot())) {
+        let wait = match until.map(|until| until.saturating_sub(gym_core::base::process::since_boot())) {
             Some(Duration::ZERO) => return,
             Some(left) => left.min(Duration::from_secs(1)),
             None => Duration::MAX,
@@ -179,12 +179,6 @@ async fn lease_ended(mut lease: watch::Receiver<Option<Duration>>) {
             return std::future::pending().await;
         }
     }
-}
-
-/// Returns the time since the start of the machine, including the time for which it was suspended.
-pub(crate) fn since_boot() -> Duration {
-    let time = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);
-    Duration::new(u64::try_from(time.tv_sec).unwrap_or(0), u32::try_from(time.tv_nsec).unwrap_or(0))
 }
 
 struct Registrations {

@@ -3,7 +3,8 @@
 /// Declares a worker and its methods. Each method is named once: its type, registration and handler come from one signature.
 ///
 /// ```
-/// use gym_core::group::prelude::*;
+/// use gym_core::group::{HostOptions, Method, Payload, WorkerEnv, WorkerHost};
+/// use gym_core::{CallContext, Result, worker};
 ///
 /// struct Counter(u64);
 /// worker! {
@@ -20,11 +21,11 @@
 /// }
 ///
 /// # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<()> {
-/// let counters = InProcessGroup::start::<Counter>("counters", RankLayout::line(2)?, 10).await?;
-/// counters.call(counter::add, 5).await?;
-/// assert_eq!(counters.call(counter::get, ()).await?.into_values(), [15, 15]);
+/// // Controllers call `counter::add` and `counter::get` of a group of such hosts, which the crate gym-group starts.
+/// let host = WorkerHost::start::<Counter>(WorkerEnv::new("counters", 0, 1), 10, &HostOptions::default()).await?;
 /// assert_eq!(<counter::add as Method>::NAME, "counter.add");
-/// # Ok(()) }
+/// # host.stop(std::time::Duration::ZERO).await
+/// # }
 /// ```
 ///
 /// The macro declares the module `counter` with a unit struct for each method, and implements [`Method`], [`Worker`] and the
@@ -44,7 +45,7 @@
 /// The error for a wrong declaration names the method and the expected form:
 ///
 /// ```compile_fail
-/// # use gym_core::group::prelude::*;
+/// # use gym_core::{CallContext, Result, group::{Payload, WorkerEnv}, worker};
 /// struct Counter;
 /// worker! {
 ///     impl Worker for Counter as counter {
@@ -169,70 +170,4 @@ macro_rules! worker {
         compile_error!(concat!("method `", stringify!($method), "`: expected `exclusive`, `shared` or `blocking` before `fn`, ",
             "found `", stringify!($access), "`"));
     };
-}
-
-#[cfg(test)]
-mod tests {
-    use crate::group::prelude::*;
-
-    /// Arguments with the same visibility as the worker.
-    #[derive(Clone, Debug, serde::Serialize, serde::Deserialize)]
-    struct By(u64);
-
-    struct Counter(u64);
-
-    worker! {
-        /// Methods of the counter.
-        impl Worker for Counter as counter {
-            fn start(env: WorkerEnv, from: u64) -> Result<Self> {
-                Ok(Self(from + u64::from(env.rank)))
-            }
-            exclusive async fn add(&mut self, _: &CallContext, call: Payload<By>) -> Result<Payload<u64>> {
-                self.0 += call.value.0;
-                Ok(self.0.into())
-            }
-            /// The count.
-            shared(idempotent) async fn get(&self, _: &CallContext, _: Payload<()>) -> Result<Payload<u64>> {
-                Ok(self.0.into())
-            }
-        }
-    }
-
-    mod thread {
-        use super::{CallContext, Methods, Payload, Result, WorkerEnv};
-
-        /// Not `Send`: the worker stays on the thread of its rank.
-        pub(crate) struct Local(std::rc::Rc<u64>);
-
-        worker! {
-            impl Worker for Local as pub(crate) local {
-                fn start(_: WorkerEnv, (): ()) -> Result<Self> {
-                    Ok(Self(std::rc::Rc::new(7)))
-                }
-                blocking(idempotent) fn read(&mut self, _: &CallContext, _: Payload<()>) -> Result<Payload<u64>> {
-                    Ok((*self.0).into())
-                }
-            }
-        }
-
-        #[test]
-        fn the_macro_registers_each_method_once() {
-            assert_eq!(format!("{:?}", Methods::<Local>::of()), r#"{"local.read"}"#);
-        }
-    }
-
-    #[tokio::test]
-    async fn one_signature_declares_the_method_its_registration_and_its_handler() {
-        let group = InProcessGroup::start::<Counter>("counters", RankLayout::line(2).unwrap(), 10).await.unwrap();
-        assert_eq!(group.call(counter::add, By(5)).await.unwrap().into_values(), [15, 16]);
-        assert_eq!(group.call(counter::get, ()).await.unwrap().into_values(), [15, 16]);
-        assert_eq!((counter::add::NAME, counter::get::NAME), ("counter.add", "counter.get"));
-        assert_eq!((counter::add::IDEMPOTENT, counter::get::IDEMPOTENT), (false, true));
-    }
-
-    #[tokio::test]
-    async fn a_blocking_worker_is_called_from_another_module() {
-        let group = InProcessGroup::start::<thread::Local>("locals", RankLayout::line(2).unwrap(), ()).await.unwrap();
-        assert_eq!(group.call(thread::local::read, ()).await.unwrap().into_values(), [7, 7]);
-    }
 }

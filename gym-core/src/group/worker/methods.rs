@@ -42,7 +42,9 @@ impl<W> Copy for Entry<W> {}
 pub(crate) type Named<W> = (&'static str, Entry<W>);
 
 impl<W: Worker> Methods<W> {
-    pub(crate) fn of() -> Self {
+    /// Returns the methods that the worker declares.
+    #[must_use]
+    pub fn of() -> Self {
         let mut methods = Self { entries: Vec::new(), launcher: None, mistake: None };
         W::methods(&mut methods);
         methods
@@ -143,8 +145,11 @@ fn ran(error: Error) -> Error {
     error.with_execution(Execution::Finished)
 }
 
-/// Returns the message of a payload: in memory the value itself, otherwise its JSON text.
-pub(crate) fn write<T>(payload: Payload<T>, in_memory: bool) -> Result<Message>
+/// Returns the message of a payload, for the caller of a worker: in memory the value itself, otherwise its JSON text.
+///
+/// # Errors
+/// `InvalidArgument` if the value or its batch cannot be written as a message.
+pub fn write<T>(payload: Payload<T>, in_memory: bool) -> Result<Message>
 where
     T: Serialize + Send + Sync + 'static,
 {
@@ -160,8 +165,11 @@ fn write_head<T: Serialize>(payload: &Payload<T>) -> Bytes {
     payload.to_message().map(|message| message.head.to_bytes()).unwrap_or_default()
 }
 
-/// Returns the payload of a message: the value itself, or the parsed text.
-pub(crate) fn read<T>(message: Message) -> Result<Payload<T>>
+/// Returns the payload of a message, for the caller of a worker: the value itself, or the parsed text.
+///
+/// # Errors
+/// `InvalidArgument` if the message is no such payload.
+pub fn read<T>(message: Message) -> Result<Payload<T>>
 where
     T: DeserializeOwned + Send + Sync + 'static,
 {

@@ -48,9 +48,10 @@ mod macros;
 mod methods;
 mod route;
 
-pub use methods::Methods;
-pub(crate) use methods::{Entry, read, write};
-pub(crate) use route::{PREFIX, route};
+pub(crate) use methods::Entry;
+pub use methods::{Methods, read, write};
+pub(crate) use route::PREFIX;
+pub use route::route;
 
 /// The name and types of a worker method, implemented by a unit struct that the controller and the worker share.
 ///

@@ -8,8 +8,9 @@ use crate::message::Route;
 /// Path prefix of a worker's methods.
 pub(crate) const PREFIX: &str = "/worker/";
 
-/// Returns the route `/worker/NAME`.
-pub(crate) const fn route<M: Method>() -> Route {
+/// Returns the route of a method, at which its worker takes calls: `/worker/NAME`.
+#[must_use]
+pub const fn route<M: Method>() -> Route {
     Route::from_static(Path::<M>::TEXT)
 }
 

@@ -1,8 +1,6 @@
 //! Conformance suites: one for each trait, run by every implementation. A case that fails panics with its name.
 
 mod files;
-#[allow(clippy::unwrap_used, reason = "a suite is a test")]
-mod group;
 mod ledger;
 mod members;
 mod transport;
@@ -14,10 +12,6 @@ use std::time::Duration;
 use futures_util::FutureExt;
 
 pub use files::files;
-pub use group::{
-    GroupFixture, GroupSetup, ServedGroups, TestBlockingWorker, TestGroup, TestWorker, TestWorkerKind, group,
-    group_rogues,
-};
 pub use ledger::{LedgerFixture, ledger};
 pub use members::{MemberFixture, members};
 pub use transport::{TransportPair, TransportSetup, ordered_transport, transport};
@@ -25,7 +19,11 @@ pub use transport::{TransportPair, TransportSetup, ordered_transport, transport}
 /// The deadline of one case. Only a case that hangs reaches it.
 const CASE_TIMEOUT: Duration = Duration::from_secs(90);
 
-async fn run_case(suite: &str, name: &str, case: impl Future<Output = ()>) {
+/// Runs a case of a suite.
+///
+/// # Panics
+/// If the case panics, or does not end within 90 s; the message names the suite and the case.
+pub async fn run_case(suite: &str, name: &str, case: impl Future<Output = ()>) {
     tracing::debug!(suite, name, "conformance case");
     match tokio::time::timeout(CASE_TIMEOUT, AssertUnwindSafe(case).catch_unwind()).await {
         Ok(Ok(())) => {}

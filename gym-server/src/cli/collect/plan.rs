@@ -11,7 +11,7 @@ use std::time::Duration;
 use futures_util::FutureExt as _;
 use gym_client::collect::input::Repeats;
 use gym_client::collect::{CollectOptions, CollectProgress, RolloutCollector, RunEnd};
-use gym_client::launch::{FamilyUsage, family_usage};
+use gym_core::base::process::{FamilyUsage, family_usage};
 use gym_core::{CancelToken, World};
 use serde::Serialize;
 use tokio::time::Instant;

@@ -5,8 +5,8 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use gym_client::config::GymConfig;
-use gym_client::group::ray::{RayAddress, RayDashboard, RayJob, RayNode, RayVersion};
 use gym_core::{CallContext, Code, Error, Result};
+use gym_group::ray::{RayAddress, RayDashboard, RayJob, RayNode, RayVersion};
 use serde::Serialize;
 
 use crate::cli::args::options::{RayArgs, RayCommand, Sources};

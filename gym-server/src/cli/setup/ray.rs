@@ -4,8 +4,8 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use gym_client::config::GymConfig;
-use gym_client::group::ray::{LocalHead, RayAddress, RayDashboard, RayVersion};
 use gym_core::{CallContext, Result};
+use gym_group::ray::{LocalHead, RayAddress, RayDashboard, RayVersion};
 
 use crate::cli::console::Console;
 use crate::cli::exit::Failure;

@@ -6,10 +6,10 @@ use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use gym_client::group::RankEvent;
-use gym_core::group::{ExitCause, GroupError, Rank, WorkerEnv};
 use gym_core::testing::SimNet;
 use gym_core::{Code, Execution};
+use gym_group::RankEvent;
+use gym_group::{ExitCause, GroupError, Rank, WorkerEnv};
 use tokio::time::Instant;
 
 /// The time within which a lease that has ended, or a kill, ends a rank.

@@ -8,13 +8,13 @@ use futures_util::StreamExt;
 use futures_util::future::join_all;
 use futures_util::stream::BoxStream;
 use gym_client::Transports;
-use gym_client::group::{
+use gym_core::{CallContext, CancelToken, Code, Endpoint, Error, Incarnation, Result};
+use gym_group::placement::Placement;
+use gym_group::{
     Deployment, Group, GroupOptions, GroupRequest, LaunchSpec, NodeEvent, NodeStatus, Nodes, ProcessUsage, Provisioner,
     RankEvent, Reservation, ReserveRequest, VirtualCluster,
 };
-use gym_core::group::cluster::Placement;
-use gym_core::group::{Dispatch, GroupError, Rank, RankState, WorkerGroup, WorkerGroupExt};
-use gym_core::{CallContext, CancelToken, Code, Endpoint, Error, Incarnation, Result};
+use gym_group::{Dispatch, GroupError, Rank, RankState, WorkerGroup, WorkerGroupExt};
 use tokio::time::Instant;
 
 use super::audit::GroupAudit;

@@ -12,12 +12,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use gym_client::Transports;
-use gym_client::group::{InProcessRanks, NodeAgent, NodeOptions, RankOverrides, WorkerKind, Workers};
-use gym_core::group::HostOptions;
-use gym_core::group::cluster::NodeResources;
 use gym_core::testing::net::SimHost;
 use gym_core::testing::{Faults, SimFiles, SimNet};
 use gym_core::{CancelToken, World};
+use gym_group::HostOptions;
+use gym_group::placement::NodeResources;
+use gym_group::{InProcessRanks, NodeAgent, NodeOptions, RankOverrides, WorkerKind, Workers};
 use tokio::time::Instant;
 
 use crate::scenario::{Clocks, Report};

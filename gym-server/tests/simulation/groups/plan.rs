@@ -3,9 +3,9 @@
 use std::fmt;
 use std::time::Duration;
 
-use gym_client::group::NodesOptions;
-use gym_core::group::cluster::{ClusterSpec, PlacementStrategy, WorkersOn};
 use gym_core::testing::Faults;
+use gym_group::NodesOptions;
+use gym_group::placement::{ClusterSpec, PlacementStrategy, WorkersOn};
 
 use crate::script::{Additions, Script, Step, normalized};
 

@@ -2,8 +2,8 @@
 
 use std::time::Duration;
 
-use gym_core::group::prelude::*;
 use gym_core::{Code, Execution};
+use gym_group::prelude::*;
 use serde::{Deserialize, Serialize};
 
 use super::audit::{GroupAudit, LiveRank};

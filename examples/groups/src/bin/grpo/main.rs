@@ -12,14 +12,14 @@ use std::time::Duration;
 use clap::Parser;
 use gym_client::Transports;
 use gym_client::config::{ConfigLoader, Overrides, free_port};
-use gym_client::group::GroupOptions;
-use gym_client::group::train::{Grpo, GrpoConfig, RolloutEnvironment};
-use gym_client::group::{ClusterFile, GroupRequest, Local, VirtualCluster, WorkerKind, Workers};
 use gym_client::launch;
-use gym_core::group::RankLayout;
 use gym_core::transport::{InProcess, TransportPolicy};
 use gym_core::{CallContext, World};
 use gym_examples::math::Math;
+use gym_group::GroupOptions;
+use gym_group::RankLayout;
+use gym_group::train::{Grpo, GrpoConfig, RolloutEnvironment};
+use gym_group::{ClusterFile, GroupRequest, Local, VirtualCluster, WorkerKind, Workers};
 use gym_server::{Servers, Stack, StackOptions};
 
 mod training;

@@ -2,11 +2,11 @@
 
 use std::sync::Arc;
 
-use gym_client::group::Group;
-use gym_client::group::VirtualCluster;
 use gym_core::CallContext;
-use gym_core::group::cluster::WorkerGroupConfig;
-use gym_core::group::{Batch, Device, Dispatch, Tensor, WorkerGroupExt};
+use gym_group::Group;
+use gym_group::VirtualCluster;
+use gym_group::placement::WorkerGroupConfig;
+use gym_group::{Batch, Device, Dispatch, Tensor, WorkerGroupExt};
 
 use crate::request;
 use crate::scorer::{Greet, Mean};

@@ -3,10 +3,10 @@
 use std::num::NonZeroU32;
 use std::time::Duration;
 
-use gym_client::group::Group;
-use gym_client::group::VirtualCluster;
-use gym_core::group::{Batch, Dispatch, RankState, WorkerGroup, WorkerGroupExt};
 use gym_core::{CallContext, Incarnation};
+use gym_group::Group;
+use gym_group::VirtualCluster;
+use gym_group::{Batch, Dispatch, RankState, WorkerGroup, WorkerGroupExt};
 
 use crate::request;
 use crate::scorer::{Greet, Hoard, Mean};

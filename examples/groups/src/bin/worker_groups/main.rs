@@ -13,10 +13,10 @@ mod tuning;
 use std::time::Duration;
 
 use gym_client::Transports;
-use gym_client::group::GroupOptions;
-use gym_client::group::{ClusterFile, GroupRequest, Local, VirtualCluster, WorkerKind, Workers};
 use gym_core::CallContext;
 use gym_core::transport::InProcess;
+use gym_group::GroupOptions;
+use gym_group::{ClusterFile, GroupRequest, Local, VirtualCluster, WorkerKind, Workers};
 
 use scorer::Scorer;
 

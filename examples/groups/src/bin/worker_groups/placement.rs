@@ -1,8 +1,8 @@
 //! Placement of clusters before they start anything: bundles, nodes, GPUs.
 
-use gym_client::group::{Local, VirtualCluster};
 use gym_core::CallContext;
-use gym_core::group::cluster::{ClusterSpec, GpuIds, NodeResources, place};
+use gym_group::placement::{ClusterSpec, GpuIds, NodeResources, place};
+use gym_group::{Local, VirtualCluster};
 
 use crate::workers;
 

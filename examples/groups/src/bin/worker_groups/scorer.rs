@@ -1,7 +1,7 @@
 //! The worker of all chapters of this program.
 
-use gym_core::group::{Handles, Method, Methods, Payload, Worker, WorkerEnv};
 use gym_core::{CallContext, Result};
+use gym_group::{Handles, Method, Methods, Payload, Worker, WorkerEnv};
 
 /// Returns the mean of the column `score` of the rank's shard, and the rank that computed it.
 #[derive(Clone, Copy, Debug)]

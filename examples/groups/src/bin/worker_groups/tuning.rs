@@ -1,6 +1,6 @@
 //! Communication backends, gradient compression and profiling, and the parts that are not implemented yet.
 
-use gym_core::group::cluster::{ClusterSpec, ProfilerRequest, WorkerGroupConfig};
+use gym_group::placement::{ClusterSpec, ProfilerRequest, WorkerGroupConfig};
 
 /// Shows backends and gradient compression: names are accepted, and unsupported values are rejected with the reason.
 pub(crate) fn communication() -> anyhow::Result<()> {

@@ -175,7 +175,7 @@ impl Dispatch {
     }
 
     /// Like [`Dispatch::plan`], without an allocation for one rank.
-    pub(crate) fn assignments(&self, layout: &RankLayout) -> Result<SmallVec<[Assignment; 1]>, PlanError> {
+    pub fn assignments(&self, layout: &RankLayout) -> Result<SmallVec<[Assignment; 1]>, PlanError> {
         let whole = |rank| Assignment { rank, shard: None, collect: true, dummy: false };
         match (self.rank, self.axes.as_deref()) {
             (Some(rank), Some(axes)) if axes.are_named() => Err(PlanError::OneRank(rank)),

@@ -58,7 +58,8 @@ fn is_zero(number: &u64) -> bool {
 
 impl RunningCall {
     /// Says that the method blocks its thread, with the fix; `None` if it does not. The status is `age` old.
-    pub(crate) fn blocks(&self, age: Duration) -> Option<String> {
+    #[must_use]
+    pub fn blocks(&self, age: Duration) -> Option<String> {
         let blocked = Duration::from_millis(self.blocked_ms).checked_add(age).filter(|_| self.blocked_ms > 0)?;
         let fix = "declare the method `blocking`, so that its calls end at their deadlines";
         Some(format!("it has blocked its thread for {:.1} s at least: {fix}", blocked.as_secs_f64()))

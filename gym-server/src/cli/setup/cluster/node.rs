@@ -3,9 +3,9 @@
 //! A worker is a node if its program has worker types and a join secret is set. Ranks run this program, so a program without worker types
 //! has nothing to offer.
 
-#[cfg(feature = "groups")]
-use gym_client::group::{JOIN_SECRET_VARIABLE, NodeAgent, NodeOptions};
 use gym_core::Endpoint;
+#[cfg(feature = "groups")]
+use gym_group::{JOIN_SECRET_VARIABLE, NodeAgent, NodeOptions};
 
 use crate::cli::console::Console;
 use crate::cli::exit::Failure;

@@ -1,7 +1,7 @@
 //! The ranks of the generation engine.
 
-use gym_core::group::{Handles, HandlesShared, JsonRows, Method, Methods, Payload, Tensor, Worker, WorkerEnv};
 use gym_core::{CallContext, Error, RawObject, Result};
+use gym_group::{Handles, HandlesShared, JsonRows, Method, Methods, Payload, Tensor, Worker, WorkerEnv};
 use serde::Deserialize;
 use serde_json::json;
 

@@ -13,9 +13,9 @@ mod tasks;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use gym_client::group::train::{GenerationInterface, PolicyInterface};
-use gym_core::group::{Batch, Dispatch, WorkerGroupExt};
 use gym_core::{CallContext, Result};
+use gym_group::train::{GenerationInterface, PolicyInterface};
+use gym_group::{Batch, Dispatch, WorkerGroupExt};
 
 pub(crate) use generation::{Generate, GenerationWorker, LoadWeights};
 pub(crate) use model::{Operator, Table};

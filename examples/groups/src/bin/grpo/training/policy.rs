@@ -1,7 +1,7 @@
 //! The ranks of the policy: log probabilities, gradients of a stand-in loss, updates.
 
-use gym_core::group::{Batch, Handles, HandlesShared, Method, Methods, Payload, Tensor, Worker, WorkerEnv};
 use gym_core::{CallContext, Error, Result};
+use gym_group::{Batch, Handles, HandlesShared, Method, Methods, Payload, Tensor, Worker, WorkerEnv};
 use serde::{Deserialize, Serialize};
 
 use super::model::{CHOICES, OPERATORS, Table};

@@ -1,7 +1,7 @@
 //! The tasks of the stand-in policy, and the scripted model that returns its answers.
 
-use gym_core::group::{Batch, JsonRows, Tensor};
 use gym_core::{RawObject, Result};
+use gym_group::{Batch, JsonRows, Tensor};
 use gym_server::model::ScriptedItem;
 use serde::Deserialize;
 use serde_json::json;

@@ -1,0 +1,18 @@
+//! What a group adds to its calls.
+
+use std::sync::Arc;
+
+use crate::call::backlog::Backlog;
+use crate::call::gate::Gate;
+use crate::call::monitor::RankMonitor;
+
+/// What a group adds to its calls: admission, submitted calls, and what its ranks are doing. The default adds nothing.
+#[derive(Clone, Debug, Default)]
+pub struct CallSupport {
+    /// Admits each call before it is sent to any rank. `None`: every call is admitted. For groups that share bundles.
+    pub gate: Option<Arc<dyn Gate>>,
+    /// The [submitted](crate::GroupCall::submit) calls of a group with `async_communication`. `None`: calls run when they are awaited.
+    pub backlog: Option<Arc<Backlog>>,
+    /// What ranks are doing. `None`: errors of unanswered calls do not tell.
+    pub monitor: Option<Arc<dyn RankMonitor>>,
+}
