@@ -53,7 +53,7 @@
 //! |---|---|
 //! | write an environment, an agent or a model, and run it with the `rgym` command line | `gym-server`, which re-exports `gym-core` and `gym-client` |
 //! | call servers, or collect rollouts, from a program of your own | `gym-client` with the feature `http`, and `gym-core` |
-//! | run worker groups | `gym-group`, with the feature `http` for ranks at an address, on nodes and on Ray (`ray`) |
+//! | run worker groups | `gym-group`, with the feature `http` for ranks in processes and on nodes, and `ray` for those on a Ray cluster |
 //! | write a transport, a registry or a ledger | `gym-core`; its feature `testing` has their conformance suites |
 //! | use HTTP, TCP or Unix sockets | the feature `http` of `gym-client`; `gym-server` has it by default |
 //! | use shared memory or RDMA through UCX | the feature `rdma` of `gym-client` or `gym-server` |
