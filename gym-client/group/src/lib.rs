@@ -30,7 +30,7 @@
 //! # Ok(()) }
 //! ```
 //!
-//! What a worker is written with, batches and layouts are in [`gym_core::group`]; this crate re-exports them, so that a program names one crate.
+//! Workers, batches and layouts are in [`gym_core::group`]. This crate re-exports them, so that a program names one crate.
 //!
 //! # A supervised group
 //!
@@ -42,9 +42,9 @@
 //!
 //! Tied ranks ([`RankPlace::tied`](RankPlace)) are one model. When one of them ends, the calls to all of them fail at once and the
 //! others are killed. They share restarts, pauses, preparation and incarnation. A rank's states and their transitions are those of
-//! [`crate::health`].
+//! [`health`].
 //!
-//! Calls are those of every group: [`crate::WorkerGroupExt`]. A group never repeats a failed call. If a call fails because a
+//! Calls are those of every group: [`WorkerGroupExt`]. A group never repeats a failed call. If a call fails because a
 //! rank ended, [`Group::restart_failed_workers`] restarts the rank:
 //!
 //! ```no_run

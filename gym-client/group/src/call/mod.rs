@@ -48,8 +48,8 @@ use gym_core::{Code, Error, Execution, Result};
 /// The typed calls of a group. A group of one's own has them by `impl WorkerGroupExt for Mine {}`, unless it [adds](WorkerGroupExt::call_support) to its
 /// calls. `Arc<dyn WorkerGroupExt>` holds any group.
 pub trait WorkerGroupExt: WorkerGroup {
-    /// Returns what the group adds to its calls: admission, submitted calls, and what its ranks are doing. The default adds nothing. A group that wraps
-    /// another one passes on what that one adds.
+    /// Returns the additions of the group to its calls: admission, submitted calls, and a monitor of its ranks. The default adds nothing. A group that wraps
+    /// another one returns those of the wrapped group.
     fn call_support(&self) -> CallSupport {
         CallSupport::default()
     }

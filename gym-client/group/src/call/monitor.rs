@@ -1,4 +1,4 @@
-//! What a group knows of its ranks between two heartbeats.
+//! Reports on the ranks of a group, from memory.
 
 use std::fmt;
 use std::time::Duration;
@@ -7,7 +7,7 @@ use gym_core::group::layout::Rank;
 use gym_core::group::worker::host::WorkerStatus;
 use gym_core::message::Incarnation;
 
-/// Tells what the ranks of a group are doing, for the errors of calls that they do not answer, and for `stuck`. From memory: it never waits for a rank.
+/// Reports what the ranks of a group are doing, for the errors of calls that they do not answer, and for `stuck`. From memory: it never waits for a rank.
 ///
 /// A group may be asked about an incarnation that has just ended, by a call that was sent to it.
 pub trait RankMonitor: fmt::Debug + Send + Sync {

@@ -1,4 +1,4 @@
-//! Which ranks take calls, and which can still answer one.
+//! Decides which ranks take calls, and which can still answer one.
 
 use gym_core::base::unusual_process_state;
 use gym_core::group::RankState;

@@ -1,4 +1,4 @@
-//! What the heartbeats of a group's ranks last told: for their records, and for the errors of calls.
+//! The last heartbeats of a group's ranks: for their records, and for the errors of calls.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
