@@ -626,7 +626,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn a_worker_of_an_earlier_commit_takes_work() {
         let recorded: Vec<serde_json::Value> =
-            serde_json::from_str(include_str!("../../../tests/data/cluster/3baa8bc1.json")).unwrap();
+            serde_json::from_str(include_str!("../../../../tests/data/cluster/3baa8bc1.json")).unwrap();
         let message = recorded.iter().find(|message| message["route"] == WORK_ROUTE).unwrap();
         serde_json::from_value::<AnswerBody>(message["response"].clone()).unwrap();
         let world = World::new(Arc::new(SimFiles::new(1)), 1, Duration::from_secs(1));
