@@ -305,8 +305,9 @@ fn rank_place(place: WorkerPlacement, each: &RankPlace, engines: Option<u32>, on
 #[cfg(test)]
 mod tests {
     use crate::placement::PlacementStrategy;
-    use gym_core::group::{Handles, Method, Methods, Payload, Worker, WorkerEnv};
+    use gym_core::group::{Payload, WorkerEnv};
     use gym_core::transport::InProcess;
+    use gym_core::worker;
     use serde::Deserialize;
 
     use super::*;
@@ -334,31 +335,10 @@ mod tests {
 
     /// A worker whose start tells its settings in an error.
     struct Telling;
-
-    #[derive(Clone, Copy, Debug)]
-    struct Nothing;
-
-    impl Method for Nothing {
-        const NAME: &'static str = "nothing";
-        type Args = ();
-        type Reply = ();
-    }
-
-    impl Worker for Telling {
-        type Init = Settings;
-
-        fn start(_: WorkerEnv, settings: Settings) -> Result<Self> {
-            Err(Error::invalid(format!("{settings:?}")))
-        }
-
-        fn methods(methods: &mut Methods<Self>) {
-            methods.exclusive(Nothing);
-        }
-    }
-
-    impl Handles<Nothing> for Telling {
-        async fn handle(&mut self, _: &CallContext, _: Payload<()>) -> Result<Payload<()>> {
-            Ok(().into())
+    worker! {
+        impl Worker for Telling as telling {
+            fn start(_: WorkerEnv, settings: Settings) -> Result<Self> { Err(Error::invalid(format!("{settings:?}"))) }
+            exclusive async fn nothing(&mut self, _: &CallContext, _: Payload<()>) -> Result<Payload<()>> { Ok(().into()) }
         }
     }
 

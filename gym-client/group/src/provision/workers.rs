@@ -243,7 +243,8 @@ pub(crate) fn start_inputs(
 #[cfg(test)]
 pub(super) mod tests {
     use gym_core::CallContext;
-    use gym_core::group::{Handles, Method, Methods, Payload, Worker};
+    use gym_core::group::Payload;
+    use gym_core::worker;
 
     use super::*;
 
@@ -277,31 +278,10 @@ pub(super) mod tests {
 
     /// A worker with a method that does nothing.
     pub(in crate::provision) struct Idle;
-
-    #[derive(Clone, Copy, Debug)]
-    struct Nothing;
-
-    impl Method for Nothing {
-        const NAME: &'static str = "nothing";
-        type Args = ();
-        type Reply = ();
-    }
-
-    impl Worker for Idle {
-        type Init = ();
-
-        fn start(_: WorkerEnv, (): ()) -> Result<Self> {
-            Ok(Self)
-        }
-
-        fn methods(methods: &mut Methods<Self>) {
-            methods.exclusive(Nothing);
-        }
-    }
-
-    impl Handles<Nothing> for Idle {
-        async fn handle(&mut self, _: &CallContext, _: Payload<()>) -> Result<Payload<()>> {
-            Ok(().into())
+    worker! {
+        impl Worker for Idle as idle {
+            fn start(_: WorkerEnv, (): ()) -> Result<Self> { Ok(Self) }
+            exclusive async fn nothing(&mut self, _: &CallContext, _: Payload<()>) -> Result<Payload<()>> { Ok(().into()) }
         }
     }
 

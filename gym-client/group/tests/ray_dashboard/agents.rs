@@ -6,14 +6,14 @@ use std::time::Duration;
 use futures_util::{FutureExt as _, StreamExt as _};
 use gym_client::Transports;
 use gym_core::transport::InProcess;
-use gym_core::{CallContext, Code, Result, World};
+use gym_core::{CallContext, Code, Result, World, worker};
 use gym_group::placement::NodeResources;
 use gym_group::ray::Ray;
 use gym_group::{
     Group, GroupOptions, GroupRequest, InProcessRanks, NodeAgent, NodeEvent, NodeOptions, NodeState, Provisioner as _,
     Reservation, VirtualCluster, WorkerKind, Workers,
 };
-use gym_group::{Handles, HostOptions, Method, Methods, Payload, RankState, Worker, WorkerEnv, WorkerGroupExt as _};
+use gym_group::{HostOptions, Payload, RankState, WorkerEnv, WorkerGroupExt as _};
 use serde_json::json;
 use tokio::time::{sleep, timeout};
 
@@ -343,31 +343,10 @@ async fn a_release_without_a_head_gives_the_agents_back_and_says_that_the_job_wa
 
 /// A worker with a method that does nothing.
 struct Idle;
-
-#[derive(Clone, Copy, Debug)]
-struct Nothing;
-
-impl Method for Nothing {
-    const NAME: &'static str = "nothing";
-    type Args = ();
-    type Reply = ();
-}
-
-impl Worker for Idle {
-    type Init = ();
-
-    fn start(_: WorkerEnv, (): ()) -> Result<Self> {
-        Ok(Self)
-    }
-
-    fn methods(methods: &mut Methods<Self>) {
-        methods.exclusive(Nothing);
-    }
-}
-
-impl Handles<Nothing> for Idle {
-    async fn handle(&mut self, _: &CallContext, _: Payload<()>) -> Result<Payload<()>> {
-        Ok(().into())
+worker! {
+    impl Worker for Idle as idle {
+        fn start(_: WorkerEnv, (): ()) -> Result<Self> { Ok(Self) }
+        exclusive async fn nothing(&mut self, _: &CallContext, _: Payload<()>) -> Result<Payload<()>> { Ok(().into()) }
     }
 }
 
@@ -403,7 +382,7 @@ impl RankedJob {
         };
         let (group, (agents, id)) = tokio::join!(cluster.start(&cx, request), playing);
         let ranked = Self { in_process, workers, cluster, group: group.expect("starts"), id };
-        ranked.group.call(Nothing, ()).deadline(LONG).await.expect("answers");
+        ranked.group.call(idle::nothing, ()).deadline(LONG).await.expect("answers");
         (ranked, agents)
     }
 
@@ -422,7 +401,7 @@ impl RankedJob {
             ranks.iter().all(|rank| rank.incarnation.0 == incarnation && rank.state == RankState::Healthy)
         };
         fake.until("both ranks are back", |_| came_back()).await;
-        self.group.call(Nothing, ()).deadline(LONG).await.expect("answers");
+        self.group.call(idle::nothing, ()).deadline(LONG).await.expect("answers");
         let nodes: Vec<_> = self.group.worker_status().into_iter().filter_map(|rank| rank.node_name).collect();
         let names: Vec<_> = nodes.iter().map(|name| &**name).collect();
         assert_eq!(names, ["share0000@127.0.0.1", "share0001@127.0.0.1"]);
