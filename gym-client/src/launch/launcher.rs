@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use futures_util::FutureExt as _;
 use futures_util::future::BoxFuture;
+use gym_core::base::process::OWN_PROGRAM;
 use tokio::sync::{Mutex, watch};
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
@@ -114,7 +115,7 @@ impl LauncherBuilder {
     pub fn build(self) -> Result<Launcher, LaunchError> {
         let shim = match self.shim {
             Some(shim) => shim,
-            None if roles::entered() => Path::new("/proc/self/exe").to_owned(),
+            None if roles::entered() => Path::new(OWN_PROGRAM).to_owned(),
             None => return Err(LaunchError::NotEntered),
         };
         Ok(Launcher {

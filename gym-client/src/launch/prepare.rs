@@ -3,6 +3,8 @@
 //! A library must not write its process's environment. So a *program* that uses such a transport starts itself again with the
 //! variables, and a launcher gives them to its children.
 
+use gym_core::base::process::OWN_PROGRAM;
+
 use crate::transport::Transports;
 
 /// Set in a process that was started again already.
@@ -27,7 +29,7 @@ pub fn prepare(transports: &Transports) -> std::io::Result<()> {
     let mut arguments = std::env::args_os();
     let name = arguments.next().unwrap_or_default();
     // By its own name if it is still there, because that is what `ps` shows.
-    let program = std::env::current_exe().ok().filter(|path| path.is_file()).unwrap_or_else(|| "/proc/self/exe".into());
+    let program = std::env::current_exe().ok().filter(|path| path.is_file()).unwrap_or_else(|| OWN_PROGRAM.into());
     let mut command = std::process::Command::new(program);
     command.arg0(name).args(arguments).envs(missing).env(RESTARTED_VARIABLE, "1");
     Err(command.exec())

@@ -10,6 +10,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::future::BoxFuture;
+use gym_core::base::process;
 use gym_core::base::temporary_folder;
 use gym_core::base::waits::{self, WAITS_ROUTE, WaitQuery};
 use gym_core::transport::{ListenOptions, serve};
@@ -108,7 +109,7 @@ pub fn local_programs() -> Vec<LocalProgram> {
     };
     let program = |entry: fs::DirEntry| {
         let pid: u32 = entry.file_name().to_str()?.parse().ok()?;
-        if !fs::exists(format!("/proc/{pid}")).unwrap_or(true) {
+        if !process::exists(pid) {
             let _ = fs::remove_file(entry.path());
             return None;
         }

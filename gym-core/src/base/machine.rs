@@ -28,24 +28,6 @@ fn chosen_folder(named: Option<OsString>, bytes_max: usize) -> PathBuf {
     absolute.filter(|path| path.as_os_str().len() <= bytes_max).unwrap_or_else(|| PathBuf::from("/tmp"))
 }
 
-/// Describes the state of a process of this machine that should respond: "is stopped (SIGSTOP); kill -CONT continues it". Returns `None` for a process that
-/// runs, or waits as usual.
-#[must_use]
-pub fn unusual_process_state(pid: u32) -> Option<&'static str> {
-    let Ok(stat) = std::fs::read(format!("/proc/{pid}/stat")) else {
-        return Some("has ended");
-    };
-    // The name in parentheses can contain anything, so the state is looked for behind it.
-    let close = stat.iter().rposition(|byte| *byte == b')')?;
-    match stat.get(close + 2)? {
-        b'T' => Some("is stopped (SIGSTOP); kill -CONT continues it"),
-        b't' => Some("is stopped by a debugger"),
-        b'Z' | b'X' => Some("has ended"),
-        b'D' => Some("waits for a disk or a device"),
-        _ => None,
-    }
-}
-
 /// Raises the soft limit on file descriptors to the hard limit, and returns the new soft limit. A failure is logged at
 /// debug level.
 pub fn raise_descriptors() -> u64 {

@@ -18,7 +18,7 @@ pub use cancel::{CancelOnDrop, CancelToken, Cancelled};
 pub use error::{Code, Error, ErrorLink, Execution, Result};
 pub use failure::FailureClass;
 pub use in_flight::{InFlight, WorkKey, waits};
-pub use machine::{host_name, temporary_folder, unusual_process_state};
+pub use machine::{host_name, temporary_folder};
 #[doc(hidden)]
 pub use machine::{is_out_of_descriptors, raise_descriptors, runtime_threads};
 pub use progress::CallProgress;

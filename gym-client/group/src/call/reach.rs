@@ -1,6 +1,6 @@
 //! Decides which ranks take calls, and which can still answer one.
 
-use gym_core::base::unusual_process_state;
+use gym_core::base::process::unusual_state;
 use gym_core::group::RankState;
 use gym_core::group::layout::Rank;
 use gym_core::group::{GroupView, RankView};
@@ -62,7 +62,7 @@ fn silence(member: &RankView, monitor: Option<&dyn RankMonitor>) -> String {
         None => "no heartbeat".to_owned(),
     };
     if let Some(pid) = monitor.and_then(|monitor| monitor.pid(rank, incarnation)) {
-        match unusual_process_state(pid) {
+        match unusual_state(pid) {
             Some(state) => text.push_str(&format!("; process {pid} {state}")),
             None => {
                 text.push_str(&format!("; process {pid} runs: its machine is overloaded, or its memory is swapped out"))

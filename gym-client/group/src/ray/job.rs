@@ -5,6 +5,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
+use gym_core::base::process::OWN_PROGRAM;
 use gym_core::{CallContext, Error, Result};
 use serde::Serialize;
 use serde_json::json;
@@ -110,7 +111,7 @@ impl JobTemplate {
     /// Uploads the driver, and the program if it is to be sent. Returns the address of the package.
     async fn upload(&self, cx: &CallContext) -> Result<String> {
         // The program that runs, which `current_exe` does not find if its file was replaced.
-        let sent = self.options.program.is_none().then_some(Path::new("/proc/self/exe"));
+        let sent = self.options.program.is_none().then_some(Path::new(OWN_PROGRAM));
         let package = tokio::task::spawn_blocking(move || Package::pack(sent)).await;
         let package = package.map_err(|error| Error::internal("pack the program for Ray").caused_by(error))??;
         self.dashboard.upload(cx, &package.name, package.zip).await

@@ -7,6 +7,7 @@
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use gym_core::base::process::SystemMemory;
 use serde::{Deserialize, Serialize};
 use tokio::time::{MissedTickBehavior, interval};
 use tokio_util::task::AbortOnDropHandle;
@@ -67,11 +68,11 @@ async fn sample(last: Arc<Mutex<Option<NodeUsage>>>) {
     loop {
         tick.tick().await;
         let gpus = gpu.as_ref().and_then(|gpu| gpu.gpus());
-        let memory = std::fs::read_to_string("/proc/meminfo").ok().and_then(|text| meminfo(&text));
+        let memory = SystemMemory::read();
         let mut last = last.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some((memory_bytes, available_bytes)) = memory {
+        if let Some(memory) = memory {
             let before = last.take();
-            *last = Some(after(before, memory_bytes, available_bytes, gpus));
+            *last = Some(after(before, memory.total_bytes, memory.available_bytes, gpus));
         }
     }
 }
@@ -87,15 +88,6 @@ fn after(before: Option<NodeUsage>, memory_bytes: u64, available_bytes: u64, gpu
         gpu.used_bytes_peak = gpu.used_bytes_peak.max(peak);
     }
     NodeUsage { memory_bytes, available_bytes, available_bytes_min, gpus }
-}
-
-/// Returns total and available memory, in bytes.
-fn meminfo(text: &str) -> Option<(u64, u64)> {
-    let bytes = |name: &str| {
-        let line = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))?;
-        line.trim().strip_suffix(" kB")?.parse::<u64>().ok()?.checked_mul(1024)
-    };
-    Some((bytes("MemTotal")?, bytes("MemAvailable")?))
 }
 
 #[cfg(test)]
@@ -119,12 +111,5 @@ mod tests {
         assert_eq!((second.gpus[0].used_bytes, second.gpus[0].used_bytes_peak), (10 * MIB, 900 * MIB));
         let third = after(Some(second.clone()), 100, 70, None);
         assert_eq!(third.gpus, second.gpus, "GPUs are asked less often");
-    }
-
-    #[test]
-    fn memory_is_read_as_the_kernel_writes_it() {
-        let text = "MemTotal:       16384 kB\nMemFree:            1 kB\nMemAvailable:    8192 kB\n";
-        assert_eq!(meminfo(text), Some((16_384 << 10, 8_192 << 10)));
-        assert_eq!(meminfo("MemTotal: 3 kB\n"), None);
     }
 }

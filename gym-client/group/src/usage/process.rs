@@ -1,10 +1,9 @@
 //! CPU and memory usage of a worker's processes: those that end with it.
 
 use std::collections::BTreeSet;
-use std::fs;
 
 use gym_client::launch::ProcessTree;
-use gym_core::base::process::{MemoryUsage, ProcessTable, kilobytes};
+use gym_core::base::process::{MemoryUsage, ProcessTable, peak_resident_bytes};
 use serde::{Deserialize, Serialize};
 use tokio::time::Instant;
 
@@ -47,7 +46,7 @@ impl ProcessSample {
     /// call it outside of the runtime's threads.
     pub(crate) fn take(table: &ProcessTable, tree: &ProcessTree, precise_above: u64) -> Option<Self> {
         let members = tree.members(table);
-        let record_bytes = tree.leaders.iter().filter_map(|leader| high_water_bytes(leader.pid)).max().unwrap_or(0);
+        let record_bytes = tree.leaders.iter().filter_map(|leader| peak_resident_bytes(leader.pid)).max().unwrap_or(0);
         let (cpu_ticks, memory) = (table.cpu_ticks(&members), table.memory(&members, precise_above));
         (!members.is_empty()).then_some(Self { members, cpu_ticks, memory, record_bytes })
     }
@@ -84,15 +83,11 @@ impl UsageMeter {
     }
 }
 
-/// Returns the kernel's record of a process's resident memory (`VmHWM`), in bytes.
-fn high_water_bytes(pid: i32) -> Option<u64> {
-    kilobytes(&fs::read_to_string(format!("/proc/{pid}/status")).ok()?, "VmHWM:")
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use gym_client::launch::SessionLeader;
+    use std::fs;
     use std::path::Path;
     use std::time::Duration;
 
@@ -193,6 +188,6 @@ mod tests {
     #[test]
     fn this_process_has_a_record() {
         let own = i32::try_from(std::process::id()).expect("fits");
-        assert!(high_water_bytes(own).is_some_and(|bytes| bytes > 1 << 20));
+        assert!(peak_resident_bytes(own).is_some_and(|bytes| bytes > 1 << 20));
     }
 }

@@ -16,6 +16,7 @@ use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::Command;
 
+use gym_core::base::process::OWN_PROGRAM;
 use rustix::process::Signal;
 
 use crate::launch::process::roles::{SHIM_ROLE, parse_pid, tie_to};
@@ -51,7 +52,7 @@ pub(in crate::launch) fn become_program(mut arguments: impl Iterator<Item = OsSt
     let mut command = Command::new(&program);
     command.args(arguments);
     // The controller's own program. Its name is for people who list processes.
-    if program == "/proc/self/exe"
+    if program == OWN_PROGRAM
         && let Ok(name) = std::env::current_exe()
     {
         command.arg0(name);

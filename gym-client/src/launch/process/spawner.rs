@@ -6,6 +6,7 @@
 use std::io;
 use std::sync::{Once, OnceLock};
 
+use gym_core::base::process::ignores_signal;
 use tokio::process::{Child, Command};
 use tokio::runtime::Handle;
 use tokio::signal::unix::{SignalKind, signal};
@@ -40,20 +41,13 @@ pub(in crate::launch) async fn spawn(command: Command) -> io::Result<Child> {
 fn restore_defaults() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
-        let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
-        for kind in ignored(&status, [SignalKind::interrupt(), SignalKind::terminate()]) {
+        let ignored = |kind: &SignalKind| ignores_signal(kind.as_raw_value());
+        for kind in [SignalKind::interrupt(), SignalKind::terminate()].into_iter().filter(ignored) {
             if let Err(error) = signal(kind) {
                 tracing::warn!(?kind, %error, "children ignore a signal that stops them, as this process does");
             }
         }
     });
-}
-
-/// Returns the signals that the process with this status file ignores.
-fn ignored(status: &str, kinds: [SignalKind; 2]) -> impl Iterator<Item = SignalKind> {
-    let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
-    let mask = mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).unwrap_or_default();
-    kinds.into_iter().filter(move |kind| mask >> (kind.as_raw_value() - 1) & 1 == 1)
 }
 
 fn jobs() -> io::Result<&'static mpsc::Sender<SpawnRequest>> {

@@ -6,6 +6,7 @@ use std::process::{Output, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use gym_core::base::process::OWN_PROGRAM;
 use gym_transport_rdma::fabric::LoadOptions;
 use gym_transport_rdma::transport::UcxReport;
 use tokio::process::Command;
@@ -36,7 +37,7 @@ pub async fn ucx_report(within: Duration) -> Result<UcxReport, String> {
     if !ENTERED.load(Ordering::Acquire) {
         return Err("UCX was not looked at: call launch::enter() as the first line of main".to_owned());
     }
-    let mut command = Command::new("/proc/self/exe");
+    let mut command = Command::new(OWN_PROGRAM);
     let missing = UCX_VARIABLES.into_iter().filter(|(name, _)| std::env::var_os(name).is_none());
     command.arg(REPORT_ROLE).envs(missing).stdin(Stdio::null()).kill_on_drop(true);
     match tokio::time::timeout(within, command.output()).await {

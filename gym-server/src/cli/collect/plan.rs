@@ -11,7 +11,7 @@ use std::time::Duration;
 use futures_util::FutureExt as _;
 use gym_client::collect::input::Repeats;
 use gym_client::collect::{CollectOptions, CollectProgress, RolloutCollector, RunEnd};
-use gym_core::base::process::{FamilyUsage, family_usage};
+use gym_core::base::process::{FamilyUsage, family_usage, system_cpu};
 use gym_core::{CancelToken, World};
 use serde::Serialize;
 use tokio::time::Instant;
@@ -417,7 +417,7 @@ struct Sampler {
 
 impl Sampler {
     async fn sample(&self) -> Result<Sample, Failure> {
-        let usage = tokio::task::spawn_blocking(|| Ok((family_usage()?, machine_cpu()?))).await;
+        let usage = tokio::task::spawn_blocking(|| Ok((family_usage()?, system_cpu()?))).await;
         let usage = usage.map_err(std::io::Error::other).flatten();
         let (used, machine) = usage.map_err(|error| Failure::Failed(format!("cannot read /proc: {error}")))?;
         let snapshot = self.progress.snapshot();
@@ -434,16 +434,6 @@ impl Sampler {
             }
         }
     }
-}
-
-/// Returns the CPU time that all programs of this machine have used, from the first line of `/proc/stat` (proc_stat(5)).
-fn machine_cpu() -> std::io::Result<Duration> {
-    let text = std::fs::read_to_string("/proc/stat")?;
-    let mut ticks =
-        text.lines().next().unwrap_or_default().split_whitespace().skip(1).map_while(|field| field.parse::<u64>().ok());
-    // User, nice and system, then idle and waiting for a disk, then interrupts and stolen time.
-    let busy: u64 = ticks.by_ref().take(3).sum::<u64>() + ticks.skip(2).take(3).sum::<u64>();
-    Ok(Duration::from_millis(busy.saturating_mul(1_000) / rustix::param::clock_ticks_per_second().max(1)))
 }
 
 /// Returns the figures of a measurement: those of its middle, in which all rollouts are in flight, if there are enough samples of it.

@@ -4,11 +4,12 @@
 
 use std::io;
 use std::net::{TcpListener, ToSocketAddrs as _};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::Duration;
 
 use futures_util::future::join_all;
 use gym_core::World;
+use gym_core::base::process::listener;
 use gym_core::transport::{bare_host, host_port};
 use rustix::fs::{Access, StatVfsMountFlags, access, statfs, statvfs};
 use rustix::process::{Resource, getrlimit};
@@ -99,7 +100,7 @@ async fn port_state(host: &str, port: u16) -> (PortState, Option<PlainResponse>)
     let addresses = (bare_host(host), port).to_socket_addrs().map(Iterator::collect::<Vec<_>>);
     let bound = addresses.and_then(|addresses| TcpListener::bind(&*addresses));
     let base = format!("http://{}", host_port(host, port));
-    let other = |answer: String| PortState::Other { answer, process: listener(Path::new("/proc"), port) };
+    let other = |answer: String| PortState::Other { answer, process: listener(port) };
     let elsewhere = match bound {
         Ok(_) => return (PortState::Free, None),
         Err(error) if error.kind() == io::ErrorKind::AddrInUse => None,
@@ -145,36 +146,6 @@ fn judge_port(host: &str, port: u16, state: &PortState) -> Finding {
             Finding::warning(PORT, found, format!("correct head_server.host, or {fix}"))
         }
     }
-}
-
-/// Returns the process that listens on the port, such as `python3 (process 17)`; `None` if it belongs to another user.
-fn listener(proc: &Path, port: u16) -> Option<String> {
-    let inodes: Vec<String> = ["net/tcp", "net/tcp6"]
-        .into_iter()
-        .filter_map(|table| std::fs::read_to_string(proc.join(table)).ok())
-        .flat_map(|table| table.lines().skip(1).filter_map(|line| listening_inode(line, port)).collect::<Vec<_>>())
-        .collect();
-    let sockets: Vec<PathBuf> = inodes.iter().map(|inode| PathBuf::from(format!("socket:[{inode}]"))).collect();
-    let processes = std::fs::read_dir(proc).ok()?.filter_map(std::result::Result::ok);
-    for process in processes {
-        let Some(id) = process.file_name().to_str().and_then(|name| name.parse::<u32>().ok()) else { continue };
-        let Ok(open) = std::fs::read_dir(process.path().join("fd")) else { continue };
-        let mut links = open.filter_map(|link| std::fs::read_link(link.ok()?.path()).ok());
-        if links.any(|link| sockets.contains(&link)) {
-            let name = std::fs::read_to_string(process.path().join("comm")).unwrap_or_default();
-            return Some(format!("{} (process {id})", name.trim()));
-        }
-    }
-    None
-}
-
-/// Returns the inode in a line of `/proc/net/tcp` if it listens on the port.
-fn listening_inode(line: &str, port: u16) -> Option<String> {
-    let mut fields = line.split_whitespace();
-    let (local, state, inode) = (fields.nth(1)?, fields.nth(1)?, fields.nth(5)?);
-    let (_, local) = local.rsplit_once(':')?;
-    // 0A is TCP_LISTEN.
-    (state == "0A" && u16::from_str_radix(local, 16) == Ok(port)).then(|| inode.to_owned())
 }
 
 /// Judges the limits on file descriptors; `None` is no limit. The commands raise the soft limit to the hard limit.

@@ -5,8 +5,9 @@ use std::time::Duration;
 use futures_util::future::join_all;
 use gym_client::Transports;
 use gym_client::registry::local_programs;
+use gym_core::base::host_name;
+use gym_core::base::process::unusual_state;
 use gym_core::base::waits::{ProcessWaits, WAITS_ROUTE, WaitReport};
-use gym_core::base::{host_name, unusual_process_state};
 use gym_core::registry::Instance;
 use gym_core::{CallContext, Endpoint, Error, Result};
 use serde::Serialize;
@@ -114,7 +115,7 @@ fn is_here(url: &str) -> bool {
 
 /// Describes a process of this machine that should answer; `None` if it runs as usual.
 pub(super) fn state(pid: u32) -> Option<String> {
-    Some(format!("its process {}", unusual_process_state(pid)?))
+    Some(format!("its process {}", unusual_state(pid)?))
 }
 
 /// Adds the state of the processes that a wait is for, if they are on this machine.

@@ -19,7 +19,7 @@ use futures_util::future::{join_all, try_join_all};
 use futures_util::stream::BoxStream;
 use gym_client::launch::ProcessTree;
 use gym_client::launch::{Launcher, LineSink, prefixed};
-use gym_core::base::process::ProcessTable;
+use gym_core::base::process::{OWN_PROGRAM, ProcessTable};
 use gym_core::base::raise_descriptors;
 use gym_core::group::{Rank, RankExit};
 use gym_core::transport::TransportPolicy;
@@ -167,7 +167,7 @@ impl PreparesRanks for Local {
                 // Under a runner, that link points to the runner.
                 None if !runner.is_empty() => std::env::current_exe()
                     .map_err(|error| Error::internal("cannot find this program's file").caused_by(error))?,
-                None => Path::new("/proc/self/exe").to_owned(),
+                None => Path::new(OWN_PROGRAM).to_owned(),
             },
             runner,
             addresses,

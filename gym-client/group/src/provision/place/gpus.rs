@@ -19,6 +19,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
+use gym_core::base::process;
 use gym_core::base::temporary_folder;
 use gym_core::{CallContext, Code, Error, Result};
 use tokio::time::{Instant, sleep};
@@ -228,7 +229,7 @@ fn holders(text: &str) -> String {
     let holder = |line: &str| {
         let (pid, what) = line.split_once(' ')?;
         let pid: u32 = pid.parse().ok()?;
-        let ended = if fs::exists(format!("/proc/{pid}")).unwrap_or(true) { "" } else { ", which has ended" };
+        let ended = if process::exists(pid) { "" } else { ", which has ended" };
         let process = if pid == std::process::id() { "this process".to_owned() } else { format!("process {pid}") };
         Some(format!("{process}{ended} ({what})"))
     };

@@ -17,6 +17,7 @@ use futures_util::future::{BoxFuture, join_all};
 use gym_client::launch::{LineSink, prefixed};
 use gym_client::registry::{MemberAddress, MemberKeeper, MemberOptions, RemoteRegistry};
 use gym_client::transport::{HTTP, Transports, metrics_response};
+use gym_core::base::process::OWN_PROGRAM;
 use gym_core::registry::{MemberNode, MemberSpec, MemberTiming};
 use gym_core::transport::{InProcess, ListenOptions, Transport, TransportPolicy, serve};
 use gym_core::{
@@ -376,7 +377,7 @@ pub(super) fn build() -> Result<String> {
         return Ok(known.clone());
     }
     let failed = |error| Error::internal("the file of this program cannot be read").caused_by(error);
-    let mut file = File::open("/proc/self/exe").map_err(failed)?;
+    let mut file = File::open(OWN_PROGRAM).map_err(failed)?;
     let (mut sum, mut bytes, mut block) = (0, 0, vec![0; 1 << 20]);
     loop {
         match file.read(&mut block).map_err(failed)? {

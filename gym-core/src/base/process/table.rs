@@ -1,4 +1,4 @@
-//! The processes of this machine, as `/proc` lists them: their memory and CPU time, the clock of the machine.
+//! All processes of this machine: which of them belong together, and the memory and CPU time that they use together.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -7,7 +7,9 @@ use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-const PROC: &str = "/proc";
+use crate::base::process::stat::ProcessStat;
+use crate::base::process::{PROC, kilobytes, process_cpu, ticks};
+
 /// Environment variable with the launchers and children from which a process descends, separated by `:`.
 pub const MARK_VARIABLE: &str = "GYM_LAUNCH_MARK";
 
@@ -31,88 +33,6 @@ pub struct MemoryUsage {
     /// What a limit counts: proportional set sizes, in which a page that N processes of the machine share counts as an N-th of a page for each, and files of
     /// shared memory that are open and not mapped. `None` if it is far below the limit and was not read.
     pub counted_bytes: Option<u64>,
-}
-
-/// The line that `/proc/PID/stat` reports for a process.
-#[derive(Debug, Clone, Copy)]
-pub struct ProcessStat {
-    state: u8,
-    parent: i32,
-    /// The process group.
-    pub group: i32,
-    /// The session.
-    pub session: i32,
-    /// CPU time used, user and system, in clock ticks.
-    pub cpu_ticks: u64,
-    /// CPU time of the processes for which it has waited, in clock ticks.
-    pub waited_ticks: u64,
-    /// Start time, in clock ticks since boot.
-    pub start_ticks: u64,
-    /// Resident memory, in pages.
-    resident_pages: u64,
-}
-
-impl ProcessStat {
-    /// Reads the line of a process, which may be a zombie.
-    #[must_use]
-    pub fn read(pid: i32) -> Option<Self> {
-        Self::read_below(Path::new(PROC), pid)
-    }
-
-    fn read_below(proc: &Path, pid: i32) -> Option<Self> {
-        Self::parse(&fs::read(proc.join(format!("{pid}/stat"))).ok()?)
-    }
-
-    /// Parses the fields after the last `)`: the name before it may contain any characters, including blanks and
-    /// parentheses.
-    fn parse(text: &[u8]) -> Option<Self> {
-        let close = memchr::memrchr(b')', text)?;
-        let rest = std::str::from_utf8(text.get(close + 1..)?).ok()?;
-        let mut fields = rest.split_ascii_whitespace();
-        let state = *fields.next()?.as_bytes().first()?;
-        let parent = fields.next()?.parse().ok()?;
-        let group = fields.next()?.parse().ok()?;
-        let session = fields.next()?.parse().ok()?;
-        // Fields 14 to 17, 22 and 24 of the line (proc_pid_stat(5)), counted from 1; six were consumed above.
-        let user: u64 = fields.nth(7)?.parse().ok()?;
-        let system: u64 = fields.next()?.parse().ok()?;
-        let (waited_user, waited_system): (u64, u64) = (fields.next()?.parse().ok()?, fields.next()?.parse().ok()?);
-        let start_ticks = fields.nth(4)?.parse().ok()?;
-        let resident_pages = fields.nth(1)?.parse().ok()?;
-        Some(Self {
-            state,
-            parent,
-            group,
-            session,
-            cpu_ticks: user.saturating_add(system),
-            waited_ticks: waited_user.saturating_add(waited_system),
-            start_ticks,
-            resident_pages,
-        })
-    }
-
-    /// Returns all living processes by ID.
-    fn all(proc: &Path) -> io::Result<BTreeMap<i32, Self>> {
-        let mut all = BTreeMap::new();
-        for entry in fs::read_dir(proc)? {
-            let Some(pid) = entry?.file_name().to_str().and_then(|name| name.parse::<i32>().ok()) else { continue };
-            if let Some(stat) = Self::read_below(proc, pid).filter(|stat| stat.alive()) {
-                all.insert(pid, stat);
-            }
-        }
-        Ok(all)
-    }
-
-    /// Returns the resident memory, in bytes.
-    fn resident_bytes(self) -> u64 {
-        self.resident_pages.saturating_mul(rustix::param::page_size() as u64)
-    }
-
-    /// Returns `false` for a zombie, which has ended and waits for its parent.
-    #[must_use]
-    pub fn alive(self) -> bool {
-        !matches!(self.state, b'Z' | b'X' | b'x')
-    }
 }
 
 impl ProcessTable {
@@ -234,13 +154,6 @@ fn mapped_file(line: &str) -> Option<(u64, u64)> {
     is_shared_memory(name).then_some((device, fields.next()?.parse().ok()?))
 }
 
-/// Returns the size in a line such as `Pss:   12 kB`, in bytes.
-#[must_use]
-pub fn kilobytes(text: &str, name: &str) -> Option<u64> {
-    let line = text.lines().find_map(|line| line.strip_prefix(name))?;
-    line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)
-}
-
 /// Returns the values of [`MARK_VARIABLE`] in an environment.
 fn marks_in(environment: &[u8]) -> Vec<u8> {
     let entries = environment.split(|byte| *byte == 0);
@@ -265,32 +178,6 @@ pub fn add_descendants(all: &BTreeMap<i32, ProcessStat>, members: &mut BTreeSet<
     }
 }
 
-/// Returns the user and system time of this process.
-#[must_use]
-pub fn process_cpu() -> Duration {
-    duration(rustix::time::clock_gettime(rustix::time::ClockId::ProcessCPUTime))
-}
-
-/// Returns the resident memory of this process, or 0 if `/proc` does not report it.
-#[must_use]
-pub fn resident_bytes() -> u64 {
-    let pages = fs::read_to_string("/proc/self/statm")
-        .ok()
-        .and_then(|statm| statm.split_whitespace().nth(1)?.parse::<u64>().ok())
-        .unwrap_or(0);
-    pages * rustix::param::page_size() as u64
-}
-
-/// Returns the time since the start of the machine, including the time for which it was suspended.
-#[must_use]
-pub fn since_boot() -> Duration {
-    duration(rustix::time::clock_gettime(rustix::time::ClockId::Boottime))
-}
-
-fn duration(time: rustix::time::Timespec) -> Duration {
-    Duration::new(u64::try_from(time.tv_sec).unwrap_or(0), u32::try_from(time.tv_nsec).unwrap_or(0))
-}
-
 /// What this process and all its descendants use together.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct FamilyUsage {
@@ -311,16 +198,9 @@ pub fn family_usage() -> io::Result<FamilyUsage> {
     add_descendants(&all, &mut family);
     let members = || family.iter().filter_map(|pid| Some((*pid, all.get(pid)?)));
     // Of this process, the kernel has a finer clock.
-    let ticks: u64 = members().map(|(pid, stat)| stat.waited_ticks + if pid == own { 0 } else { stat.cpu_ticks }).sum();
-    let per_second = rustix::param::clock_ticks_per_second().max(1);
-    let cpu = process_cpu() + Duration::from_millis(ticks.saturating_mul(1_000) / per_second);
+    let used: u64 = members().map(|(pid, stat)| stat.waited_ticks + if pid == own { 0 } else { stat.cpu_ticks }).sum();
+    let cpu = process_cpu() + ticks(used);
     Ok(FamilyUsage { cpu, resident_bytes: members().map(|(_, stat)| stat.resident_bytes()).sum() })
-}
-
-/// Returns the start time of process `pid`, in clock ticks since boot.
-#[must_use]
-pub fn start_ticks(pid: i32) -> Option<u64> {
-    ProcessStat::read(pid).map(|stat| stat.start_ticks)
 }
 
 #[cfg(test)]
@@ -328,21 +208,6 @@ mod tests {
     use super::*;
     use std::io::Write as _;
     use std::os::unix::fs::symlink;
-
-    #[test]
-    fn a_name_with_blanks_and_parentheses_does_not_shift_the_fields() {
-        let line = b"77 (a) b (c)) S 12 34 56 0 -1 4194560 1 2 3 4 5 6 7 8 20 0 1 0 987654 1 55 3";
-        let stat = ProcessStat::parse(line).expect("parses");
-        assert_eq!((stat.state, stat.parent, stat.group, stat.session), (b'S', 12, 34, 56));
-        assert_eq!((stat.start_ticks, stat.cpu_ticks, stat.waited_ticks, stat.resident_pages), (987_654, 11, 15, 55));
-    }
-
-    #[test]
-    fn a_short_or_empty_line_is_no_process() {
-        for line in [&b""[..], b"77", b"77 (a)", b"77 (a) S 1 2", b"77 (a) S x y z"] {
-            assert!(ProcessStat::parse(line).is_none(), "{line:?}");
-        }
-    }
 
     #[test]
     fn a_family_uses_at_least_what_its_first_process_uses() {
@@ -356,12 +221,6 @@ mod tests {
             "the child's time counts after its end: {after:?}"
         );
         assert!(after.resident_bytes > 1 << 20);
-    }
-
-    #[test]
-    fn own_process_has_a_start_time() {
-        let own = i32::try_from(std::process::id()).expect("fits");
-        assert!(start_ticks(own).is_some_and(|ticks| ticks > 0));
     }
 
     #[test]
