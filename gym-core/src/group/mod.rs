@@ -5,10 +5,12 @@
 //! | module | purpose |
 //! |---|---|
 //! | [`worker`] | workers, their methods, and the host that runs a worker |
+//! | [`collective`] | sums, broadcasts and barriers between ranks |
 //! | [`batch`] | columns and tensors: sharding, packing, padding, safetensors |
 //! | [`layout`] | named axes over ranks, and the dispatch of a call over them |
 
 pub mod batch;
+pub mod collective;
 pub mod layout;
 mod state;
 mod view;

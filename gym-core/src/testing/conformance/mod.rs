@@ -1,5 +1,7 @@
 //! Conformance suites: one for each trait, run by every implementation. A case that fails panics with its name.
 
+#[cfg(feature = "groups")]
+mod collective;
 mod files;
 mod ledger;
 mod members;
@@ -11,6 +13,8 @@ use std::time::Duration;
 
 use futures_util::FutureExt;
 
+#[cfg(feature = "groups")]
+pub use collective::{CollectiveFixture, Ranks, collectives};
 pub use files::files;
 pub use ledger::{LedgerFixture, ledger};
 pub use members::{MemberFixture, members};

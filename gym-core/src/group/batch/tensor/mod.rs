@@ -111,6 +111,12 @@ impl Tensor {
         &self.bytes
     }
 
+    /// Returns the bytes, and gives the tensor up. They are unique if no clone or slice of the tensor is left.
+    #[must_use]
+    pub fn into_bytes(self) -> Bytes {
+        self.bytes
+    }
+
     /// Returns the elements in row-major order: in place if the memory is aligned for `T`, otherwise a copy.
     ///
     /// # Errors

@@ -1,0 +1,57 @@
+//! The traits of collective operations: the calls of one rank, and a backend.
+
+use std::fmt;
+use std::sync::Arc;
+
+use async_trait::async_trait;
+
+use crate::base::error::{Error, Result};
+use crate::group::collective::buffer::Buffer;
+use crate::group::collective::meeting::Meeting;
+use crate::group::collective::operation::Collective;
+use crate::group::collective::transfer::Transfer;
+use crate::message::CallContext;
+
+/// One rank of a meeting. Object-safe, and called through [`CommunicatorExt`](crate::group::collective::CommunicatorExt).
+///
+/// - **Order.** The k-th collective operation of a rank meets the k-th of every other rank. The k-th send to a rank meets the k-th receive
+///   of that rank from this one, and does not count among the collective operations.
+/// - **Failure.** The first failure of any rank ends every transfer of every rank with that cause: a call that differs from those of the
+///   other ranks (`FailedPrecondition`), a passed deadline (`DeadlineExceeded`), a cancellation (`Cancelled`), a rank that has left or is
+///   lost (`Unavailable`), or [`Communicator::abort`]. Some ranks may have finished the operation that failed. The meeting stays aborted;
+///   the next epoch has a new one.
+/// - **Dropping** a communicator leaves the meeting. Its transfers go on. If another rank waits for one that has left, or begins to,
+///   the meeting is aborted, and the cause names the rank that has left.
+#[async_trait]
+pub trait Communicator: fmt::Debug + Send + Sync + 'static {
+    /// Returns the meeting, as this rank sees it.
+    fn meeting(&self) -> &Meeting;
+
+    /// Starts an operation on a buffer. It takes its place in the order at this call, not when the transfer is polled. Never blocks.
+    ///
+    /// The deadline and the cancellation of `cx` end the whole meeting, with the ranks that have not called. The transfer returns the
+    /// buffer, also after an error. A call that [`Meeting::check`] or the backend rejects takes no place in the order and aborts nothing.
+    fn start(&self, cx: &CallContext, operation: Collective, buffer: Buffer) -> Transfer;
+
+    /// Ends every transfer of every rank of the meeting with `why`. Later calls end with it at once. Does nothing if the meeting has failed
+    /// before: the first cause stays.
+    fn abort(&self, why: Error);
+
+    /// Waits until the meeting has failed, and returns the first cause.
+    async fn closed(&self) -> Error;
+}
+
+/// A way of moving the data of collective operations.
+#[async_trait]
+pub trait Collectives: fmt::Debug + Send + Sync + 'static {
+    /// Returns the name of the backend, such as `mem`.
+    fn name(&self) -> &'static str;
+
+    /// Joins a meeting, and waits until all of its ranks have joined. Dropping the future gives the seat up.
+    ///
+    /// # Errors
+    /// - `DeadlineExceeded`, `Cancelled`: the error names the ranks that have not joined. The rank may join again.
+    /// - `FailedPrecondition`: another rank has other seats for this name and epoch.
+    /// - `AlreadyExists`: the rank has joined before.
+    async fn join(&self, cx: &CallContext, meeting: Meeting) -> Result<Arc<dyn Communicator>>;
+}

@@ -1,0 +1,186 @@
+//! The backend `mem`: ranks that are tasks or threads of one process.
+//!
+//! The last rank to call an operation performs it for all: it has every buffer at hand. A large operation is divided among blocking threads
+//! instead, a slice each, so that no thread of the runtime is held and all cores add.
+
+mod room;
+mod work;
+
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
+use std::fmt;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use async_trait::async_trait;
+
+use crate::base::error::{Code, Error, Execution, Result};
+use crate::group::collective::buffer::Buffer;
+use crate::group::collective::communicator::{Collectives, Communicator};
+use crate::group::collective::meeting::{Meeting, Seat};
+use crate::group::collective::operation::{Collective, named};
+use crate::group::collective::transfer::Transfer;
+use crate::group::layout::Rank;
+use crate::message::CallContext;
+use room::Room;
+
+/// Name and epoch of a meeting.
+type Key = (Arc<str>, u64);
+
+/// The backend `mem`. Clones share their meetings, and ranks meet if they join clones of one another.
+///
+/// A meeting is forgotten when all of its ranks have left it, or when none of them waits for it any more.
+#[derive(Clone, Default)]
+pub struct InProcessCollectives(Arc<Registry>);
+
+#[derive(Default)]
+struct Registry(Mutex<HashMap<Key, Arc<Room>>>);
+
+/// The seat of a rank in a room. Dropping it gives the seat up, also while the rank still waits for others to join.
+struct InProcessCommunicator {
+    registry: Arc<Registry>,
+    room: Arc<Room>,
+    meeting: Meeting,
+}
+
+impl InProcessCollectives {
+    /// Creates a backend without meetings.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Returns the number of meetings that a rank waits for or takes part in.
+    #[must_use]
+    pub fn meetings(&self) -> usize {
+        self.0.lock().len()
+    }
+
+    fn sit_down(&self, meeting: Meeting) -> Result<InProcessCommunicator> {
+        let mut rooms = self.0.lock();
+        let room = match rooms.entry((Arc::clone(&meeting.name), meeting.epoch)) {
+            Entry::Vacant(entry) => Arc::clone(entry.insert(Arc::new(Room::new(&meeting)))),
+            Entry::Occupied(entry) => {
+                let room = entry.get();
+                check_same_seats(&meeting, room.seats())?;
+                Arc::clone(room)
+            }
+        };
+        if !room.sit_down(meeting.position()) {
+            let why = format!("rank {} has joined before; only a newer epoch has another meeting", meeting.rank);
+            return Err(Error::not_started(Code::AlreadyExists, why));
+        }
+        Ok(InProcessCommunicator { registry: Arc::clone(&self.0), room, meeting })
+    }
+}
+
+#[async_trait]
+impl Collectives for InProcessCollectives {
+    fn name(&self) -> &'static str {
+        "mem"
+    }
+
+    async fn join(&self, cx: &CallContext, meeting: Meeting) -> Result<Arc<dyn Communicator>> {
+        let subject = format!("join {meeting} as rank {}", meeting.rank);
+        let joined = async {
+            cx.check()?;
+            let communicator = self.sit_down(meeting)?;
+            let formed = cx.bound(Execution::NotStarted, async {
+                communicator.room.formed().await;
+                Ok(())
+            });
+            if let Err(late) = formed.await {
+                let missing = communicator.ranks_at(communicator.room.not_joined());
+                let why = format!("{}; {} not joined", late.message(), has(&missing));
+                return Err(Error::not_started(late.code(), why));
+            }
+            Ok(communicator)
+        };
+        match joined.await {
+            Ok(communicator) => Ok(Arc::new(communicator)),
+            Err(error) => Err(error.about(subject)),
+        }
+    }
+}
+
+#[async_trait]
+impl Communicator for InProcessCommunicator {
+    fn meeting(&self) -> &Meeting {
+        &self.meeting
+    }
+
+    fn start(&self, cx: &CallContext, operation: Collective, buffer: Buffer) -> Transfer {
+        self.room.start(&self.meeting, cx, operation, buffer)
+    }
+
+    fn abort(&self, why: Error) {
+        self.room.abort(why);
+    }
+
+    async fn closed(&self) -> Error {
+        self.room.closed().await
+    }
+}
+
+impl InProcessCommunicator {
+    fn ranks_at(&self, positions: Vec<usize>) -> Vec<Rank> {
+        positions.into_iter().map(|position| self.meeting.seats[position].rank).collect()
+    }
+}
+
+impl Drop for InProcessCommunicator {
+    fn drop(&mut self) {
+        // The registry is locked first, so that no rank sits down in a room that is about to be forgotten.
+        let mut rooms = self.registry.lock();
+        if self.room.leave(self.meeting.position()) {
+            rooms.remove(&(Arc::clone(&self.meeting.name), self.meeting.epoch));
+        }
+    }
+}
+
+/// Rejects a meeting whose ranks or incarnations differ from those with which the room was opened.
+fn check_same_seats(meeting: &Meeting, others: &[Seat]) -> Result<()> {
+    fn identities(seats: &[Seat]) -> Vec<(Rank, u64)> {
+        seats.iter().map(|seat| (seat.rank, seat.incarnation.0)).collect()
+    }
+    fn text(seats: &[(Rank, u64)]) -> String {
+        let seats: Vec<String> =
+            seats.iter().map(|(rank, incarnation)| format!("rank {rank} (incarnation {incarnation})")).collect();
+        if seats.is_empty() { "nobody else".to_owned() } else { seats.join(", ") }
+    }
+    let (own, others) = (identities(&meeting.seats), identities(others));
+    if own == others {
+        return Ok(());
+    }
+    let only = |these: &[(Rank, u64)], those: &[(Rank, u64)]| -> Vec<_> {
+        these.iter().copied().filter(|seat| !those.contains(seat)).collect()
+    };
+    let why = format!(
+        "the ranks that joined before have other seats: this rank expects {}, they expect {}; every change of the seats needs a new epoch",
+        text(&only(&own, &others)),
+        text(&only(&others, &own)),
+    );
+    Err(Error::not_started(Code::FailedPrecondition, why))
+}
+
+/// Returns `rank 3 has` or `ranks 1, 2 have`.
+fn has(ranks: &[Rank]) -> String {
+    format!("{} {}", named(ranks), if ranks.len() == 1 { "has" } else { "have" })
+}
+
+impl Registry {
+    fn lock(&self) -> MutexGuard<'_, HashMap<Key, Arc<Room>>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl fmt::Debug for InProcessCollectives {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "InProcessCollectives({} meetings)", self.meetings())
+    }
+}
+
+impl fmt::Debug for InProcessCommunicator {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "InProcessCommunicator(rank {} of {})", self.meeting.rank, self.meeting)
+    }
+}

@@ -1,0 +1,473 @@
+//! The state of one meeting: who has joined, which calls wait, and the first failure.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::fmt;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use tokio::runtime::Handle;
+use tokio::task::AbortHandle;
+use tokio::time::Instant;
+
+use super::has;
+use super::work::{Deposit, Work};
+use crate::base::cancel::CancelToken;
+use crate::base::error::{Code, Error, Execution, Result};
+use crate::group::collective::buffer::Buffer;
+use crate::group::collective::cause::FirstCause;
+use crate::group::collective::meeting::{Meeting, Seat};
+use crate::group::collective::operation::{Call, Collective};
+use crate::group::collective::transfer::Transfer;
+use crate::group::layout::Rank;
+use crate::message::CallContext;
+
+/// One meeting of a process, shared by its ranks. Positions, not ranks, index everything.
+pub(super) struct Room {
+    seats: Arc<[Seat]>,
+    /// Of the first rank that joined. Threads without a runtime may call operations.
+    runtime: Handle,
+    formed: CancelToken,
+    cause: Arc<FirstCause>,
+    state: Mutex<State>,
+}
+
+struct State {
+    presence: Vec<Presence>,
+    /// The number of collective operations that each rank has called.
+    called: Vec<u64>,
+    /// Operations that some ranks have called and others have not, in order. The front has the number `first`.
+    rounds: VecDeque<Round>,
+    first: u64,
+    /// Sends and receives that wait, by (sender, receiver).
+    pairs: BTreeMap<(usize, usize), Pair>,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Presence {
+    Absent,
+    Joined,
+    Left,
+}
+
+/// The calls of one collective operation, by position.
+struct Round(Vec<Option<Waiting>>);
+
+/// Sends and receives of two ranks. Only one side waits at a time.
+#[derive(Default)]
+struct Pair {
+    sent: u64,
+    received: u64,
+    sends: VecDeque<Waiting>,
+    receives: VecDeque<Waiting>,
+}
+
+/// A call that waits for other ranks.
+struct Waiting {
+    deposit: Deposit,
+    position: usize,
+    subject: String,
+    /// Set if the call waits after it was started.
+    bounds: Option<Bounds>,
+}
+
+/// The task that ends the meeting at the deadline or the cancellation of a call. Ends with the call.
+struct Bounds(AbortHandle);
+
+impl Drop for Bounds {
+    fn drop(&mut self) {
+        self.0.abort();
+    }
+}
+
+/// The place of a call in the order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Place {
+    Round { number: u64, position: usize },
+    Send { number: u64, from: usize, to: usize },
+    Receive { number: u64, from: usize, to: usize },
+}
+
+impl Room {
+    pub(super) fn new(meeting: &Meeting) -> Self {
+        let world_size = meeting.world_size();
+        let state = State {
+            presence: vec![Presence::Absent; world_size],
+            called: vec![0; world_size],
+            rounds: VecDeque::new(),
+            first: 0,
+            pairs: BTreeMap::new(),
+        };
+        Self {
+            seats: Arc::clone(&meeting.seats),
+            runtime: Handle::current(),
+            formed: CancelToken::new(),
+            cause: Arc::default(),
+            state: Mutex::new(state),
+        }
+    }
+
+    pub(super) fn seats(&self) -> &[Seat] {
+        &self.seats
+    }
+
+    /// Returns `false` if the seat is taken, or was left after the meeting had formed.
+    pub(super) fn sit_down(&self, position: usize) -> bool {
+        let mut state = self.lock();
+        if state.presence[position] != Presence::Absent {
+            return false;
+        }
+        state.presence[position] = Presence::Joined;
+        if state.presence.iter().all(|presence| *presence == Presence::Joined) {
+            self.formed.cancel();
+        }
+        true
+    }
+
+    /// Waits until all ranks have joined.
+    pub(super) async fn formed(&self) {
+        self.formed.cancelled().await;
+    }
+
+    pub(super) fn not_joined(&self) -> Vec<usize> {
+        let state = self.lock();
+        (0..state.presence.len()).filter(|position| state.presence[*position] == Presence::Absent).collect()
+    }
+
+    /// Gives a seat up. Ends the meeting if another rank waits for this one. Returns `true` if nobody is left.
+    pub(super) fn leave(&self, position: usize) -> bool {
+        let mut state = self.lock();
+        let formed = self.formed.is_cancelled();
+        state.presence[position] = if formed { Presence::Left } else { Presence::Absent };
+        let nobody_is_left = state.presence.iter().all(|presence| *presence != Presence::Joined);
+        if let Some(error) = self.waits_for_a_rank_that_left(&state) {
+            self.fail(state, error);
+        }
+        nobody_is_left
+    }
+
+    pub(super) fn abort(&self, why: Error) {
+        self.fail(self.lock(), why);
+    }
+
+    pub(super) async fn closed(&self) -> Error {
+        self.cause.wait().await
+    }
+
+    pub(super) fn start(
+        self: &Arc<Self>,
+        meeting: &Meeting,
+        cx: &CallContext,
+        operation: Collective,
+        buffer: Buffer,
+    ) -> Transfer {
+        let (completion, transfer) = Transfer::new();
+        let position = meeting.position();
+        let mut state = self.lock();
+        let place = state.next_place(position, operation, meeting);
+        let subject = place.map(|place| meeting.subject(operation, place.number()));
+        match self.accept(meeting, operation, buffer) {
+            Err((buffer, error)) => {
+                drop(state);
+                let subject = subject.unwrap_or_else(|| format!("{} of {meeting}", operation.name()));
+                let named = if error.subject().is_empty() { error.about(subject) } else { error };
+                completion.finish(buffer, Err(named));
+            }
+            Ok((call, memory)) => {
+                let (place, subject) = place.zip(subject).expect("an accepted operation names seats of the meeting");
+                let deposit = Deposit { call, memory, completion, began: Instant::now() };
+                state.put(place, Waiting { deposit, position, subject, bounds: None });
+                let root = operation.named_rank().and_then(|rank| meeting.position_of(rank));
+                self.proceed(state, cx, place, root);
+            }
+        }
+        transfer
+    }
+
+    /// Returns the call and its memory; the buffer and the error if the meeting has failed, or if the call is invalid.
+    fn accept(
+        &self,
+        meeting: &Meeting,
+        operation: Collective,
+        buffer: Buffer,
+    ) -> Result<(Call, bytes::BytesMut), (Buffer, Error)> {
+        if let Some(cause) = self.cause.get() {
+            return Err((buffer, cause));
+        }
+        match meeting.check(operation, &buffer) {
+            Ok(call) => buffer.into_host("mem").map(|memory| (call, memory)),
+            Err(error) => Err((buffer, error)),
+        }
+    }
+
+    /// Performs the operation of a new call, if it was the last; ends the meeting, if it cannot be; otherwise lets it wait within `cx`.
+    fn proceed(
+        self: &Arc<Self>,
+        mut state: MutexGuard<'_, State>,
+        cx: &CallContext,
+        place: Place,
+        root: Option<usize>,
+    ) {
+        if let Some(error) = self.differs(&state, place) {
+            return self.fail(state, error);
+        }
+        if let Err(error) = cx.check() {
+            return self.expire(state, place, &error);
+        }
+        if let Some(work) = state.take_complete(place, root) {
+            drop(state);
+            return work.perform(&self.runtime, Arc::clone(&self.cause));
+        }
+        if let Some(error) = self.waits_for_a_rank_that_left(&state) {
+            return self.fail(state, error);
+        }
+        // Weak, because the state holds the handle of the task.
+        let (room, cx) = (Arc::downgrade(self), cx.clone());
+        let watch = self.runtime.spawn(async move {
+            let ended = cx.bound(Execution::Unknown, std::future::pending::<Result<()>>()).await;
+            if let (Some(room), Err(error)) = (room.upgrade(), ended) {
+                room.expire(room.lock(), place, &error);
+            }
+        });
+        if let Some(waiting) = state.waiting_mut(place) {
+            waiting.bounds = Some(Bounds(watch.abort_handle()));
+        }
+    }
+
+    /// Ends the meeting because a call still waits at its deadline, or was cancelled.
+    fn expire(&self, state: MutexGuard<'_, State>, place: Place, bound: &Error) {
+        let Some(waiting) = state.waiting(place) else { return };
+        let subject = waiting.subject.clone();
+        let missing = self.ranks_at(state.missing(place));
+        let why = match &missing[..] {
+            [] => format!("{} when the last rank called it", bound.message()),
+            missing => format!("{}; {} not called it", bound.message(), has(missing)),
+        };
+        self.fail(state, Error::unknown(bound.code(), why).about(subject));
+    }
+
+    /// Returns the error of a call that differs from that of another rank at its place.
+    fn differs(&self, state: &State, place: Place) -> Option<Error> {
+        let new = state.waiting(place)?;
+        let other = match place {
+            Place::Round { number, .. } => {
+                state.round(number)?.0.iter().flatten().find(|other| other.position != new.position)?
+            }
+            Place::Send { .. } | Place::Receive { .. } => state.waiting(place.other_end())?,
+        };
+        if new.deposit.call.agrees_with(&other.deposit.call) {
+            return None;
+        }
+        let (first, second) = if other.position < new.position { (other, new) } else { (new, other) };
+        let called =
+            |waiting: &Waiting| format!("rank {} calls {}", self.seats[waiting.position].rank, waiting.deposit.call);
+        let why =
+            format!("{}, and {}; all ranks must make the same calls in the same order", called(first), called(second));
+        Some(Error::not_started(Code::FailedPrecondition, why).about(new.subject.clone()))
+    }
+
+    /// Returns the error of the first call that waits for a rank which has left.
+    fn waits_for_a_rank_that_left(&self, state: &State) -> Option<Error> {
+        if state.presence.iter().all(|presence| *presence != Presence::Left) {
+            return None;
+        }
+        let left = |missing: Vec<usize>| -> Vec<Rank> {
+            self.ranks_at(missing.into_iter().filter(|at| state.presence[*at] == Presence::Left).collect())
+        };
+        state.places().find_map(|place| {
+            let left = left(state.missing(place));
+            let subject = state.waiting(place)?.subject.clone();
+            let why = || format!("{} left the meeting", has(&left));
+            (!left.is_empty()).then(|| Error::unknown(Code::Unavailable, why()).about(subject))
+        })
+    }
+
+    /// Ends the meeting, and every call that waits.
+    fn fail(&self, mut state: MutexGuard<'_, State>, why: Error) {
+        self.cause.set(why);
+        let waiting = state.drain();
+        drop(state);
+        for call in waiting {
+            let cause = self.cause.get().expect("the cause was set");
+            call.deposit.give_back(cause);
+        }
+    }
+
+    fn ranks_at(&self, positions: Vec<usize>) -> Vec<Rank> {
+        positions.into_iter().map(|position| self.seats[position].rank).collect()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Place {
+    fn number(self) -> u64 {
+        match self {
+            Self::Round { number, .. } | Self::Send { number, .. } | Self::Receive { number, .. } => number,
+        }
+    }
+
+    /// Returns the receive that meets a send, and the reverse.
+    fn other_end(self) -> Self {
+        match self {
+            Self::Send { number, from, to } => Self::Receive { number, from, to },
+            Self::Receive { number, from, to } => Self::Send { number, from, to },
+            round @ Self::Round { .. } => round,
+        }
+    }
+}
+
+impl State {
+    /// Returns the place of the next call of a rank; `None` if it names a rank without a seat.
+    fn next_place(&self, position: usize, operation: Collective, meeting: &Meeting) -> Option<Place> {
+        let count = |from, to| self.pairs.get(&(from, to)).map_or((0, 0), |pair| (pair.sent, pair.received));
+        Some(match operation {
+            Collective::Send { to } => {
+                let to = meeting.position_of(to)?;
+                Place::Send { number: count(position, to).0, from: position, to }
+            }
+            Collective::Receive { from } => {
+                let from = meeting.position_of(from)?;
+                Place::Receive { number: count(from, position).1, from, to: position }
+            }
+            _ => Place::Round { number: self.called[position], position },
+        })
+    }
+
+    fn put(&mut self, place: Place, waiting: Waiting) {
+        match place {
+            Place::Round { number, position } => {
+                self.called[position] += 1;
+                let at = self.at(number).expect("a rank has called every operation that is over");
+                if at == self.rounds.len() {
+                    self.rounds.push_back(Round(self.presence.iter().map(|_| None).collect()));
+                }
+                self.rounds[at].0[position] = Some(waiting);
+            }
+            Place::Send { from, to, .. } => {
+                let pair = self.pairs.entry((from, to)).or_default();
+                pair.sent += 1;
+                pair.sends.push_back(waiting);
+            }
+            Place::Receive { from, to, .. } => {
+                let pair = self.pairs.entry((from, to)).or_default();
+                pair.received += 1;
+                pair.receives.push_back(waiting);
+            }
+        }
+    }
+
+    /// Takes the calls of an operation that all of its ranks have called.
+    fn take_complete(&mut self, place: Place, root: Option<usize>) -> Option<Work> {
+        if !self.missing(place).is_empty() {
+            return None;
+        }
+        match place {
+            // The calls before it are complete too, so that they have been taken.
+            Place::Round { .. } => {
+                self.first += 1;
+                let round = self.rounds.pop_front()?;
+                let deposits: Vec<Deposit> = round.0.into_iter().flatten().map(|waiting| waiting.deposit).collect();
+                Some(Work { deposits, source: root.unwrap_or(0) })
+            }
+            Place::Send { from, to, .. } | Place::Receive { from, to, .. } => {
+                let pair = self.pairs.get_mut(&(from, to))?;
+                let (send, receive) = (pair.sends.pop_front()?, pair.receives.pop_front()?);
+                Some(Work { deposits: vec![send.deposit, receive.deposit], source: 0 })
+            }
+        }
+    }
+
+    /// Returns the positions that have not made the call of a place.
+    fn missing(&self, place: Place) -> Vec<usize> {
+        match place {
+            Place::Round { number, .. } => {
+                let calls = self.round(number).map_or(&[][..], |round| &round.0);
+                (0..calls.len()).filter(|position| calls[*position].is_none()).collect()
+            }
+            Place::Send { to: other, .. } | Place::Receive { from: other, .. } => {
+                if self.waiting(place.other_end()).is_some() { Vec::new() } else { vec![other] }
+            }
+        }
+    }
+
+    fn waiting(&self, place: Place) -> Option<&Waiting> {
+        match place {
+            Place::Round { number, position } => self.round(number)?.0[position].as_ref(),
+            Place::Send { number, from, to } => {
+                let pair = self.pairs.get(&(from, to))?;
+                pair.sends.get(place_in(&pair.sends, pair.sent, number)?)
+            }
+            Place::Receive { number, from, to } => {
+                let pair = self.pairs.get(&(from, to))?;
+                pair.receives.get(place_in(&pair.receives, pair.received, number)?)
+            }
+        }
+    }
+
+    fn waiting_mut(&mut self, place: Place) -> Option<&mut Waiting> {
+        match place {
+            Place::Round { number, position } => {
+                let at = self.at(number)?;
+                self.rounds.get_mut(at)?.0[position].as_mut()
+            }
+            Place::Send { number, from, to } => {
+                let pair = self.pairs.get_mut(&(from, to))?;
+                let at = place_in(&pair.sends, pair.sent, number)?;
+                pair.sends.get_mut(at)
+            }
+            Place::Receive { number, from, to } => {
+                let pair = self.pairs.get_mut(&(from, to))?;
+                let at = place_in(&pair.receives, pair.received, number)?;
+                pair.receives.get_mut(at)
+            }
+        }
+    }
+
+    fn round(&self, number: u64) -> Option<&Round> {
+        self.rounds.get(self.at(number)?)
+    }
+
+    /// Returns the index of a round, which may be the next one; `None` if the round is over.
+    fn at(&self, number: u64) -> Option<usize> {
+        number.checked_sub(self.first).map(|at| at as usize)
+    }
+
+    /// Returns the place of every call that waits.
+    fn places(&self) -> impl Iterator<Item = Place> {
+        let rounds = self.rounds.iter().zip(self.first..).flat_map(|(round, number)| {
+            (0..round.0.len())
+                .filter(|at| round.0[*at].is_some())
+                .map(move |position| Place::Round { number, position })
+        });
+        let pairs = self.pairs.iter().flat_map(|((from, to), pair)| {
+            let (from, to) = (*from, *to);
+            let sends =
+                (pair.sent - pair.sends.len() as u64..pair.sent).map(move |number| Place::Send { number, from, to });
+            let receives = (pair.received - pair.receives.len() as u64..pair.received)
+                .map(move |number| Place::Receive { number, from, to });
+            sends.chain(receives)
+        });
+        rounds.chain(pairs)
+    }
+
+    /// Takes every call that waits.
+    fn drain(&mut self) -> Vec<Waiting> {
+        let rounds = std::mem::take(&mut self.rounds).into_iter().flat_map(|round| round.0.into_iter().flatten());
+        let pairs =
+            std::mem::take(&mut self.pairs).into_values().flat_map(|pair| pair.sends.into_iter().chain(pair.receives));
+        rounds.chain(pairs).collect()
+    }
+}
+
+/// Returns the index of a call in the queue of one side, which has had `count` calls.
+fn place_in(queue: &VecDeque<Waiting>, count: u64, number: u64) -> Option<usize> {
+    let first = count - queue.len() as u64;
+    number.checked_sub(first).map(|at| at as usize)
+}
+
+impl fmt::Debug for Room {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Room").field("seats", &self.seats).finish_non_exhaustive()
+    }
+}
