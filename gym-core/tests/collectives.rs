@@ -2,16 +2,14 @@
 
 #![allow(clippy::unwrap_used)] // In a test a panic is the message.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use async_trait::async_trait;
 use futures_util::FutureExt;
 use futures_util::future::{join_all, try_join_all};
-use gym_core::group::collective::{
-    Buffer, Collective, Collectives, Communicator, CommunicatorExt, InProcessCollectives, Meeting, Seat,
-};
+use gym_core::group::collective::{Collectives, CommunicatorExt, InProcessCollectives, Meeting, ReduceOp, Seat};
+use gym_core::group::{DType, Tensor};
 use gym_core::testing::conformance::{CollectiveFixture, Ranks, collectives};
 use gym_core::{CallContext, Code, Incarnation};
 
@@ -58,4 +56,108 @@ async fn in_one_thread_under_a_paused_clock() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn on_two_threads_by_the_real_clock() {
     suite(2).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_meeting_forms_when_all_seats_have_joined() {
+    let backend = InProcessCollectives::new();
+    let context = cx();
+    let mut first = backend.join(&context, meeting(1, &[0, 4], 0));
+    assert!((&mut first).now_or_never().is_none());
+    assert_eq!(backend.meetings(), 1);
+    let clone = backend.clone();
+    let (first, second) = tokio::join!(first, clone.join(&context, meeting(1, &[0, 4], 4)));
+    let communicators = [first.unwrap(), second.unwrap()];
+    assert_eq!(communicators.each_ref().map(|communicator| communicator.meeting().position()), [0, 1]);
+    let again = backend.join(&cx(), meeting(1, &[0, 4], 4)).await.unwrap_err();
+    assert_eq!(again.code(), Code::AlreadyExists, "{again}");
+    assert!(again.to_string().contains("join meeting policy/data (epoch 1) as rank 4"), "{again}");
+    let [first, second] = communicators;
+    drop(first);
+    assert_eq!(
+        (backend.meetings(), backend.join(&cx(), meeting(1, &[0, 4], 0)).await.unwrap_err().code()),
+        (1, Code::AlreadyExists)
+    );
+    drop(second);
+    assert_eq!(backend.meetings(), 0);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_join_that_fails_names_the_missing_ranks_and_leaves_nothing() {
+    let backend = InProcessCollectives::new();
+    let soon = CallContext::within(Duration::from_secs(1));
+    let (first, third) = tokio::join!(
+        backend.join(&soon, meeting(1, &[0, 1, 2, 3], 0)),
+        backend.join(&soon, meeting(1, &[0, 1, 2, 3], 2))
+    );
+    let errors = [first.unwrap_err(), third.unwrap_err()];
+    assert!(errors.iter().all(|error| error.code() == Code::DeadlineExceeded));
+    assert!(errors.iter().all(|error| error.to_string().contains("ranks 1, 3 have not joined")), "{errors:?}");
+    assert_eq!(backend.meetings(), 0);
+    let cancelled = cx();
+    cancelled.cancel.cancel();
+    let error = backend.join(&cancelled, meeting(1, &[0, 1], 0)).await.unwrap_err();
+    assert_eq!((error.code(), backend.meetings()), (Code::Cancelled, 0));
+    // A dropped join gives its seat up; the rank may try again.
+    let context = cx();
+    let mut dropped = backend.join(&context, meeting(1, &[0, 1], 0));
+    assert!((&mut dropped).now_or_never().is_none());
+    drop(dropped);
+    assert_eq!(backend.meetings(), 0);
+    assert_eq!(join(&backend, 1, &[0, 1]).await.len(), 2);
+}
+
+#[tokio::test(start_paused = true)]
+async fn ranks_with_other_seats_do_not_meet() {
+    let backend = InProcessCollectives::new();
+    let context = cx();
+    let mut first = backend.join(&context, meeting(1, &[0, 1], 0));
+    assert!((&mut first).now_or_never().is_none());
+    let seats = [Seat::new(0, Incarnation(1)), Seat::new(1, Incarnation(2))];
+    let restarted = Meeting::new("policy/data", 1, 1, seats).unwrap();
+    for (other, texts) in [
+        (restarted, ["expects rank 1 (incarnation 2)", "they expect rank 1 (incarnation 1)"]),
+        (meeting(1, &[0, 1, 2], 2), ["expects rank 2 (incarnation 1)", "they expect nobody else"]),
+    ] {
+        let error = backend.join(&cx(), other).await.unwrap_err();
+        assert_eq!(error.code(), Code::FailedPrecondition, "{error}");
+        assert!(texts.iter().all(|text| error.to_string().contains(text)), "{error}");
+    }
+    // Another epoch and another name are other meetings, and the first one still forms.
+    assert_eq!(join(&backend, 2, &[0, 1]).await.len(), 2);
+    let (first, second) = tokio::join!(first, backend.join(&context, meeting(1, &[0, 1], 1)));
+    assert!(first.is_ok() && second.is_ok());
+}
+
+#[test]
+fn seats_ascend_and_have_the_rank() {
+    let seat = |rank| Seat::new(rank, Incarnation(1));
+    let of = |rank, ranks: &[u32]| Meeting::new("data", 1, rank, ranks.iter().copied().map(seat).collect::<Vec<_>>());
+    for (rank, ranks, text) in
+        [(0, &[0, 0][..], "each rank once"), (1, &[1, 0], "sort the seats"), (2, &[0, 1], "no seat")]
+    {
+        let error = of(rank, ranks).unwrap_err();
+        assert!(error.to_string().contains(text), "{error}");
+    }
+    let seat = seat(3).on_node("a").serving_at([gym_core::Endpoint::parse("mem://rank3").unwrap()]);
+    let text = serde_json::to_string(&seat).unwrap();
+    assert_eq!(text, r#"{"rank":3,"incarnation":1,"endpoints":["mem://rank3"],"node":"a"}"#);
+    assert_eq!(serde_json::from_str::<Seat>(&text).unwrap(), seat);
+}
+
+#[tokio::test]
+async fn memory_of_its_own_is_moved_and_comes_back_joined() {
+    let backend = InProcessCollectives::new();
+    let communicators = join(&backend, 1, &[0, 1, 2]).await;
+    let context = cx();
+    // Below and above the size from which threads divide the work.
+    for elements in [5, 1 << 19] {
+        let tensors: Vec<Tensor> =
+            (0..3).map(|_| Tensor::new(DType::F32, [elements], vec![0; elements * 4].into()).unwrap()).collect();
+        let before: Vec<usize> = tensors.iter().map(|tensor| tensor.bytes().as_ptr().addr()).collect();
+        let calls = communicators.iter().zip(tensors);
+        let sums = join_all(calls.map(|(rank, tensor)| rank.all_reduce(&context, tensor, ReduceOp::Sum))).await;
+        let after: Vec<usize> = sums.iter().map(|sum| sum.as_ref().unwrap().bytes().as_ptr().addr()).collect();
+        assert_eq!(before, after, "{elements} elements");
+    }
 }

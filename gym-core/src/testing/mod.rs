@@ -2,7 +2,7 @@
 //!
 //! | item | purpose |
 //! |---|---|
-//! | [`conformance`] | the suites that every transport, ledger and file system passes |
+//! | [`conformance`] | the suites that every transport, ledger, file system and backend of collectives passes |
 //! | [`net`], [`SimNet`], [`SimHost`], [`Faults`] | a simulated network with faults |
 //! | [`SimFiles`] | a simulated disk with faults and crashes |
 //! | [`figures`] | measurements of a transport |

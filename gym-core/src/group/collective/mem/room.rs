@@ -45,6 +45,8 @@ struct State {
 enum Presence {
     Absent,
     Joined,
+    /// It has joined, and no longer waits for the others. It may join again.
+    GaveUp,
     Left,
 }
 
@@ -112,7 +114,7 @@ impl Room {
     /// Returns `false` if the seat is taken, or was left after the meeting had formed.
     pub(super) fn sit_down(&self, position: usize) -> bool {
         let mut state = self.lock();
-        if state.presence[position] != Presence::Absent {
+        if matches!(state.presence[position], Presence::Joined | Presence::Left) {
             return false;
         }
         state.presence[position] = Presence::Joined;
@@ -127,16 +129,20 @@ impl Room {
         self.formed.cancelled().await;
     }
 
+    /// Returns the ranks that have never joined; if all have, those that gave up. Ranks with one deadline give up one after another, and the last
+    /// ones must not name the first ones.
     pub(super) fn not_joined(&self) -> Vec<usize> {
         let state = self.lock();
-        (0..state.presence.len()).filter(|position| state.presence[*position] == Presence::Absent).collect()
+        let presence = &state.presence;
+        let all = |which| (0..presence.len()).filter(move |at| presence[*at] == which).collect::<Vec<_>>();
+        Some(all(Presence::Absent)).filter(|absent| !absent.is_empty()).unwrap_or_else(|| all(Presence::GaveUp))
     }
 
     /// Gives a seat up. Ends the meeting if another rank waits for this one. Returns `true` if nobody is left.
     pub(super) fn leave(&self, position: usize) -> bool {
         let mut state = self.lock();
         let formed = self.formed.is_cancelled();
-        state.presence[position] = if formed { Presence::Left } else { Presence::Absent };
+        state.presence[position] = if formed { Presence::Left } else { Presence::GaveUp };
         let nobody_is_left = state.presence.iter().all(|presence| *presence != Presence::Joined);
         if let Some(error) = self.waits_for_a_rank_that_left(&state) {
             self.fail(state, error);

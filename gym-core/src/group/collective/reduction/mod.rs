@@ -209,3 +209,6 @@ impl fmt::Debug for Reduction {
         write!(f, "Reduction({} of {})", self.op, self.dtype)
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -20,8 +20,15 @@ pub(super) fn operations(dtype: DType, ranks: &[u32], root: usize) -> Vec<Collec
     reductions.chain([Collective::AllGather, Collective::Broadcast { root: ranks[root] }]).collect()
 }
 
+/// Returns random elements, which repeat after `period`.
+pub(super) fn periodic(generator: &mut fastrand::Rng, dtype: DType, elements: usize, period: usize) -> Vec<u8> {
+    let mut bytes = random(generator, dtype, elements.min(period)).repeat(elements.div_ceil(period).max(1));
+    bytes.truncate(elements * dtype.size());
+    bytes
+}
+
 /// Returns random elements. Floats have magnitudes from 2⁻⁸ to 2⁸, so that another order of sums has other bits.
-pub(super) fn random(random: &mut fastrand::Rng, dtype: DType, elements: usize) -> Vec<u8> {
+fn random(random: &mut fastrand::Rng, dtype: DType, elements: usize) -> Vec<u8> {
     let mut bytes = Vec::with_capacity(elements * dtype.size());
     for _ in 0..elements {
         let float = (random.f64() - 0.5) * 2_f64.powi(random.i32(-8..=8));
@@ -73,17 +80,17 @@ fn reduced(op: ReduceOp, dtype: DType, inputs: &[Vec<u8>], period: usize) -> Vec
     let mut result = Vec::with_capacity(inputs[0].len());
     for position in 0..world_size {
         let slice = elements * position / world_size..elements * (position + 1) / world_size;
-        let first = slice.start;
+        let (begin, computed) = (result.len(), slice.start..slice.end.min(slice.start.saturating_add(period)));
+        for element in computed {
+            let values: Vec<&[u8]> = (1..=world_size)
+                .map(|step| &inputs[(position + step) % world_size][element * size..(element + 1) * size])
+                .collect();
+            result.extend(one(op, dtype, &values));
+        }
         // Within a slice, the result repeats with the inputs.
-        for element in slice {
-            if element - first < period {
-                let values: Vec<&[u8]> = (1..=world_size)
-                    .map(|step| &inputs[(position + step) % world_size][element * size..(element + 1) * size])
-                    .collect();
-                result.extend(one(op, dtype, &values));
-            } else {
-                result.extend_from_within((element - period) * size..(element - period + 1) * size);
-            }
+        while result.len() < begin + slice.len() * size {
+            let more = (period * size).min(begin + slice.len() * size - result.len());
+            result.extend_from_within(begin..begin + more);
         }
     }
     result

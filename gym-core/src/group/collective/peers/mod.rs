@@ -258,3 +258,6 @@ impl fmt::Debug for Peers {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,154 @@
+use std::time::Duration;
+
+use futures_util::FutureExt;
+use futures_util::future::{join_all, try_join_all};
+
+use super::*;
+use crate::group::batch::tensor::Tensor;
+use crate::group::collective::{CommunicatorExt, InProcessCollectives, ReduceOp};
+use crate::message::Incarnation;
+
+type SeatsSender = watch::Sender<Option<Arc<Seats>>>;
+
+fn cx() -> CallContext {
+    CallContext::within(Duration::from_secs(60))
+}
+
+fn seats(epoch: u64, ranks: impl IntoIterator<Item = Rank>) -> Option<Arc<Seats>> {
+    let seat = |rank| Seat::new(rank, Incarnation(epoch));
+    Some(Arc::new(Seats::new(epoch, ranks.into_iter().map(seat).collect())))
+}
+
+/// Four ranks: `data` by `tensor`.
+fn group() -> (Vec<Peers>, SeatsSender, InProcessCollectives) {
+    let (sender, backend) = (SeatsSender::new(None), InProcessCollectives::new());
+    let layout = RankLayout::new([("data", 2), ("tensor", 2)]).unwrap();
+    let peers = (0..4)
+        .map(|rank| Peers::new("policy", rank, layout.clone(), Arc::new(backend.clone()), sender.subscribe()))
+        .collect();
+    (peers, sender, backend)
+}
+
+fn ranks(communicator: &Arc<dyn Communicator>) -> Vec<Rank> {
+    communicator.meeting().seats.iter().map(|seat| seat.rank).collect()
+}
+
+async fn along(peers: &[Peers], axis: &str) -> Vec<Arc<dyn Communicator>> {
+    let cx = cx();
+    try_join_all(peers.iter().map(|peers| peers.communicator(&cx, axis))).await.unwrap()
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_axis_has_the_ranks_that_differ_only_there() {
+    let (peers, sender, _) = group();
+    sender.send_replace(seats(3, 0..4));
+    let (data, tensor, context) = (along(&peers, "data").await, along(&peers, "tensor").await, cx());
+    let all = try_join_all(peers.iter().map(|peers| peers.all(&context))).await.unwrap();
+    assert_eq!(data.iter().map(ranks).collect::<Vec<_>>(), [[0, 2], [1, 3], [0, 2], [1, 3]]);
+    assert_eq!(tensor.iter().map(ranks).collect::<Vec<_>>(), [[0, 1], [0, 1], [2, 3], [2, 3]]);
+    assert!(all.iter().all(|all| ranks(all) == [0, 1, 2, 3]));
+    let names = [&data[3], &tensor[1], &all[2]].map(|communicator| communicator.meeting().to_string());
+    let expected = ["policy/data[tensor=1] (epoch 3)", "policy/tensor[data=0] (epoch 3)", "policy (epoch 3)"];
+    assert_eq!(names, expected.map(|name| format!("meeting {name}")));
+    let sums =
+        join_all(data.iter().zip([1_i64, 2, 4, 8]).map(|(data, value)| {
+            data.all_reduce(&context, Tensor::from_vec([1], vec![value]).unwrap(), ReduceOp::Sum)
+        }));
+    let sums: Vec<i64> = sums.await.into_iter().map(|sum| sum.unwrap().to_i64s().unwrap()[0]).collect();
+    assert_eq!(sums, [5, 10, 5, 10]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_epoch_has_one_communicator_however_often_it_is_asked_for() {
+    let (peers, sender, backend) = group();
+    // Asked for before the seats are known, by two tasks at once.
+    let context = cx();
+    let first = join_all(peers.iter().chain(&peers).map(|peers| peers.communicator(&context, "tensor")));
+    let known = async {
+        tokio::task::yield_now().await;
+        // One seat of each pair is missing at first.
+        sender.send_replace(seats(1, [0, 3]));
+        tokio::task::yield_now().await;
+        sender.send_replace(seats(2, 0..4));
+    };
+    let (first, ()) = tokio::join!(first, known);
+    let first: Vec<_> = first.into_iter().map(Result::unwrap).collect();
+    let again = along(&peers, "tensor").await;
+    for rank in 0..4 {
+        assert!(Arc::ptr_eq(&first[rank], &again[rank]) && Arc::ptr_eq(&first[rank], &first[rank + 4]));
+        assert_eq!(first[rank].meeting().epoch, 2);
+    }
+    assert_eq!(backend.meetings(), 2);
+    drop((first, again, peers));
+    assert_eq!(backend.meetings(), 0, "communicators end with their peers");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_newer_epoch_aborts_the_communicators_of_the_old_one() {
+    let (peers, sender, backend) = group();
+    sender.send_replace(seats(1, 0..4));
+    let (old, context) = (along(&peers, "data").await, cx());
+    let waiting = old[0].barrier(&context);
+    sender.send_replace(seats(2, 0..4));
+    // Nobody needs to ask for that.
+    let error = waiting.await.unwrap_err();
+    assert_eq!(error.code(), Code::FailedPrecondition, "{error}");
+    assert!(error.to_string().contains("policy/data[tensor=0] (epoch 1): the group is in epoch 2"), "{error}");
+    let new = along(&peers, "data").await;
+    assert!(new.iter().zip(&old).all(|(new, old)| new.meeting().epoch == 2 && !Arc::ptr_eq(new, old)));
+    assert!(old.iter().all(|old| old.closed().now_or_never().is_some()));
+    assert!(join_all(new.iter().map(|new| new.barrier(&context))).await.iter().all(Result::is_ok));
+    drop(old);
+    assert_eq!(backend.meetings(), 2, "the old meetings are forgotten");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_rank_that_waits_for_others_goes_on_in_the_newer_epoch() {
+    let (peers, sender, backend) = group();
+    sender.send_replace(seats(1, 0..4));
+    let context = cx();
+    let mut early = std::pin::pin!(peers[0].communicator(&context, "data"));
+    assert!(early.as_mut().now_or_never().is_none());
+    sender.send_replace(seats(2, 0..4));
+    let (early, late) = tokio::join!(early, peers[2].communicator(&context, "data"));
+    assert_eq!((early.unwrap().meeting().epoch, late.unwrap().meeting().epoch), (2, 2));
+    assert_eq!(backend.meetings(), 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_error_says_what_was_missing() {
+    let (peers, sender, backend) = group();
+    let soon = || CallContext::within(Duration::from_secs(1));
+    let ask = async |axis: &'static str| peers[1].communicator(&soon(), axis).await.unwrap_err();
+    let unknown = ask("expert").await;
+    assert_eq!(unknown.code(), Code::InvalidArgument);
+    assert!(unknown.to_string().contains("data, tensor"), "{unknown}");
+    let cases = [
+        (
+            None,
+            "rank 1 meets policy/data[tensor=1]: the deadline has passed after a wait of 1.0 s: the seats of the group are not known yet",
+        ),
+        (seats(4, 0..3), "epoch 4 has no seat for rank 3"),
+        (
+            seats(5, 0..4),
+            "join meeting policy/data[tensor=1] (epoch 5) as rank 1: the deadline has passed after a wait of 1.0 s; rank 3 has not joined",
+        ),
+    ];
+    for (known, text) in cases {
+        sender.send_replace(known);
+        let error = ask("data").await;
+        assert_eq!(error.code(), Code::DeadlineExceeded);
+        assert!(error.to_string().contains(text), "{error}");
+    }
+    assert_eq!(backend.meetings(), 0, "a failed join leaves nothing");
+    sender.send_replace(None);
+    drop(sender);
+    assert_eq!(ask("data").await.code(), Code::Unavailable);
+    let empty = Peers::default();
+    let error = empty.all(&soon()).await.unwrap_err();
+    assert_eq!(error.code(), Code::Unimplemented);
+    assert!(error.to_string().contains("does not connect ranks"), "{error}");
+    assert_eq!((empty.clone(), format!("{empty:?}").as_str()), (Peers::default(), "Peers(none)"));
+    assert_ne!(peers[0], peers[1]);
+    assert_eq!(peers[0], peers[0].clone());
+}
