@@ -132,9 +132,7 @@ impl Reduction {
     /// # Panics
     /// If the number of elements differs.
     pub fn begin(&self, part: &[u8], partial: &mut [u8]) {
-        with_number!(self.dtype, N => partial_blocks::<N>(part, partial, |values, partial| {
-            partial.copy_from_slice(bytemuck::cast_slice(values));
-        }));
+        with_number!(self.dtype, N => partial_blocks::<N>(part, partial, N::widen));
     }
 
     /// Adds the next part of the order to a partial result.
@@ -142,13 +140,7 @@ impl Reduction {
     /// # Panics
     /// If the number of elements differs.
     pub fn fold(&self, partial: &mut [u8], part: &[u8]) {
-        with_number!(self.dtype, N => partial_blocks::<N>(part, partial, |values, partial| {
-            let mut sums = [<N as Number>::Sum::default(); BLOCK];
-            let sums = &mut sums[..values.len()];
-            bytemuck::cast_slice_mut::<_, u8>(sums).copy_from_slice(partial);
-            fold::<N>(self.op, sums, values);
-            partial.copy_from_slice(bytemuck::cast_slice(sums));
-        }));
+        with_number!(self.dtype, N => partial_blocks::<N>(part, partial, |part, sums| fold::<N>(self.op, sums, part)));
     }
 
     /// Writes the result of the last partial result of `world_size` ranks to `result`.
@@ -174,14 +166,13 @@ impl Reduction {
 fn reduce<N: Number>(op: ReduceOp, parts: &mut [&mut [u8]], first_result: usize) {
     let Some(bytes) = parts.first().map(|part| part.len()) else { return };
     assert!(parts.iter().all(|part| part.len() == bytes), "the parts of a slice have one length");
-    let (mut sums, mut values) = ([N::Sum::default(); BLOCK], [N::Sum::default(); BLOCK]);
+    let mut sums = [N::Sum::default(); BLOCK];
     for start in (0..bytes).step_by(BLOCK * N::SIZE) {
         let block = start..bytes.min(start + BLOCK * N::SIZE);
-        let (sums, values) = (&mut sums[..block.len() / N::SIZE], &mut values[..block.len() / N::SIZE]);
+        let sums = &mut sums[..block.len() / N::SIZE];
         N::widen(&parts[0][block.clone()], sums);
         for part in &parts[1..] {
-            N::widen(&part[block.clone()], values);
-            fold::<N>(op, sums, values);
+            fold::<N>(op, sums, &part[block.clone()]);
         }
         divide::<N>(op, sums, parts.len());
         let (result, copies) = parts[first_result..].split_first_mut().expect("there is a part");
@@ -192,15 +183,16 @@ fn reduce<N: Number>(op: ReduceOp, parts: &mut [&mut [u8]], first_result: usize)
     }
 }
 
-/// Visits the blocks of a part, widened, and of a partial result.
-fn partial_blocks<N: Number>(part: &[u8], partial: &mut [u8], visit: impl Fn(&[N::Sum], &mut [u8])) {
+/// Updates the blocks of a partial result with those of a part. The bytes may have any alignment, so that the sums are a copy.
+fn partial_blocks<N: Number>(part: &[u8], partial: &mut [u8], update: impl Fn(&[u8], &mut [N::Sum])) {
     let wide = size_of::<N::Sum>();
     assert_eq!(part.len() / N::SIZE, partial.len() / wide, "a partial result has the elements of its parts");
-    let mut values = [N::Sum::default(); BLOCK];
+    let mut sums = [N::Sum::default(); BLOCK];
     for (part, partial) in part.chunks(BLOCK * N::SIZE).zip(partial.chunks_mut(BLOCK * wide)) {
-        let values = &mut values[..part.len() / N::SIZE];
-        N::widen(part, values);
-        visit(values, partial);
+        let sums = &mut sums[..part.len() / N::SIZE];
+        bytemuck::cast_slice_mut::<_, u8>(sums).copy_from_slice(partial);
+        update(part, sums);
+        partial.copy_from_slice(bytemuck::cast_slice(sums));
     }
 }
 
