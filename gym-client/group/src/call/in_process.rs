@@ -10,6 +10,7 @@ use gym_core::CancelToken;
 use gym_core::Result;
 use gym_core::base::watch;
 use gym_core::group::RankState;
+use gym_core::group::collective::{InProcessCollectives, Peers, Seat, Seats};
 use gym_core::group::layout::{Rank, RankLayout};
 use gym_core::group::worker::host::{HostOptions, WorkerHost, WorkerStatus};
 use gym_core::group::worker::{Worker, WorkerEnv};
@@ -58,6 +59,8 @@ pub struct InProcessGroup {
     pub(crate) name: Arc<str>,
     pub(crate) layout: RankLayout,
     options: InProcessOptions,
+    /// Where the ranks meet.
+    collectives: Arc<InProcessCollectives>,
     support: CallSupport,
     ranks: Arc<Mutex<Vec<RunningRank>>>,
     /// No further rank is started. Written under the lock of `ranks`.
@@ -116,6 +119,7 @@ impl InProcessGroup {
             layout,
             support,
             options,
+            collectives: Arc::default(),
             ranks,
             stopped: AtomicBool::new(false),
             view: watch::Sender::new(Arc::default()),
@@ -124,8 +128,9 @@ impl InProcessGroup {
         ranks.sort_unstable();
         let starts = ranks.into_iter().map(|rank| group.start_rank::<W>(rank, Incarnation(1), init.clone()));
         let (running, members): (Vec<_>, Vec<_>) = try_join_all(starts).await?.into_iter().unzip();
-        *group.ranks() = running;
         group.view.send_replace(Arc::new(GroupView::new(1, members)));
+        group.seat(&running);
+        *group.ranks() = running;
         Ok(group)
     }
 
@@ -157,12 +162,28 @@ impl InProcessGroup {
         let world_size = u32::try_from(self.layout.size()).unwrap_or(u32::MAX);
         let mut env = WorkerEnv::new(Arc::clone(&self.name), rank, world_size);
         env.incarnation = incarnation;
+        env.peers = Peers::new(Arc::clone(&self.name), rank, self.collectives.clone());
         let host = WorkerHost::start::<W>(env, init, &self.options.host).await?;
         let closed = CancelToken::new();
         let name = format!("{}/{rank}", self.name);
         let channel = channel_to(&name, Arc::new(host.clone()), self.options.faithful, closed.child_token());
         let member = RankView::starting(rank, incarnation).in_state(RankState::Healthy).reached_over(channel);
         Ok((RunningRank { host, closed }, member))
+    }
+
+    /// Tells these ranks who meets, after a change of the view.
+    pub(crate) fn seat(&self, ranks: &[RunningRank]) {
+        let view = Arc::clone(&self.view.borrow());
+        let (serving, lost): (Vec<_>, Vec<_>) =
+            view.members().iter().partition(|member| member.state == RankState::Healthy);
+        let seats = serving.into_iter().map(|member| Seat::new(member.rank, member.incarnation)).collect();
+        let why = |member: &RankView| {
+            (member.rank, member.exit.as_ref().map_or_else(|| member.state.to_string(), ToString::to_string))
+        };
+        let seats = Seats::new(view.generation, self.layout.clone(), seats).without(lost.into_iter().map(why));
+        for running in ranks {
+            running.host.env().peers.seat(seats.clone());
+        }
     }
 
     pub(crate) fn ranks(&self) -> MutexGuard<'_, Vec<RunningRank>> {

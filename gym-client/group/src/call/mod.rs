@@ -17,7 +17,7 @@ mod builder;
 mod error;
 mod gate;
 mod gather;
-mod in_process;
+pub(crate) mod in_process;
 mod monitor;
 mod reach;
 mod single;

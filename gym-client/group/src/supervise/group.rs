@@ -95,7 +95,7 @@ impl Group {
         let events = deployment.events();
         let shared = Arc::new(GroupState::new(Arc::clone(&name), options, deployment, gate, records));
         let (commands, receiver) = mpsc::channel(COMMANDS);
-        let supervisor = tokio::spawn(GroupSupervisor::new(Arc::clone(&shared)).run(events, receiver));
+        let supervisor = tokio::spawn(GroupSupervisor::new(Arc::clone(&shared), layout.clone()).run(events, receiver));
         let supervisor = AbortOnDropHandle::new(supervisor);
         if let Some(registration) = &registration {
             registration.ends_by(GroupStop::of(&shared));

@@ -6,6 +6,7 @@ mod options;
 mod record;
 mod registration;
 mod reports;
+mod seating;
 mod status;
 mod subset;
 mod supervisor;

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use gym_core::group::{ExitCause, Rank, RankExit, RankState, RankView, WorkerStatus};
-use gym_core::{Channel, Incarnation};
+use gym_core::{Channel, Endpoint, Incarnation};
 use tokio::time::Instant;
 
 use crate::health::{HealthEvent, RankHealth};
@@ -23,6 +23,8 @@ pub(crate) struct RankRecord {
     pub(crate) pid: Option<u32>,
     /// The channel for calls.
     pub(crate) channel: Option<Channel>,
+    /// Where the rank serves calls; empty while it is not connected.
+    pub(crate) endpoints: Vec<Endpoint>,
     /// The channel for heartbeats, which must not wait behind large messages.
     pub(crate) control: Option<Channel>,
     /// The exit of the last incarnation that ended.
@@ -72,6 +74,7 @@ impl RankRecord {
             health: RankHealth::starting(),
             pid: None,
             channel: None,
+            endpoints: Vec::new(),
             control: None,
             exit: None,
             last_error: None,
@@ -160,8 +163,9 @@ impl RankRecord {
     }
 
     /// Records that the rank is connected.
-    pub(crate) fn reached(&mut self, channel: Channel, control: Channel, now: Instant) {
+    pub(crate) fn reached(&mut self, channel: Channel, endpoints: Vec<Endpoint>, control: Channel, now: Instant) {
         self.channel = Some(channel);
+        self.endpoints = endpoints;
         self.control = Some(control);
         self.reports.heard(self.incarnation, now, None);
     }
@@ -245,6 +249,7 @@ impl RankRecord {
 
     fn reset(&mut self) {
         (self.channel, self.control, self.pid) = (None, None, None);
+        self.endpoints.clear();
         (self.probing, self.memory_high, self.preparation) = (false, false, RestartPreparation::Pending);
         (self.kill_reason, self.stuck, self.draining) = (None, false, false);
         self.reports.ended();

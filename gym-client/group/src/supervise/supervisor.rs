@@ -10,7 +10,8 @@ use futures_util::{FutureExt, StreamExt};
 use gym_client::transport::Transports;
 use gym_core::base::watch;
 use gym_core::group::{
-    CONTROL_ROUTE, ExitCause, GroupView, Rank, RankExit, RankState, RunningCall, STATUS_ROUTE, WorkerStatus,
+    CONTROL_ROUTE, ExitCause, GroupView, Rank, RankExit, RankLayout, RankState, RunningCall, SEATS_ROUTE, STATUS_ROUTE,
+    WorkerStatus,
 };
 use gym_core::transport::{ConnectOptions, TransportPolicy};
 use gym_core::{CallContext, Channel, Code, Endpoint, Error, Incarnation, Request, Response, Result, Route};
@@ -25,6 +26,7 @@ use crate::provision::events::RankEvent;
 use crate::supervise::options::GroupOptions;
 use crate::supervise::record::{self, AfterExit, RankRecord};
 use crate::supervise::reports::GroupReports;
+use crate::supervise::seating::{Seating, SeatsPost};
 use crate::supervise::status::{self, StuckChange, StuckRank};
 use crate::supervise::subset::RankSubset;
 
@@ -146,6 +148,8 @@ enum JobResult {
     /// A restart of these ranks began, or failed because their last incarnations did not end.
     Restarted(Vec<(Rank, Incarnation)>, Result<()>),
     Probed(Rank, Incarnation, Option<WorkerStatus>),
+    /// A rank was told the seats of an epoch.
+    Seated(Rank, Incarnation, u64, Result<()>),
     Nothing,
 }
 
@@ -162,6 +166,7 @@ struct RankChannels {
 pub(super) struct GroupSupervisor {
     shared: Arc<GroupState>,
     jobs: JoinSet<JobResult>,
+    seating: Seating,
     /// Tied ranks that are restarting, and those of them that must restart once more.
     restarting: BTreeSet<u32>,
     again: BTreeSet<u32>,
@@ -170,10 +175,11 @@ pub(super) struct GroupSupervisor {
 }
 
 impl GroupSupervisor {
-    pub(super) fn new(shared: Arc<GroupState>) -> Self {
+    pub(super) fn new(shared: Arc<GroupState>, layout: RankLayout) -> Self {
         Self {
             shared,
             jobs: JoinSet::new(),
+            seating: Seating::new(layout),
             restarting: BTreeSet::new(),
             again: BTreeSet::new(),
             blocking_methods: BTreeSet::new(),
@@ -210,9 +216,21 @@ impl GroupSupervisor {
                 Turn::Tick => {
                     self.report_stuck();
                     self.probe_all();
+                    self.seating.retry();
                 }
             }
+            self.seat_ranks();
             last_turn = Instant::now();
+        }
+    }
+
+    /// Tells the ranks who meets, as far as they do not know it.
+    fn seat_ranks(&mut self) {
+        let due = self.seating.due(&self.shared.records());
+        for post in due {
+            let (rank, incarnation, epoch) = (post.rank, post.incarnation, post.epoch);
+            let posting = async move { post_seats(post).await };
+            self.spawn(posting, move |posted| JobResult::Seated(rank, incarnation, epoch, posted));
         }
     }
 
@@ -362,7 +380,8 @@ impl GroupSupervisor {
                     // The rank may have ended in the meantime.
                     let runs = !matches!(record.state(), RankState::Dead | RankState::Retired | RankState::Stopped);
                     if runs {
-                        record.reached(channels.calls.clone(), channels.control.clone(), Instant::now());
+                        let endpoints = channels.endpoints.clone();
+                        record.reached(channels.calls.clone(), endpoints, channels.control.clone(), Instant::now());
                     }
                     runs
                 });
@@ -412,6 +431,12 @@ impl GroupSupervisor {
                 if changed {
                     self.shared.publish();
                 }
+            }
+            JobResult::Seated(rank, incarnation, epoch, posted) => {
+                if let Err(error) = &posted {
+                    tracing::debug!(group = %self.shared.name, rank, %incarnation, epoch, %error, "a rank was not told the seats of its group");
+                }
+                self.seating.posted(rank, incarnation, epoch, posted.as_ref().copied());
             }
             JobResult::Nothing => {}
         }
@@ -581,6 +606,14 @@ impl GroupSupervisor {
             self.spawn(probe, move |probed| JobResult::Probed(rank, incarnation, probed.ok()));
         }
     }
+}
+
+/// Tells a rank who meets.
+async fn post_seats(post: SeatsPost) -> Result<()> {
+    let mut cx = CallContext::within(PROBE_WAIT);
+    cx.incarnation = Some(post.incarnation);
+    let request = Request::post(cx, Route::from_static(SEATS_ROUTE), post.seats);
+    post.channel.call(request).await?.into_result().map(drop)
 }
 
 impl RankChannels {

@@ -9,7 +9,7 @@ use gym_core::group::{ExitCause, RankExit, RankState, RankView};
 use gym_core::message::Incarnation;
 use gym_core::{Code, Error, Result};
 
-use crate::call::InProcessGroup;
+use crate::call::in_process::{InProcessGroup, RunningRank};
 
 impl InProcessGroup {
     /// Kills a rank, as the end of its process would. Its running calls are lost, and it stays dead until it is restarted. Has no effect on
@@ -45,12 +45,12 @@ impl InProcessGroup {
                 }
                 let exit = self.view.borrow().member(rank).and_then(|member| member.exit.clone());
                 member.exit = exit;
-                self.change(member);
+                self.change(&ranks, member);
                 Ok(())
             }
             Err(error) => {
                 let exit = RankExit::new(incarnation, ExitCause::StartFailed);
-                self.change(RankView::starting(rank, incarnation).in_state(RankState::Dead).ended(exit));
+                self.change(&ranks, RankView::starting(rank, incarnation).in_state(RankState::Dead).ended(exit));
                 Err(error)
             }
         }
@@ -69,7 +69,7 @@ impl InProcessGroup {
             if !self.has_stopped(rank) {
                 let incarnation = running.host.env().incarnation;
                 let exit = RankExit::new(incarnation, ExitCause::Died);
-                self.change(RankView::starting(rank, incarnation).in_state(state).ended(exit));
+                self.change(&ranks, RankView::starting(rank, incarnation).in_state(state).ended(exit));
             }
             (running.host.clone(), running.closed.clone())
         };
@@ -90,7 +90,8 @@ impl InProcessGroup {
         self.view.borrow().member(rank).is_some_and(|member| member.state == RankState::Stopped)
     }
 
-    fn change(&self, member: RankView) {
+    fn change(&self, ranks: &[RunningRank], member: RankView) {
         self.view.send_modify(|view| *view = Arc::new(view.with([member])));
+        self.seat(ranks);
     }
 }

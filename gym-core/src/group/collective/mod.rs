@@ -34,7 +34,7 @@
 //! | module | purpose |
 //! |---|---|
 //! | [`Communicator`], [`CommunicatorExt`], [`Collectives`] | the calls of a rank; a backend |
-//! | [`Meeting`], [`Seat`], [`Peers`] | which ranks call together, and how a worker reaches them |
+//! | [`Meeting`], [`Seat`], [`Seats`], [`Peers`] | which ranks call together, and how a worker reaches them |
 //! | [`Buffer`], [`Transfer`] | the memory of a call, and its end |
 //! | [`reduction`] | the order of all sums, which every backend has |
 //! | [`InProcessCollectives`] | the backend `mem`, for the ranks of one process |
@@ -48,6 +48,7 @@ mod mem;
 mod operation;
 mod peers;
 pub mod reduction;
+mod seats;
 mod transfer;
 
 pub use buffer::{Buffer, DeviceMemory, Memory};
@@ -57,5 +58,6 @@ pub use extension::CommunicatorExt;
 pub use meeting::{Meeting, Seat};
 pub use mem::InProcessCollectives;
 pub use operation::{Call, Collective, ReduceOp, named};
-pub use peers::{Peers, Seats};
+pub use peers::Peers;
+pub use seats::Seats;
 pub use transfer::{Completion, Moved, Moving, Transfer};

@@ -21,6 +21,8 @@ pub mod dispatch;
 
 use std::collections::HashSet;
 
+use serde::{Deserialize, Serialize};
+
 use crate::base::error::Error;
 
 /// The number of a worker within its group, from 0.
@@ -33,7 +35,7 @@ pub const REPLICATED_AXES: [&str; 3] = ["tensor_parallel", "context_parallel", "
 pub const RANKS_MAX: usize = 1 << 20;
 
 /// A named dimension of a [`RankLayout`].
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Axis {
     /// The name, such as `data_parallel`.
     pub name: String,
@@ -42,10 +44,26 @@ pub struct Axis {
 }
 
 /// Distinct ranks in a row-major array with named axes, outermost first.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(try_from = "LayoutFields")]
 pub struct RankLayout {
     axes: Vec<Axis>,
     ranks: Vec<Rank>,
+}
+
+/// A layout as it was written, before it is checked.
+#[derive(Deserialize)]
+struct LayoutFields {
+    axes: Vec<Axis>,
+    ranks: Vec<Rank>,
+}
+
+impl TryFrom<LayoutFields> for RankLayout {
+    type Error = LayoutError;
+
+    fn try_from(LayoutFields { axes, ranks }: LayoutFields) -> Result<Self, LayoutError> {
+        Self::checked(axes, ranks)
+    }
 }
 
 /// The rest of a layout after some axes are fixed.

@@ -40,6 +40,7 @@ use serde::de::DeserializeOwned;
 
 use crate::base::error::Result;
 use crate::group::batch::Payload;
+use crate::group::collective::Peers;
 use crate::group::layout::Rank;
 use crate::message::{CallContext, Incarnation};
 
@@ -165,6 +166,8 @@ pub struct WorkerEnv {
     pub incarnation: Incarnation,
     /// Environment variables of the rank (`MASTER_ADDR`, …), set in its process if the rank has its own.
     pub variables: BTreeMap<String, String>,
+    /// The way to the other ranks of the group, for collective operations. Empty if the host of the worker does not connect ranks.
+    pub peers: Peers,
 }
 
 impl WorkerEnv {
@@ -179,6 +182,7 @@ impl WorkerEnv {
             node_rank: 0,
             incarnation: Incarnation(1),
             variables: BTreeMap::new(),
+            peers: Peers::default(),
         }
     }
 }

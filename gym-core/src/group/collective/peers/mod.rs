@@ -10,33 +10,10 @@ use tokio::task::AbortHandle;
 use crate::base::error::{Code, Error, Execution, Result};
 use crate::base::watch;
 use crate::group::collective::communicator::{Collectives, Communicator};
-use crate::group::collective::meeting::{Meeting, Seat};
-use crate::group::collective::operation::named;
+use crate::group::collective::meeting::Meeting;
+use crate::group::collective::seats::Seats;
 use crate::group::layout::{Rank, RankLayout};
 use crate::message::CallContext;
-
-/// The ranks of a group in one epoch.
-#[derive(Clone, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct Seats {
-    /// Increases whenever a rank of the group is replaced.
-    pub epoch: u64,
-    /// The ranks, ascending.
-    pub seats: Vec<Seat>,
-}
-
-impl Seats {
-    /// Creates the seats of an epoch, sorted by rank.
-    #[must_use]
-    pub fn new(epoch: u64, mut seats: Vec<Seat>) -> Self {
-        seats.sort_by_key(|seat| seat.rank);
-        Self { epoch, seats }
-    }
-
-    fn of(&self, ranks: &[Rank]) -> Vec<Seat> {
-        self.seats.iter().filter(|seat| ranks.contains(&seat.rank)).cloned().collect()
-    }
-}
 
 /// The communicators of one rank of a group. Clones share them. The default is empty: its host does not connect ranks.
 ///
@@ -48,9 +25,8 @@ pub struct Peers(Option<Arc<Inner>>);
 struct Inner {
     group: Arc<str>,
     rank: Rank,
-    layout: RankLayout,
     backend: Arc<dyn Collectives>,
-    seats: watch::Receiver<Option<Arc<Seats>>>,
+    seats: watch::Sender<Option<Arc<Seats>>>,
     joined: Mutex<Joined>,
 }
 
@@ -76,33 +52,28 @@ impl Drop for Follower {
 }
 
 impl Peers {
-    /// Creates the peers of `rank`. `seats` has the ranks of the group once they are known, and those of every newer epoch.
+    /// Creates the peers of `rank`, whose seats are not known yet.
     #[must_use]
-    pub fn new(
-        group: impl Into<Arc<str>>,
-        rank: Rank,
-        layout: RankLayout,
-        backend: Arc<dyn Collectives>,
-        seats: watch::Receiver<Option<Arc<Seats>>>,
-    ) -> Self {
-        Self(Some(Arc::new(Inner { group: group.into(), rank, layout, backend, seats, joined: Mutex::default() })))
+    pub fn new(group: impl Into<Arc<str>>, rank: Rank, backend: Arc<dyn Collectives>) -> Self {
+        let (group, seats) = (group.into(), watch::Sender::new(None));
+        Self(Some(Arc::new(Inner { group, rank, backend, seats, joined: Mutex::default() })))
     }
 
     /// Returns the communicator of the ranks that differ from this one only on `axis`, in the newest epoch. Waits until the group's
     /// seats are known and all of these ranks have asked. Within an epoch, returns the same communicator every time.
     ///
-    /// A newer epoch aborts the communicators of older ones with `FailedPrecondition`.
+    /// A newer epoch aborts the communicators of older ones: with `Unavailable` and the end of each lost rank, or with `FailedPrecondition` if only
+    /// ranks outside of the meeting have changed.
     ///
     /// # Errors
     /// - `InvalidArgument`: the layout has no such axis; the error names its axes.
     /// - `Unimplemented`: the host of the worker does not connect ranks.
+    /// - `Unavailable`: a rank of the meeting was lost or replaced while this one waited for it.
     /// - `DeadlineExceeded`, `Cancelled`: the error says what was missing.
-    /// - `Unavailable`: the host has stopped, so that there are no newer seats.
     /// - The errors of [`Collectives::join`].
     pub async fn communicator(&self, cx: &CallContext, axis: &str) -> Result<Arc<dyn Communicator>> {
         let inner = self.inner()?;
-        let (name, ranks) = inner.along(axis)?;
-        inner.communicator(cx, name, &ranks).await
+        inner.communicator(cx, axis, |layout| inner.along(layout, axis)).await
     }
 
     /// Like [`communicator`](Self::communicator), for all ranks of the group.
@@ -111,9 +82,41 @@ impl Peers {
     /// Those of [`communicator`](Self::communicator).
     pub async fn all(&self, cx: &CallContext) -> Result<Arc<dyn Communicator>> {
         let inner = self.inner()?;
-        let mut ranks = inner.layout.ranks().to_vec();
-        ranks.sort_unstable();
-        inner.communicator(cx, Arc::clone(&inner.group), &ranks).await
+        let all = |layout: &RankLayout| {
+            let mut ranks = layout.ranks().to_vec();
+            ranks.sort_unstable();
+            Ok((Arc::clone(&inner.group), ranks))
+        };
+        inner.communicator(cx, "all", all).await
+    }
+
+    /// For hosts of workers: returns `true` unless the peers are empty.
+    #[must_use]
+    pub fn connect(&self) -> bool {
+        self.0.is_some()
+    }
+
+    /// For hosts of workers: tells who meets from now on. Returns `false` if these seats or newer ones are known.
+    #[expect(clippy::must_use_candidate, reason = "a host need not know whether the seats are new")]
+    pub fn seat(&self, seats: Seats) -> bool {
+        let newer = |known: &mut Option<Arc<Seats>>| {
+            let newer = epoch_of(known.as_ref()) < seats.epoch;
+            if newer {
+                *known = Some(Arc::new(seats));
+            }
+            newer
+        };
+        self.0.as_ref().is_some_and(|inner| inner.seats.send_if_modified(newer))
+    }
+
+    /// For hosts of workers: the rank has ended. Aborts its communicators with `Unavailable`.
+    pub fn close(&self) {
+        let Some(inner) = &self.0 else { return };
+        let slots = std::mem::take(&mut inner.lock().slots);
+        for slot in slots.values().filter_map(|slot| slot.get()) {
+            let why = Error::unknown(Code::Unavailable, format!("rank {} has ended", inner.rank));
+            slot.communicator.abort(why.about(slot.communicator.meeting().to_string()));
+        }
     }
 
     fn inner(&self) -> Result<&Arc<Inner>> {
@@ -126,80 +129,86 @@ impl Peers {
 
 impl Inner {
     /// Returns the name of the meeting along an axis, and its ranks, ascending.
-    fn along(&self, axis: &str) -> Result<(Arc<str>, Vec<Rank>)> {
-        let own = self.layout.axis_index(axis)?;
-        let coordinates = self.layout.coordinates(self.rank)?;
-        let axes = self.layout.axes().iter().zip(coordinates).enumerate();
+    fn along(&self, layout: &RankLayout, axis: &str) -> Result<(Arc<str>, Vec<Rank>)> {
+        let own = layout.axis_index(axis)?;
+        let coordinates = layout.coordinates(self.rank)?;
+        let axes = layout.axes().iter().zip(coordinates).enumerate();
         let others: Vec<(&str, usize)> =
             axes.filter(|(index, _)| *index != own).map(|(_, (axis, at))| (axis.name.as_str(), at)).collect();
-        let ranks = self.layout.ranks_by_coordinates(&others)?;
+        let ranks = layout.ranks_by_coordinates(&others)?;
         let fixed: Vec<String> = others.iter().map(|(axis, at)| format!("{axis}={at}")).collect();
         let fixed = if fixed.is_empty() { String::new() } else { format!("[{}]", fixed.join(",")) };
         Ok((format!("{}/{axis}{fixed}", self.group).into(), ranks))
     }
 
+    /// Joins the meeting that `which` names, in the newest epoch in which all of its ranks can meet.
     async fn communicator(
         self: &Arc<Self>,
         cx: &CallContext,
-        name: Arc<str>,
-        ranks: &[Rank],
+        asked: &str,
+        which: impl Fn(&RankLayout) -> Result<(Arc<str>, Vec<Rank>)> + Send + Sync,
     ) -> Result<Arc<dyn Communicator>> {
-        let subject = || format!("rank {} meets {name}", self.rank);
-        let mut seats = self.seats.clone();
+        let about = |error: Error| error.about(format!("rank {} of {} meets {asked}", self.rank, self.group));
+        let mut seats = self.seats.subscribe();
+        let mut passed = 0;
         loop {
-            let known = self.known_seats(cx, &mut seats, ranks).await.map_err(|error| error.about(subject()))?;
-            let Some(slot) = self.slot(&name, known.epoch) else { continue };
-            let joined = slot.get_or_try_init(|| self.join(cx, &name, &known, ranks));
+            let known = self.newer_seats(cx, &mut seats, passed).await.map_err(about)?;
+            passed = known.epoch;
+            let (name, ranks) = which(&known.layout).map_err(about)?;
+            if known.of(&ranks).len() < ranks.len() {
+                continue;
+            }
+            let Some(slot) = self.slot(&name, &known) else { continue };
+            let joined = slot.get_or_try_init(|| self.join(cx, &name, &known, &ranks));
             let bound =
                 cx.bound(Execution::NotStarted, async { joined.await.map(|slot| Arc::clone(&slot.communicator)) });
             tokio::select! {
                 biased;
                 // The ranks of an older epoch will never all join.
-                Ok(_) = seats.wait_for(|now| epoch_of(now.as_ref()) > known.epoch) => {}
+                Ok(newer) = seats.wait_for(|now| epoch_of(now.as_ref()) > known.epoch) => {
+                    if let Some(changes) = newer.as_ref().and_then(|newer| newer.changes(&known.of(&ranks))) {
+                        return Err(about(Error::not_started(Code::Unavailable, changes)));
+                    }
+                }
                 joined = bound => return joined,
             }
         }
     }
 
-    /// Waits until the seats of these ranks are known.
-    async fn known_seats(
+    /// Waits for seats of a newer epoch than `passed`.
+    async fn newer_seats(
         &self,
         cx: &CallContext,
         seats: &mut watch::Receiver<Option<Arc<Seats>>>,
-        ranks: &[Rank],
+        passed: u64,
     ) -> Result<Arc<Seats>> {
-        let newest = self.lock().epoch;
-        let has_all = |now: &Option<Arc<Seats>>| {
-            now.as_ref().is_some_and(|now| now.epoch >= newest && now.of(ranks).len() == ranks.len())
+        let newer = async {
+            let known = seats.wait_for(|now| epoch_of(now.as_ref()) > passed).await;
+            let known = known.ok().and_then(|known| known.clone());
+            known.ok_or_else(|| Error::internal("peers hold the seats for as long as they are asked"))
         };
-        let known = async {
-            let known = seats.wait_for(has_all).await;
-            known.map(|known| known.clone().expect("the seats are known")).map_err(|closed| {
-                Error::not_started(Code::Unavailable, "the host of this worker has stopped").caused_by(closed)
-            })
-        };
-        let late = match cx.bound(Execution::NotStarted, known).await {
+        let late = match cx.bound(Execution::NotStarted, newer).await {
             Err(error) if matches!(error.code(), Code::DeadlineExceeded | Code::Cancelled) => error,
             known => return known,
         };
         let missing = match &*self.seats.borrow() {
-            None => "the seats of the group are not known yet".to_owned(),
+            None => "the supervisor of the group has not told its seats: some ranks have not started".to_owned(),
             Some(now) => {
-                let missing = |rank: &Rank| now.seats.iter().all(|seat| seat.rank != *rank);
-                let missing: Vec<Rank> = ranks.iter().copied().filter(missing).collect();
-                format!("epoch {} has no seat for {}", now.epoch, named(&missing))
+                let lost: Vec<String> = now.lost.iter().map(|(rank, end)| format!("rank {rank} {end}")).collect();
+                lost.join("; ")
             }
         };
         Err(Error::not_started(late.code(), format!("{}: {missing}", late.message())))
     }
 
     /// Returns the place of a communicator. Gives up the communicators of older epochs. Returns `None` if the epoch is an older one itself.
-    fn slot(&self, name: &Arc<str>, epoch: u64) -> Option<Arc<OnceCell<Slot>>> {
+    fn slot(&self, name: &Arc<str>, known: &Seats) -> Option<Arc<OnceCell<Slot>>> {
+        let epoch = known.epoch;
         let mut joined = self.lock();
         if epoch > joined.epoch {
             for slot in std::mem::take(&mut joined.slots).into_values() {
                 if let Some(slot) = slot.get() {
-                    slot.communicator.abort(replaced(&slot.communicator, epoch));
+                    slot.communicator.abort(replaced(&slot.communicator, known));
                 }
             }
             joined.epoch = epoch;
@@ -210,7 +219,7 @@ impl Inner {
     async fn join(self: &Arc<Self>, cx: &CallContext, name: &Arc<str>, known: &Seats, ranks: &[Rank]) -> Result<Slot> {
         let meeting = Meeting::new(Arc::clone(name), known.epoch, self.rank, known.of(ranks))?;
         let communicator = self.backend.join(cx, meeting).await?;
-        let follower = tokio::spawn(follow(self.seats.clone(), known.epoch, Arc::downgrade(&communicator)));
+        let follower = tokio::spawn(follow(self.seats.subscribe(), known.epoch, Arc::downgrade(&communicator)));
         Ok(Slot { communicator, _follower: Follower(follower.abort_handle()) })
     }
 
@@ -221,11 +230,9 @@ impl Inner {
 
 /// Aborts a communicator when the group has a newer epoch: its ranks may wait for one that is gone.
 async fn follow(mut seats: watch::Receiver<Option<Arc<Seats>>>, epoch: u64, communicator: Weak<dyn Communicator>) {
-    let Ok(newer) = seats.wait_for(|now| epoch_of(now.as_ref()) > epoch).await.map(|now| epoch_of(now.as_ref())) else {
-        return;
-    };
-    if let Some(communicator) = communicator.upgrade() {
-        communicator.abort(replaced(&communicator, newer));
+    let newer = seats.wait_for(|now| epoch_of(now.as_ref()) > epoch).await.ok().and_then(|now| now.clone());
+    if let (Some(newer), Some(communicator)) = (newer, communicator.upgrade()) {
+        communicator.abort(replaced(&communicator, &newer));
     }
 }
 
@@ -233,9 +240,15 @@ fn epoch_of(seats: Option<&Arc<Seats>>) -> u64 {
     seats.map_or(0, |seats| seats.epoch)
 }
 
-fn replaced(communicator: &Arc<dyn Communicator>, epoch: u64) -> Error {
-    let why = format!("the group is in epoch {epoch}, because its ranks have changed; ask for a new communicator");
-    Error::unknown(Code::FailedPrecondition, why).about(communicator.meeting().to_string())
+fn replaced(communicator: &Arc<dyn Communicator>, newer: &Seats) -> Error {
+    let error = match newer.changes(&communicator.meeting().seats) {
+        Some(changes) => Error::unknown(Code::Unavailable, changes),
+        None => {
+            let why = format!("the group is in epoch {}, because other ranks have changed; ask again", newer.epoch);
+            Error::unknown(Code::FailedPrecondition, why)
+        }
+    };
+    error.about(communicator.meeting().to_string())
 }
 
 impl PartialEq for Peers {

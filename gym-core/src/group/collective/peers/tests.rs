@@ -5,28 +5,32 @@ use futures_util::future::{join_all, try_join_all};
 
 use super::*;
 use crate::group::batch::tensor::Tensor;
-use crate::group::collective::{CommunicatorExt, InProcessCollectives, ReduceOp};
+use crate::group::collective::{CommunicatorExt, InProcessCollectives, ReduceOp, Seat};
 use crate::message::Incarnation;
-
-type SeatsSender = watch::Sender<Option<Arc<Seats>>>;
 
 fn cx() -> CallContext {
     CallContext::within(Duration::from_secs(60))
 }
 
-fn seats(epoch: u64, ranks: impl IntoIterator<Item = Rank>) -> Option<Arc<Seats>> {
-    let seat = |rank| Seat::new(rank, Incarnation(epoch));
-    Some(Arc::new(Seats::new(epoch, ranks.into_iter().map(seat).collect())))
+fn layout() -> RankLayout {
+    RankLayout::new([("data", 2), ("tensor", 2)]).unwrap()
+}
+
+fn seats(epoch: u64, ranks: impl IntoIterator<Item = Rank>) -> Seats {
+    let seat = |rank| Seat::new(rank, Incarnation(1));
+    Seats::new(epoch, layout(), ranks.into_iter().map(seat).collect())
+}
+
+/// Tells all ranks who meets.
+fn tell(peers: &[Peers], seats: &Seats) {
+    assert!(peers.iter().all(|peers| peers.seat(seats.clone())), "they are new");
 }
 
 /// Four ranks: `data` by `tensor`.
-fn group() -> (Vec<Peers>, SeatsSender, InProcessCollectives) {
-    let (sender, backend) = (SeatsSender::new(None), InProcessCollectives::new());
-    let layout = RankLayout::new([("data", 2), ("tensor", 2)]).unwrap();
-    let peers = (0..4)
-        .map(|rank| Peers::new("policy", rank, layout.clone(), Arc::new(backend.clone()), sender.subscribe()))
-        .collect();
-    (peers, sender, backend)
+fn group() -> (Vec<Peers>, InProcessCollectives) {
+    let backend = InProcessCollectives::new();
+    let peers = (0..4).map(|rank| Peers::new("policy", rank, Arc::new(backend.clone()))).collect();
+    (peers, backend)
 }
 
 fn ranks(communicator: &Arc<dyn Communicator>) -> Vec<Rank> {
@@ -40,8 +44,8 @@ async fn along(peers: &[Peers], axis: &str) -> Vec<Arc<dyn Communicator>> {
 
 #[tokio::test(start_paused = true)]
 async fn an_axis_has_the_ranks_that_differ_only_there() {
-    let (peers, sender, _) = group();
-    sender.send_replace(seats(3, 0..4));
+    let (peers, _) = group();
+    tell(&peers, &seats(3, 0..4));
     let (data, tensor, context) = (along(&peers, "data").await, along(&peers, "tensor").await, cx());
     let all = try_join_all(peers.iter().map(|peers| peers.all(&context))).await.unwrap();
     assert_eq!(data.iter().map(ranks).collect::<Vec<_>>(), [[0, 2], [1, 3], [0, 2], [1, 3]]);
@@ -60,16 +64,16 @@ async fn an_axis_has_the_ranks_that_differ_only_there() {
 
 #[tokio::test(start_paused = true)]
 async fn an_epoch_has_one_communicator_however_often_it_is_asked_for() {
-    let (peers, sender, backend) = group();
+    let (peers, backend) = group();
     // Asked for before the seats are known, by two tasks at once.
     let context = cx();
     let first = join_all(peers.iter().chain(&peers).map(|peers| peers.communicator(&context, "tensor")));
     let known = async {
         tokio::task::yield_now().await;
         // One seat of each pair is missing at first.
-        sender.send_replace(seats(1, [0, 3]));
+        tell(&peers, &seats(1, [0, 3]));
         tokio::task::yield_now().await;
-        sender.send_replace(seats(2, 0..4));
+        tell(&peers, &seats(2, 0..4));
     };
     let (first, ()) = tokio::join!(first, known);
     let first: Vec<_> = first.into_iter().map(Result::unwrap).collect();
@@ -85,11 +89,11 @@ async fn an_epoch_has_one_communicator_however_often_it_is_asked_for() {
 
 #[tokio::test(start_paused = true)]
 async fn a_newer_epoch_aborts_the_communicators_of_the_old_one() {
-    let (peers, sender, backend) = group();
-    sender.send_replace(seats(1, 0..4));
+    let (peers, backend) = group();
+    tell(&peers, &seats(1, 0..4));
     let (old, context) = (along(&peers, "data").await, cx());
     let waiting = old[0].barrier(&context);
-    sender.send_replace(seats(2, 0..4));
+    tell(&peers, &seats(2, 0..4));
     // Nobody needs to ask for that.
     let error = waiting.await.unwrap_err();
     assert_eq!(error.code(), Code::FailedPrecondition, "{error}");
@@ -104,12 +108,12 @@ async fn a_newer_epoch_aborts_the_communicators_of_the_old_one() {
 
 #[tokio::test(start_paused = true)]
 async fn a_rank_that_waits_for_others_goes_on_in_the_newer_epoch() {
-    let (peers, sender, backend) = group();
-    sender.send_replace(seats(1, 0..4));
+    let (peers, backend) = group();
+    tell(&peers, &seats(1, 0..4));
     let context = cx();
     let mut early = std::pin::pin!(peers[0].communicator(&context, "data"));
     assert!(early.as_mut().now_or_never().is_none());
-    sender.send_replace(seats(2, 0..4));
+    tell(&peers, &seats(2, 0..4));
     let (early, late) = tokio::join!(early, peers[2].communicator(&context, "data"));
     assert_eq!((early.unwrap().meeting().epoch, late.unwrap().meeting().epoch), (2, 2));
     assert_eq!(backend.meetings(), 1);
@@ -117,33 +121,32 @@ async fn a_rank_that_waits_for_others_goes_on_in_the_newer_epoch() {
 
 #[tokio::test(start_paused = true)]
 async fn an_error_says_what_was_missing() {
-    let (peers, sender, backend) = group();
+    let (peers, backend) = group();
     let soon = || CallContext::within(Duration::from_secs(1));
     let ask = async |axis: &'static str| peers[1].communicator(&soon(), axis).await.unwrap_err();
-    let unknown = ask("expert").await;
-    assert_eq!(unknown.code(), Code::InvalidArgument);
-    assert!(unknown.to_string().contains("data, tensor"), "{unknown}");
     let cases = [
         (
             None,
-            "rank 1 meets policy/data[tensor=1]: the deadline has passed after a wait of 1.0 s: the seats of the group are not known yet",
+            "rank 1 of policy meets data: the deadline has passed after a wait of 1.0 s: the supervisor of the group has not told its seats",
         ),
-        (seats(4, 0..3), "epoch 4 has no seat for rank 3"),
+        (Some(seats(4, 0..3).without([(3, "died by signal 9".to_owned())])), "wait of 1.0 s: rank 3 died by signal 9"),
         (
-            seats(5, 0..4),
+            Some(seats(5, 0..4)),
             "join meeting policy/data[tensor=1] (epoch 5) as rank 1: the deadline has passed after a wait of 1.0 s; rank 3 has not joined",
         ),
     ];
     for (known, text) in cases {
-        sender.send_replace(known);
+        if let Some(known) = known {
+            tell(&peers, &known);
+        }
         let error = ask("data").await;
         assert_eq!(error.code(), Code::DeadlineExceeded);
         assert!(error.to_string().contains(text), "{error}");
     }
+    let unknown = ask("expert").await;
+    assert_eq!(unknown.code(), Code::InvalidArgument);
+    assert!(unknown.to_string().contains("data, tensor"), "{unknown}");
     assert_eq!(backend.meetings(), 0, "a failed join leaves nothing");
-    sender.send_replace(None);
-    drop(sender);
-    assert_eq!(ask("data").await.code(), Code::Unavailable);
     let empty = Peers::default();
     let error = empty.all(&soon()).await.unwrap_err();
     assert_eq!(error.code(), Code::Unimplemented);
@@ -151,4 +154,61 @@ async fn an_error_says_what_was_missing() {
     assert_eq!((empty.clone(), format!("{empty:?}").as_str()), (Peers::default(), "Peers(none)"));
     assert_ne!(peers[0], peers[1]);
     assert_eq!(peers[0], peers[0].clone());
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_rank_that_waits_for_a_lost_one_is_told_and_one_that_asks_later_waits_for_its_return() {
+    let (peers, backend) = group();
+    tell(&peers, &seats(1, 0..4));
+    let context = cx();
+    let mut waiting = std::pin::pin!(peers[0].communicator(&context, "data"));
+    assert!(waiting.as_mut().now_or_never().is_none());
+    tell(&peers, &seats(2, [0, 1, 3]).without([(2, "died by signal 9".to_owned())]));
+    let error = waiting.await.map(drop).unwrap_err();
+    assert_eq!((error.code(), error.execution()), (Code::Unavailable, Execution::NotStarted));
+    assert!(error.to_string().ends_with("rank 0 of policy meets data: rank 2 died by signal 9"), "{error}");
+    // Its next call, which may come before the seats of the restarted rank.
+    let mut early = std::pin::pin!(peers[0].communicator(&context, "data"));
+    assert!(early.as_mut().now_or_never().is_none());
+    let mut back = seats(3, 0..4);
+    back.seats[2].incarnation = Incarnation(2);
+    tell(&peers, &back);
+    let (early, late) = tokio::join!(early, peers[2].communicator(&context, "data"));
+    assert_eq!((early.unwrap().meeting().epoch, late.unwrap().meeting().epoch), (3, 3));
+    assert_eq!(backend.meetings(), 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_transfer_names_the_rank_that_was_lost_or_replaced() {
+    let mut replaced = seats(2, 0..4);
+    replaced.seats[3].incarnation = Incarnation(7);
+    for (newer, code, text) in [
+        (seats(2, [0, 1, 3]).without([(2, "died".to_owned())]), Code::Unavailable, "(epoch 1): rank 2 died"),
+        (replaced, Code::Unavailable, "(epoch 1): rank 3 was replaced by its incarnation 7"),
+        (seats(2, 0..4), Code::FailedPrecondition, "(epoch 1): the group is in epoch 2"),
+    ] {
+        let (peers, _) = group();
+        tell(&peers, &seats(1, 0..4));
+        let context = cx();
+        let all = try_join_all(peers.iter().map(|peers| peers.all(&context))).await.unwrap();
+        let waiting = all[0].barrier(&context);
+        tell(&peers, &newer);
+        let error = waiting.await.unwrap_err();
+        assert_eq!(error.code(), code, "{error}");
+        assert!(error.to_string().contains(text), "{error}");
+        assert!(!peers[0].seat(seats(2, 0..4)), "an epoch is told once");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn peers_that_are_closed_end_what_waits_for_their_rank() {
+    let (peers, _) = group();
+    tell(&peers, &seats(1, 0..4));
+    let context = cx();
+    let all = try_join_all(peers.iter().map(|peers| peers.all(&context))).await.unwrap();
+    let waiting = all[0].barrier(&context);
+    peers[3].close();
+    let error = waiting.await.unwrap_err();
+    assert_eq!(error.code(), Code::Unavailable);
+    assert!(error.to_string().contains("rank 3 has ended"), "{error}");
 }

@@ -36,12 +36,16 @@ use stats::{CallStats, QueueFull};
 
 use crate::base::cancel::CancelToken;
 use crate::base::error::{Code, Error, Result};
+use crate::group::collective::Seats;
 use crate::group::worker::{Methods, PREFIX, Worker, WorkerEnv};
 use crate::message::{Request, Response, Verb};
 use crate::transport::{Endpoint, Handler};
 
 /// The route of the [`WorkerStatus`] as JSON, which the host returns at once, whatever the worker is doing.
 pub const STATUS_ROUTE: &str = "/worker/status";
+/// The route to which the supervisor posts the [`Seats`] of the group, as JSON; 404 at a host that does not connect ranks. Served at once, whatever the
+/// worker is doing.
+pub const SEATS_ROUTE: &str = "/worker/seats";
 /// The route of the endpoints that serve [`STATUS_ROUTE`] on a thread of their own, as a JSON list; 404 at a host without them.
 pub const CONTROL_ROUTE: &str = "/worker/control";
 
@@ -210,6 +214,7 @@ impl Core {
 
     fn kill(&self) {
         self.stopping.store(true, Ordering::Release);
+        self.env.peers.close();
         self.end();
         // A concurrent stop need not wait any longer.
         self.killed.cancel();
@@ -268,6 +273,7 @@ impl Core {
         let written = match (request.verb, request.route.path(), self.control.get()) {
             (Verb::Get, STATUS_ROUTE, _) => Some(serde_json::to_vec(&self.stats.status())),
             (Verb::Get, CONTROL_ROUTE, Some(endpoints)) => Some(serde_json::to_vec(endpoints)),
+            (Verb::Post, SEATS_ROUTE, _) if self.env.peers.connect() => Some(serde_json::to_vec(&self.seat(request)?)),
             _ => None,
         };
         if let Some(written) = written {
@@ -278,6 +284,15 @@ impl Core {
             Code::NotFound,
             format!("no method at {}; this worker handles {}", request.route, self.methods.join(", ")),
         ))
+    }
+}
+
+impl Core {
+    /// Takes the seats of the group from its supervisor. Returns `false` if newer ones are known.
+    fn seat(&self, request: &Request) -> Result<bool> {
+        let seats: Seats = serde_json::from_slice(&request.message.head.to_bytes())
+            .map_err(|error| Error::invalid(format!("{SEATS_ROUTE} takes the seats of a group: {error}")))?;
+        Ok(self.env.peers.seat(seats))
     }
 }
 
