@@ -112,6 +112,17 @@ async fn a_rank_that_waits_for_a_lost_one_is_told_who_it_was() {
 }
 
 #[tokio::test]
+async fn after_a_step_that_failed_the_same_ranks_meet_again() {
+    let group = supervised().await;
+    let before = sums(&group, "").await[0].1;
+    let late = group.call(summing::sum, (String::new(), Some(2))).deadline(Duration::from_millis(200)).await;
+    assert_eq!(late.unwrap_err().cause().code(), Code::DeadlineExceeded);
+    let after = sums(&group, "").await;
+    assert_eq!((values(&after), after[0].1), (vec![10.0; 4], before));
+    group.shutdown(SOON).await.unwrap();
+}
+
+#[tokio::test]
 async fn a_rank_alone_says_whom_it_waited_for() {
     let group = supervised().await;
     let alone = group.call(summing::sum, ("data".to_owned(), None)).dispatch(Dispatch::rank(1));

@@ -4,6 +4,7 @@ use std::collections::HashMap;
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
+use futures_util::FutureExt as _;
 use tokio::sync::OnceCell;
 use tokio::task::AbortHandle;
 
@@ -34,7 +35,14 @@ struct Inner {
 #[derive(Default)]
 struct Joined {
     epoch: u64,
-    slots: HashMap<Arc<str>, Arc<OnceCell<Slot>>>,
+    slots: HashMap<Arc<str>, Slots>,
+}
+
+/// The communicators of one name: the newest, which may be forming, and how many before it have failed.
+#[derive(Default)]
+struct Slots {
+    newest: Arc<OnceCell<Slot>>,
+    failed: u32,
 }
 
 struct Slot {
@@ -60,7 +68,8 @@ impl Peers {
     }
 
     /// Returns the communicator of the ranks that differ from this one only on `axis`, in the newest epoch. Waits until the group's
-    /// seats are known and all of these ranks have asked. Within an epoch, returns the same communicator every time.
+    /// seats are known and all of these ranks have asked. Within an epoch, returns the same communicator until it fails, and then a new one:
+    /// the ranks have all seen the failure. The name of its meeting ends with `#2`.
     ///
     /// A newer epoch aborts the communicators of older ones: with `Unavailable` and the end of each lost rank, or with `FailedPrecondition` if only
     /// ranks outside of the meeting have changed.
@@ -113,7 +122,7 @@ impl Peers {
     pub fn close(&self) {
         let Some(inner) = &self.0 else { return };
         let slots = std::mem::take(&mut inner.lock().slots);
-        for slot in slots.values().filter_map(|slot| slot.get()) {
+        for slot in slots.values().filter_map(|slots| slots.newest.get()) {
             let why = Error::unknown(Code::Unavailable, format!("rank {} has ended", inner.rank));
             slot.communicator.abort(why.about(slot.communicator.meeting().to_string()));
         }
@@ -158,7 +167,7 @@ impl Inner {
             if known.of(&ranks).len() < ranks.len() {
                 continue;
             }
-            let Some(slot) = self.slot(&name, &known) else { continue };
+            let Some((name, slot)) = self.slot(&name, &known) else { continue };
             let joined = slot.get_or_try_init(|| self.join(cx, &name, &known, &ranks));
             let bound =
                 cx.bound(Execution::NotStarted, async { joined.await.map(|slot| Arc::clone(&slot.communicator)) });
@@ -201,19 +210,31 @@ impl Inner {
         Err(Error::not_started(late.code(), format!("{}: {missing}", late.message())))
     }
 
-    /// Returns the place of a communicator. Gives up the communicators of older epochs. Returns `None` if the epoch is an older one itself.
-    fn slot(&self, name: &Arc<str>, known: &Seats) -> Option<Arc<OnceCell<Slot>>> {
+    /// Returns the name of a meeting and the place of its communicator: a new place, if the last communicator has failed. Gives up the communicators of older
+    /// epochs. Returns `None` if the epoch is an older one itself.
+    fn slot(&self, name: &Arc<str>, known: &Seats) -> Option<(Arc<str>, Arc<OnceCell<Slot>>)> {
         let epoch = known.epoch;
         let mut joined = self.lock();
         if epoch > joined.epoch {
             for slot in std::mem::take(&mut joined.slots).into_values() {
-                if let Some(slot) = slot.get() {
+                if let Some(slot) = slot.newest.get() {
                     slot.communicator.abort(replaced(&slot.communicator, known));
                 }
             }
             joined.epoch = epoch;
         }
-        (epoch == joined.epoch).then(|| Arc::clone(joined.slots.entry(Arc::clone(name)).or_default()))
+        if epoch < joined.epoch {
+            return None;
+        }
+        let slots = joined.slots.entry(Arc::clone(name)).or_default();
+        if slots.newest.get().is_some_and(|slot| slot.communicator.closed().now_or_never().is_some()) {
+            *slots = Slots { newest: Arc::default(), failed: slots.failed + 1 };
+        }
+        let name = match slots.failed {
+            0 => Arc::clone(name),
+            failed => format!("{name}#{}", failed + 1).into(),
+        };
+        Some((name, Arc::clone(&slots.newest)))
     }
 
     async fn join(self: &Arc<Self>, cx: &CallContext, name: &Arc<str>, known: &Seats, ranks: &[Rank]) -> Result<Slot> {

@@ -212,3 +212,24 @@ async fn peers_that_are_closed_end_what_waits_for_their_rank() {
     assert_eq!(error.code(), Code::Unavailable);
     assert!(error.to_string().contains("rank 3 has ended"), "{error}");
 }
+
+#[tokio::test(start_paused = true)]
+async fn ranks_that_have_failed_together_meet_again_in_the_same_epoch() {
+    let (peers, backend) = group();
+    tell(&peers, &seats(1, 0..4));
+    let context = cx();
+    for name in
+        ["policy/data[tensor=0] (epoch 1)", "policy/data[tensor=0]#2 (epoch 1)", "policy/data[tensor=0]#3 (epoch 1)"]
+    {
+        let data = along(&peers, "data").await;
+        assert_eq!(data[0].meeting().to_string(), format!("meeting {name}"));
+        let sums = join_all(data.iter().map(|data| data.barrier(&context))).await;
+        assert!(sums.iter().all(Result::is_ok));
+        // Rank 2 is late.
+        let late = data[0].barrier(&CallContext::within(Duration::from_secs(1))).await.unwrap_err();
+        assert_eq!(late.code(), Code::DeadlineExceeded);
+        data[1].abort(Error::internal("of the other pair"));
+    }
+    let again = along(&peers, "data").await;
+    assert_eq!((again[0].meeting().epoch, backend.meetings()), (1, 2), "the meetings that failed are forgotten");
+}
