@@ -7,7 +7,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use bytes::Bytes;
 use gym_core::group::collective::{Seat, Seats};
-use gym_core::group::{Rank, RankLayout};
+use gym_core::group::{Rank, RankLayout, RankState};
 use gym_core::{Channel, Code, Endpoint, Error, Incarnation};
 
 use crate::supervise::record::RankRecord;
@@ -21,9 +21,9 @@ pub(super) struct Seating {
     text: Bytes,
     /// The epoch that a rank was last told, or that its host cannot be told.
     told: BTreeMap<Rank, (Incarnation, u64)>,
-    posting: BTreeSet<Rank>,
+    posting: BTreeSet<(Rank, Incarnation)>,
     /// Ranks whose last post failed. They are told again after a pause.
-    failed: BTreeSet<Rank>,
+    failed: BTreeSet<(Rank, Incarnation)>,
 }
 
 /// Seats for one rank.
@@ -72,6 +72,10 @@ impl Seating {
 
     /// Returns the posts that are due now. Each of them ends with [`posted`](Self::posted).
     pub(super) fn due(&mut self, records: &[RankRecord]) -> Vec<SeatsPost> {
+        // A group that stops lets its calls finish: a rank that has none left ends before the others, and is not lost.
+        if records.iter().any(|record| record.state() == RankState::Stopped) {
+            return Vec::new();
+        }
         let present: Vec<Present<'_>> = records.iter().filter_map(Present::of).collect();
         if let Some(newer) = self.newer(records, &present) {
             self.text = serde_json::to_vec(&newer).expect("seats have no map with other keys than numbers").into();
@@ -81,7 +85,9 @@ impl Seating {
         let untold = |rank: &&Present<'_>| self.told.get(&rank.rank) != Some(&(rank.incarnation, seats.epoch));
         let due: Vec<SeatsPost> = present
             .iter()
-            .filter(|rank| !self.posting.contains(&rank.rank) && !self.failed.contains(&rank.rank))
+            .filter(|rank| {
+                [&self.posting, &self.failed].iter().all(|set| !set.contains(&(rank.rank, rank.incarnation)))
+            })
             .filter(untold)
             .map(|rank| SeatsPost {
                 rank: rank.rank,
@@ -91,7 +97,7 @@ impl Seating {
                 seats: self.text.clone(),
             })
             .collect();
-        self.posting.extend(due.iter().map(|post| post.rank));
+        self.posting.extend(due.iter().map(|post| (post.rank, post.incarnation)));
         due
     }
 
@@ -102,10 +108,10 @@ impl Seating {
 
     /// Records the end of a post. The host of a rank may not know such posts; any other failure is [tried again](Self::retry).
     pub(super) fn posted(&mut self, rank: Rank, incarnation: Incarnation, epoch: u64, ended: Result<(), &Error>) {
-        self.posting.remove(&rank);
+        self.posting.remove(&(rank, incarnation));
         match ended {
             Err(error) if error.code() != Code::NotFound => {
-                self.failed.insert(rank);
+                self.failed.insert((rank, incarnation));
             }
             _ => {
                 self.told.insert(rank, (incarnation, epoch));
@@ -153,6 +159,7 @@ mod tests {
     use tokio::time::Instant;
 
     use super::*;
+    use crate::health::HealthEvent;
     use crate::provision::RankPlace;
     use crate::supervise::options::GroupOptions;
 
@@ -233,6 +240,31 @@ mod tests {
         let seats = seats.unwrap();
         assert_eq!((ranks, seats.epoch, seats.lost.len()), (vec![0, 1, 2], 4, 0));
         assert_eq!(incarnations(&seats), [(0, 1), (1, 2), (2, 2)]);
+    }
+
+    #[test]
+    fn ranks_of_a_group_that_stops_are_not_lost() {
+        let mut played = Played::new();
+        (0..3).for_each(|rank| played.connect(rank));
+        assert_eq!(played.told().0, [0, 1, 2]);
+        let options = GroupOptions::new(Transports::new());
+        for record in &mut played.records {
+            record.note(HealthEvent::Stopped, &options);
+        }
+        played.lose(1);
+        assert_eq!(played.told(), (vec![], None), "the calls of the others go on");
+    }
+
+    #[test]
+    fn a_restarted_rank_does_not_wait_for_a_post_to_its_last_incarnation() {
+        let mut played = Played::new();
+        (0..3).for_each(|rank| played.connect(rank));
+        let posts = played.seating.due(&played.records);
+        played.lose(1);
+        let broken = Error::unknown(Code::Unavailable, "the connection broke");
+        played.seating.posted(1, posts[1].incarnation, posts[1].epoch, Err(&broken));
+        played.restart(1);
+        assert_eq!(played.told().0, [1], "the posts to the others are under way");
     }
 
     #[test]
