@@ -15,7 +15,7 @@ const LIMIT: Duration = Duration::from_secs(120);
 const LIMITS: &[(&str, u64)] = &[("gym-examples::bad_input", 300), ("gym-examples::cluster", 240)];
 
 /// Cases that compute: the begin of the name, and the cores that they use. All others mostly wait.
-const CORES: &[(&str, usize)] = &[("gym-server::simulation no_seed", 2)];
+const CORES: &[(&str, usize)] = &[("gym-server::simulation no_seed", 2), ("gym-client::config_peer shipped_", 1)];
 
 /// A test, or a command of the gate's script.
 #[derive(Debug)]
