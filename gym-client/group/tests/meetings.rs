@@ -11,8 +11,12 @@ use gym_group::{
     Dispatch, Group, GroupOptions, InProcessGroup, InProcessRanks, LaunchSpec, Payload, Rank, RankLayout, RankPlace,
     Tensor, WorkerEnv, WorkerGroupExt, WorkerKind, Workers,
 };
+use tokio::sync::Semaphore;
 
 const SOON: Duration = Duration::from_secs(30);
+
+/// One permit for each rank that is about to ask for the communicator of an axis in which a rank is absent.
+static ASKS: Semaphore = Semaphore::const_new(0);
 
 struct Summing {
     rank: Rank,
@@ -29,6 +33,9 @@ worker! {
             let (axis, absent) = call.value;
             if absent == Some(self.rank) {
                 return Ok((0.0, 0).into());
+            }
+            if absent.is_some() && !axis.is_empty() {
+                ASKS.add_permits(1);
             }
             let peers = match &*axis {
                 "" => self.peers.all(cx).await?,
@@ -98,8 +105,11 @@ async fn ranks_with_a_supervisor_meet() {
 #[tokio::test]
 async fn a_rank_that_waits_for_a_lost_one_is_told_who_it_was() {
     let group = supervised().await;
-    let waiting = group.call(summing::sum, (String::new(), Some(2))).deadline(SOON).start().await.unwrap();
-    tokio::time::sleep(Duration::from_millis(50)).await;
+    // Its ranks know who meets.
+    sums(&group, "").await;
+    let waiting = group.call(summing::sum, ("data".to_owned(), Some(2))).deadline(SOON).start().await.unwrap();
+    // Each of them asks in the same poll.
+    drop(tokio::time::timeout(SOON, ASKS.acquire_many(3)).await.unwrap());
     group.kill(2).await.unwrap();
     let error = waiting.await.unwrap_err();
     assert_eq!(error.cause().code(), Code::Unavailable, "{error}");

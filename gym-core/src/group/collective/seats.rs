@@ -40,15 +40,19 @@ impl Seats {
     /// Says which of these ranks have been lost or replaced since, and how each of them ended. `None` if none has.
     pub(super) fn changes(&self, before: &[Seat]) -> Option<String> {
         let change = |seat: &Seat| {
-            if let Some(end) = self.lost.get(&seat.rank) {
-                return Some(format!("rank {} {end}", seat.rank));
-            }
-            let now = self.seats.iter().find(|now| now.rank == seat.rank)?;
-            let replaced = format!("rank {} was replaced by its incarnation {}", now.rank, now.incarnation);
-            (now.incarnation != seat.incarnation).then_some(replaced)
+            self.end_of(seat.rank).or_else(|| {
+                let now = self.seats.iter().find(|now| now.rank == seat.rank)?;
+                let replaced = format!("rank {} was replaced by its incarnation {}", now.rank, now.incarnation);
+                (now.incarnation != seat.incarnation).then_some(replaced)
+            })
         };
         let changes: Vec<String> = before.iter().filter_map(change).collect();
         (!changes.is_empty()).then(|| changes.join("; "))
+    }
+
+    /// Says how a rank has ended, if it is lost.
+    pub(super) fn end_of(&self, rank: Rank) -> Option<String> {
+        self.lost.get(&rank).map(|end| format!("rank {rank} {end}"))
     }
 
     pub(super) fn of(&self, ranks: &[Rank]) -> Vec<Seat> {

@@ -101,7 +101,7 @@ impl Peers {
 
     /// For hosts of workers: returns `true` unless the peers are empty.
     #[must_use]
-    pub fn connect(&self) -> bool {
+    pub fn connects(&self) -> bool {
         self.0.is_some()
     }
 
@@ -202,10 +202,7 @@ impl Inner {
         };
         let missing = match &*self.seats.borrow() {
             None => "the supervisor of the group has not told its seats: some ranks have not started".to_owned(),
-            Some(now) => {
-                let lost: Vec<String> = now.lost.iter().map(|(rank, end)| format!("rank {rank} {end}")).collect();
-                lost.join("; ")
-            }
+            Some(now) => now.lost.keys().filter_map(|rank| now.end_of(*rank)).collect::<Vec<_>>().join("; "),
         };
         Err(Error::not_started(late.code(), format!("{}: {missing}", late.message())))
     }

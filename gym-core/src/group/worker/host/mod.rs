@@ -273,7 +273,7 @@ impl Core {
         let written = match (request.verb, request.route.path(), self.control.get()) {
             (Verb::Get, STATUS_ROUTE, _) => Some(serde_json::to_vec(&self.stats.status())),
             (Verb::Get, CONTROL_ROUTE, Some(endpoints)) => Some(serde_json::to_vec(endpoints)),
-            (Verb::Post, SEATS_ROUTE, _) if self.env.peers.connect() => Some(serde_json::to_vec(&self.seat(request)?)),
+            (Verb::Post, SEATS_ROUTE, _) if self.env.peers.connects() => Some(serde_json::to_vec(&self.seat(request)?)),
             _ => None,
         };
         if let Some(written) = written {
@@ -285,10 +285,8 @@ impl Core {
             format!("no method at {}; this worker handles {}", request.route, self.methods.join(", ")),
         ))
     }
-}
 
-impl Core {
-    /// Takes the seats of the group from its supervisor. Returns `false` if newer ones are known.
+    /// Takes the seats of the group from its supervisor. Returns `false` if these or newer ones are known.
     fn seat(&self, request: &Request) -> Result<bool> {
         let seats: Seats = serde_json::from_slice(&request.message.head.to_bytes())
             .map_err(|error| Error::invalid(format!("{SEATS_ROUTE} takes the seats of a group: {error}")))?;
