@@ -95,6 +95,7 @@
 #![forbid(unsafe_code)]
 
 pub mod call;
+pub mod collective;
 #[cfg(target_os = "linux")]
 mod cluster;
 pub mod health;

@@ -26,9 +26,10 @@ struct Failure {
     chain: Vec<ErrorLink>,
 }
 
-/// Returns the value of [`FAILURE_METADATA`] for an error. Long messages are cut. If the chain has too many bytes, its middle is left
+/// Returns the class and the causes of an error as JSON in ASCII, for messages that carry an error. Long messages are cut. If the chain has too many bytes, its middle is left
 /// out, because the innermost cause explains the most.
-pub(crate) fn write(error: &Error) -> String {
+#[must_use]
+pub fn write(error: &Error) -> String {
     let mut chain = error.chain();
     for link in &mut chain {
         shorten(&mut link.subject, MESSAGE_CHARS_MAX);
@@ -52,8 +53,9 @@ pub(crate) fn write(error: &Error) -> String {
     }
 }
 
-/// Returns the error that [`write`] wrote, or `None` if the text is not of that form.
-pub(crate) fn read(text: &str, code: Code, execution: Execution) -> Option<Error> {
+/// Returns the error that [`write_failure`](crate::message::write_failure) wrote, with this code and execution; `None` if the text is not of that form.
+#[must_use]
+pub fn read(text: &str, code: Code, execution: Execution) -> Option<Error> {
     let failure: Failure = serde_json::from_str(text).ok()?;
     let mut links = failure.chain.into_iter().rev();
     let innermost = links.next()?;

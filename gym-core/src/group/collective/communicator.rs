@@ -11,6 +11,7 @@ use crate::group::collective::meeting::Meeting;
 use crate::group::collective::operation::Collective;
 use crate::group::collective::transfer::Transfer;
 use crate::message::CallContext;
+use crate::transport::Handler;
 
 /// One rank of a meeting. Object-safe, and called through [`CommunicatorExt`](crate::group::collective::CommunicatorExt).
 ///
@@ -54,4 +55,10 @@ pub trait Collectives: fmt::Debug + Send + Sync + 'static {
     /// - `FailedPrecondition`: another rank has other seats for this name and epoch.
     /// - `AlreadyExists`: the rank has joined before.
     async fn join(&self, cx: &CallContext, meeting: Meeting) -> Result<Arc<dyn Communicator>>;
+
+    /// Returns what serves the messages of other ranks at [`COLLECTIVE_ROUTE`](crate::group::COLLECTIVE_ROUTE) of the worker's host. The default is
+    /// `None`, for a backend whose ranks exchange no messages.
+    fn handler(&self) -> Option<Arc<dyn Handler>> {
+        None
+    }
 }

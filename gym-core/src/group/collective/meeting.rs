@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
-use crate::base::error::{Error, Result};
+use crate::base::error::{Code, Error, Result};
 use crate::group::collective::buffer::Buffer;
 use crate::group::collective::operation::{Call, Collective, named};
 use crate::group::collective::reduction::{Reduction, check_dtype};
@@ -113,6 +113,31 @@ impl Meeting {
         }
     }
 
+    /// Rejects a meeting for which another rank has other seats, given by rank and incarnation.
+    ///
+    /// # Errors
+    /// `FailedPrecondition`; the error names the seats that only one of them has.
+    pub fn check_same_seats(&self, others: &[(Rank, Incarnation)]) -> Result<()> {
+        fn text(seats: &[(Rank, Incarnation)]) -> String {
+            let seats: Vec<String> =
+                seats.iter().map(|(rank, incarnation)| format!("rank {rank} (incarnation {incarnation})")).collect();
+            if seats.is_empty() { "nobody else".to_owned() } else { seats.join(", ") }
+        }
+        let own = identities(&self.seats);
+        if own == others {
+            return Ok(());
+        }
+        let only = |these: &[(Rank, Incarnation)], those: &[(Rank, Incarnation)]| -> Vec<_> {
+            these.iter().copied().filter(|seat| !those.contains(seat)).collect()
+        };
+        let why = format!(
+            "the ranks that joined before have other seats: this rank expects {}, they expect {}; every change of the seats needs a new epoch",
+            text(&only(&own, others)),
+            text(&only(others, &own)),
+        );
+        Err(Error::not_started(Code::FailedPrecondition, why))
+    }
+
     /// Returns what the caller calls. Rejects what no backend does, so that all backends reject the same calls.
     ///
     /// # Errors
@@ -143,6 +168,12 @@ impl Meeting {
         }
         Ok(Call { operation, dtype: buffer.dtype, elements: buffer.elements() })
     }
+}
+
+/// Returns the ranks of seats with their incarnations.
+#[must_use]
+pub fn identities(seats: &[Seat]) -> Vec<(Rank, Incarnation)> {
+    seats.iter().map(|seat| (seat.rank, seat.incarnation)).collect()
 }
 
 impl fmt::Display for Meeting {

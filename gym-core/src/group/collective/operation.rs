@@ -4,6 +4,7 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
+use crate::base::error::{Code, Error};
 use crate::group::batch::tensor::DType;
 use crate::group::layout::Rank;
 
@@ -144,6 +145,23 @@ impl fmt::Display for Call {
             operation => write!(f, "{operation} of {} {}", self.elements, self.dtype),
         }
     }
+}
+
+/// Returns the error of two ranks that make different calls at one place of the order, for backends. It has no subject.
+#[must_use]
+pub fn different_calls(one: (Rank, Call), other: (Rank, Call)) -> Error {
+    let (first, second) = if other.0 < one.0 { (other, one) } else { (one, other) };
+    let why = format!(
+        "rank {} calls {}, and rank {} calls {}; all ranks must make the same calls in the same order",
+        first.0, first.1, second.0, second.1
+    );
+    Error::not_started(Code::FailedPrecondition, why)
+}
+
+/// Returns `rank 3 has` or `ranks 1, 2 have`, for the errors of backends.
+#[must_use]
+pub fn has(ranks: &[Rank]) -> String {
+    format!("{} {}", named(ranks), if ranks.len() == 1 { "has" } else { "have" })
 }
 
 /// Returns the text of some ranks: `rank 3`, `ranks 0, 2`, or the first few and the number of the others.

@@ -16,8 +16,8 @@ use async_trait::async_trait;
 use crate::base::error::{Code, Error, Execution, Result};
 use crate::group::collective::buffer::Buffer;
 use crate::group::collective::communicator::{Collectives, Communicator};
-use crate::group::collective::meeting::{Meeting, Seat};
-use crate::group::collective::operation::{Collective, named};
+use crate::group::collective::meeting::{Meeting, identities};
+use crate::group::collective::operation::{Collective, has};
 use crate::group::collective::transfer::Transfer;
 use crate::group::layout::Rank;
 use crate::message::CallContext;
@@ -61,7 +61,7 @@ impl InProcessCollectives {
             Entry::Vacant(entry) => Arc::clone(entry.insert(Arc::new(Room::new(&meeting)))),
             Entry::Occupied(entry) => {
                 let room = entry.get();
-                check_same_seats(&meeting, room.seats())?;
+                meeting.check_same_seats(&identities(room.seats()))?;
                 Arc::clone(room)
             }
         };
@@ -135,36 +135,6 @@ impl Drop for InProcessCommunicator {
             rooms.remove(&(Arc::clone(&self.meeting.name), self.meeting.epoch));
         }
     }
-}
-
-/// Rejects a meeting whose ranks or incarnations differ from those with which the room was opened.
-fn check_same_seats(meeting: &Meeting, others: &[Seat]) -> Result<()> {
-    fn identities(seats: &[Seat]) -> Vec<(Rank, u64)> {
-        seats.iter().map(|seat| (seat.rank, seat.incarnation.0)).collect()
-    }
-    fn text(seats: &[(Rank, u64)]) -> String {
-        let seats: Vec<String> =
-            seats.iter().map(|(rank, incarnation)| format!("rank {rank} (incarnation {incarnation})")).collect();
-        if seats.is_empty() { "nobody else".to_owned() } else { seats.join(", ") }
-    }
-    let (own, others) = (identities(&meeting.seats), identities(others));
-    if own == others {
-        return Ok(());
-    }
-    let only = |these: &[(Rank, u64)], those: &[(Rank, u64)]| -> Vec<_> {
-        these.iter().copied().filter(|seat| !those.contains(seat)).collect()
-    };
-    let why = format!(
-        "the ranks that joined before have other seats: this rank expects {}, they expect {}; every change of the seats needs a new epoch",
-        text(&only(&own, &others)),
-        text(&only(&others, &own)),
-    );
-    Err(Error::not_started(Code::FailedPrecondition, why))
-}
-
-/// Returns `rank 3 has` or `ranks 1, 2 have`.
-fn has(ranks: &[Rank]) -> String {
-    format!("{} {}", named(ranks), if ranks.len() == 1 { "has" } else { "have" })
 }
 
 impl Registry {

@@ -8,14 +8,13 @@ use tokio::runtime::Handle;
 use tokio::task::AbortHandle;
 use tokio::time::Instant;
 
-use super::has;
 use super::work::{Deposit, Work};
 use crate::base::cancel::CancelToken;
 use crate::base::error::{Code, Error, Execution, Result};
 use crate::group::collective::buffer::Buffer;
 use crate::group::collective::cause::FirstCause;
 use crate::group::collective::meeting::{Meeting, Seat};
-use crate::group::collective::operation::{Call, Collective};
+use crate::group::collective::operation::{Call, Collective, different_calls, has};
 use crate::group::collective::transfer::Transfer;
 use crate::group::layout::Rank;
 use crate::message::CallContext;
@@ -262,12 +261,8 @@ impl Room {
         if new.deposit.call.agrees_with(&other.deposit.call) {
             return None;
         }
-        let (first, second) = if other.position < new.position { (other, new) } else { (new, other) };
-        let called =
-            |waiting: &Waiting| format!("rank {} calls {}", self.seats[waiting.position].rank, waiting.deposit.call);
-        let why =
-            format!("{}, and {}; all ranks must make the same calls in the same order", called(first), called(second));
-        Some(Error::not_started(Code::FailedPrecondition, why).about(new.subject.clone()))
+        let called = |waiting: &Waiting| (self.seats[waiting.position].rank, waiting.deposit.call);
+        Some(different_calls(called(other), called(new)).about(new.subject.clone()))
     }
 
     /// Returns the error of the first call that waits for a rank which has left.

@@ -15,6 +15,7 @@ use crate::group::collective::meeting::Meeting;
 use crate::group::collective::seats::Seats;
 use crate::group::layout::{Rank, RankLayout};
 use crate::message::CallContext;
+use crate::transport::Handler;
 
 /// The communicators of one rank of a group. Clones share them. The default is empty: its host does not connect ranks.
 ///
@@ -116,6 +117,12 @@ impl Peers {
             newer
         };
         self.0.as_ref().is_some_and(|inner| inner.seats.send_if_modified(newer))
+    }
+
+    /// For hosts of workers: returns what serves the messages of other ranks, whatever the worker is doing; see [`Collectives::handler`].
+    #[must_use]
+    pub fn handler(&self) -> Option<Arc<dyn Handler>> {
+        self.0.as_ref()?.backend.handler()
     }
 
     /// For hosts of workers: the rank has ended. Aborts its communicators with `Unavailable`.

@@ -46,6 +46,9 @@ pub const STATUS_ROUTE: &str = "/worker/status";
 /// The route to which the supervisor posts the [`Seats`] of the group, as JSON; 404 at a host that does not connect ranks. Served at once, whatever the
 /// worker is doing.
 pub const SEATS_ROUTE: &str = "/worker/seats";
+/// The route to which other ranks send the messages of collective operations, for the backend of [`Peers`](crate::group::collective::Peers). Served at
+/// once, so that an operation within an exclusive call never waits for that call.
+pub const COLLECTIVE_ROUTE: &str = "/worker/collective";
 /// The route of the endpoints that serve [`STATUS_ROUTE`] on a thread of their own, as a JSON list; 404 at a host without them.
 pub const CONTROL_ROUTE: &str = "/worker/control";
 
@@ -249,7 +252,7 @@ impl Core {
             self.methods.iter().position(|known| *known == name)
         };
         let Some(method) = named(request.route.as_str()).or_else(|| named(request.route.path())) else {
-            return self.other(&request);
+            return self.other(request);
         };
         if self.stopping.load(Ordering::Acquire) {
             return Err(Error::not_started(Code::Unavailable, "the worker takes no new calls"));
@@ -269,11 +272,16 @@ impl Core {
     }
 
     /// Serves the routes of the host itself; any other route is an error.
-    fn other(&self, request: &Request) -> Result<BoxFuture<'static, Result<Response>>> {
+    fn other(&self, request: Request) -> Result<BoxFuture<'static, Result<Response>>> {
+        if request.route.path() == COLLECTIVE_ROUTE
+            && let Some(handler) = self.env.peers.handler()
+        {
+            return Ok(handler.handle(request));
+        }
         let written = match (request.verb, request.route.path(), self.control.get()) {
             (Verb::Get, STATUS_ROUTE, _) => Some(serde_json::to_vec(&self.stats.status())),
             (Verb::Get, CONTROL_ROUTE, Some(endpoints)) => Some(serde_json::to_vec(endpoints)),
-            (Verb::Post, SEATS_ROUTE, _) if self.env.peers.connects() => Some(serde_json::to_vec(&self.seat(request)?)),
+            (Verb::Post, SEATS_ROUTE, _) if self.env.peers.connects() => Some(serde_json::to_vec(&self.seat(&request)?)),
             _ => None,
         };
         if let Some(written) = written {

@@ -1,0 +1,212 @@
+//! The operations of one rank in their order: a lane for the collective ones, and one for the sends to each rank and for the receives from it.
+
+use std::fmt;
+use std::future::{Future, pending};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use bytes::BytesMut;
+use futures_util::StreamExt as _;
+use futures_util::stream::FuturesUnordered;
+use gym_core::group::collective::{Buffer, Call, Collective, Completion, Moving};
+use gym_core::transport::Reply;
+use gym_core::{CallContext, Error, Execution, Response, Result};
+use tokio::sync::mpsc;
+use tokio::time::{Instant, timeout};
+use tokio_util::task::AbortOnDropHandle;
+
+use super::room::{Room, State};
+use super::wire::{Called, Stream};
+use super::{pair, ring};
+
+/// The time for the answers that are still due when a rank has left.
+const ANSWERS_WITHIN: std::time::Duration = std::time::Duration::from_secs(1);
+
+/// A call that has its place in the order.
+pub(super) struct Operation {
+    pub(super) call: Call,
+    pub(super) place: Place,
+    pub(super) memory: BytesMut,
+    pub(super) completion: Completion,
+    pub(super) cx: CallContext,
+    pub(super) began: Instant,
+}
+
+/// Where a call stands.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Place {
+    Round(u64),
+    Send { to: usize, number: u64 },
+    Receive { from: usize, number: u64 },
+}
+
+/// The queue of a lane. Its task ends when this is dropped, after the operations in it.
+pub(super) struct Lane {
+    queue: mpsc::UnboundedSender<Queued>,
+    waiting: Arc<AtomicUsize>,
+}
+
+struct Queued {
+    operation: Operation,
+    /// Ends the meeting at the deadline of an operation that waits for those before it.
+    _watch: Option<AbortOnDropHandle<()>>,
+}
+
+/// The answers that are still to come to what one lane has sent.
+#[derive(Default)]
+pub(super) struct Answers(FuturesUnordered<Answer>);
+
+type Answer = std::pin::Pin<Box<dyn Future<Output = (usize, Result<Response>)> + Send>>;
+
+impl Lane {
+    /// Starts the task of a lane.
+    pub(super) fn new(room: &Arc<Room>) -> Self {
+        let (queue, operations) = mpsc::unbounded_channel();
+        let waiting = Arc::new(AtomicUsize::new(0));
+        room.runtime().spawn(run(Arc::clone(room), operations, Arc::clone(&waiting)));
+        Self { queue, waiting }
+    }
+
+    /// Adds an operation.
+    pub(super) fn push(&self, room: &Arc<Room>, operation: Operation) {
+        let behind_others = self.waiting.fetch_add(1, Ordering::AcqRel) > 0;
+        let watch = behind_others.then(|| {
+            let (room, cx) = (Arc::downgrade(room), operation.cx.clone());
+            let (place, collective) = (operation.place, operation.call.operation);
+            tokio_handle(&room).map(|runtime| {
+                AbortOnDropHandle::new(runtime.spawn(async move {
+                    let late = late(&cx).await;
+                    if let Some(room) = room.upgrade() {
+                        expire(&room, collective, place, &late).await;
+                    }
+                }))
+            })
+        });
+        // The task ends only with its queue, or with its runtime, which also ends everybody who waits.
+        drop(self.queue.send(Queued { operation, _watch: watch.flatten() }));
+    }
+}
+
+fn tokio_handle(room: &std::sync::Weak<Room>) -> Option<tokio::runtime::Handle> {
+    room.upgrade().map(|room| room.runtime().clone())
+}
+
+/// Waits for the deadline or the cancellation of a call.
+async fn late(cx: &CallContext) -> Error {
+    // A timer ends no earlier than at the next tick of its clock.
+    if let Err(late) = cx.check() {
+        return late;
+    }
+    let ended = cx.bound(Execution::Unknown, pending::<Result<()>>()).await;
+    ended.expect_err("only the bounds end this wait")
+}
+
+async fn run(room: Arc<Room>, mut operations: mpsc::UnboundedReceiver<Queued>, waiting: Arc<AtomicUsize>) {
+    let mut answers = Answers::default();
+    loop {
+        let queued = tokio::select! { biased;
+            queued = operations.recv() => queued,
+            () = answers.next(&room), if !answers.0.is_empty() => continue,
+        };
+        let Some(Queued { operation, _watch: watch }) = queued else { break };
+        drop(watch);
+        perform(&room, operation, &mut answers).await;
+        waiting.fetch_sub(1, Ordering::AcqRel);
+    }
+    // What was sent must arrive, although nobody calls any more.
+    drop(timeout(ANSWERS_WITHIN, answers.at_most(&room, 0)).await);
+}
+
+/// Performs an operation, within the first cause of a failure and the bounds of its call, and gives its buffer back.
+async fn perform(room: &Arc<Room>, operation: Operation, answers: &mut Answers) {
+    let Operation { call, place, mut memory, completion, cx, began } = operation;
+    let bytes = memory.len();
+    let moved = {
+        let moving = async {
+            match place {
+                Place::Round(number) => ring::round(room, &cx, call, number, &mut memory, answers).await,
+                Place::Send { to, number } => pair::send(room, &cx, call, to, number, &memory, answers).await,
+                Place::Receive { from, number } => pair::receive(room, call, from, number, &mut memory).await,
+            }
+        };
+        tokio::select! { biased;
+            cause = room.cause.wait() => Err(Ended::Failed(cause)),
+            late = late(&cx) => Err(Ended::Late(late)),
+            moved = moving => moved.map_err(Ended::Own),
+        }
+    };
+    let result = match moved {
+        Ok(()) => Ok(Moving::new(bytes.max(memory.len()) as u64, began.elapsed())),
+        Err(Ended::Failed(cause)) => Err(cause),
+        Err(Ended::Late(late)) => {
+            expire(room, call.operation, place, &late).await;
+            Err(room.cause.wait().await)
+        }
+        Err(Ended::Own(error)) => {
+            room.fail(error.about(room.meeting.subject(call.operation, place.number())));
+            Err(room.cause.wait().await)
+        }
+    };
+    completion.finish(Buffer::host(call.dtype, memory), result);
+}
+
+/// Why an operation did not succeed.
+enum Ended {
+    Failed(Error),
+    Late(Error),
+    Own(Error),
+}
+
+/// Ends the meeting because the bounds of a call have passed.
+async fn expire(room: &Arc<Room>, operation: Collective, place: Place, late: &Error) {
+    let subject = room.meeting.subject(operation, place.number());
+    let unheard = |state: &State| match place {
+        Place::Round(number) => {
+            room.others().filter(|position| Room::call_of(state, *position, Stream::Round, number).is_none()).collect()
+        }
+        Place::Send { to, .. } => vec![to],
+        Place::Receive { from, .. } => vec![from],
+    };
+    let has_called = move |called: Called| match place {
+        Place::Round(number) => called.rounds > number,
+        Place::Send { number, .. } => called.receives > number,
+        Place::Receive { number, .. } => called.sends > number,
+    };
+    room.expire(late, subject, unheard, has_called).await;
+}
+
+impl Place {
+    fn number(self) -> u64 {
+        match self {
+            Self::Round(number) | Self::Send { number, .. } | Self::Receive { number, .. } => number,
+        }
+    }
+}
+
+impl Answers {
+    pub(super) fn add(&mut self, from: usize, reply: Option<Reply>) {
+        if let Some(reply) = reply {
+            self.0.push(Box::pin(async move { (from, reply.await.and_then(Response::into_result)) }));
+        }
+    }
+
+    /// Takes the next answer. A rank that answers with an error takes no further part.
+    pub(super) async fn next(&mut self, room: &Arc<Room>) {
+        if let Some((from, Err(error))) = self.0.next().await {
+            room.suspect(from, error);
+        }
+    }
+
+    /// Waits until at most this many answers are to come.
+    pub(super) async fn at_most(&mut self, room: &Arc<Room>, most: usize) {
+        while self.0.len() > most {
+            self.next(room).await;
+        }
+    }
+}
+
+impl fmt::Debug for Lane {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Lane({} operations)", self.waiting.load(Ordering::Acquire))
+    }
+}

@@ -1,0 +1,516 @@
+//! The backend `host`: ranks in processes, on nodes and on Ray, over the channels of their transports.
+//!
+//! ```text
+//!   join ── each rank connects to every other one; it is answered when the other has joined, too
+//!   call ── "I call all_reduce number 7", to every rank; small buffers travel with it
+//!   ring ── large buffers, chunk by chunk, from each rank to the next
+//!   fail ── the first cause: the lowest rank that lives decides, and tells all
+//! ```
+
+mod lane;
+mod pair;
+mod ring;
+mod room;
+mod wire;
+
+use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::fmt;
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use futures_util::future::{BoxFuture, try_join_all};
+use gym_client::transport::Transports;
+use gym_core::base::watch;
+use gym_core::group::Rank;
+use gym_core::group::collective::{
+    Buffer, Collective, Collectives, Communicator, Meeting, Seat, Transfer, has, identities,
+};
+use gym_core::transport::ConnectOptions;
+use gym_core::{CallContext, Channel, Code, Error, Execution, Handler, Incarnation, Request, Response, Result};
+use tokio::sync::OnceCell;
+use tokio::time::Instant;
+
+use lane::{Lane, Operation, Place};
+use room::{Peer, Room, tell_left, text};
+use wire::{BUILD, Called, Cause, Join, Joined, LeavePacket, Packet};
+
+/// Joins of other ranks that may wait for this rank.
+const JOINS_MAX: usize = 4_096;
+/// Meetings that are over and are remembered, so that a rank that joins one late is told.
+const OVER_MAX: usize = 64;
+/// Pauses between two attempts to reach a rank that has not started to serve.
+const RETRY_PAUSES: [Duration; 2] = [Duration::from_millis(20), Duration::from_millis(200)];
+
+/// The backend `host`, for one rank. Ranks reach each other over the transports of their programs, at the endpoints of their seats.
+///
+/// Its ranks exchange messages at [`COLLECTIVE_ROUTE`](gym_core::group::COLLECTIVE_ROUTE) of each worker's host, which [`Peers`](super::Peers) serves.
+/// Every rank connects to every other rank of a meeting, and hears from each of them at every operation: for up to some hundred ranks.
+#[derive(Clone)]
+pub struct HostCollectives(Arc<Registry>);
+
+struct Registry {
+    transports: Transports,
+    state: Mutex<Meetings>,
+    /// Changes with `state`.
+    changed: watch::Sender<u64>,
+    /// The connection to each rank, which its meetings share.
+    channels: Mutex<HashMap<(Rank, Incarnation), Arc<OnceCell<Channel>>>>,
+}
+
+#[derive(Default)]
+struct Meetings {
+    next_id: u64,
+    rooms: BTreeMap<u64, Entry>,
+    /// The newest epoch that this rank has joined.
+    epoch: u64,
+    over: VecDeque<(Arc<str>, u64, Error)>,
+    /// Joins that wait.
+    joins: usize,
+}
+
+/// A meeting of this rank. Its room takes the lock of the registry when it is dropped, and is therefore never held within that lock.
+struct Entry {
+    name: Arc<str>,
+    epoch: u64,
+    room: Weak<Room>,
+}
+
+/// One rank's communicator. Dropping it leaves the meeting.
+struct HostCommunicator {
+    room: Arc<Room>,
+    rounds: OnceLock<Lane>,
+    pairs: Mutex<BTreeMap<(Direction, usize), Lane>>,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Direction {
+    Sends,
+    Receives,
+}
+
+impl HostCollectives {
+    /// Creates the backend of one rank, which reaches the others over these transports.
+    #[must_use]
+    pub fn new(transports: Transports) -> Self {
+        let (state, channels) = (Mutex::default(), Mutex::default());
+        Self(Arc::new(Registry { transports, state, changed: watch::Sender::new(0), channels }))
+    }
+
+    /// Returns the number of meetings that the rank waits for or takes part in.
+    #[must_use]
+    pub fn meetings(&self) -> usize {
+        self.0.lock().rooms.len()
+    }
+}
+
+#[async_trait]
+impl Collectives for HostCollectives {
+    fn name(&self) -> &'static str {
+        "host"
+    }
+
+    async fn join(&self, cx: &CallContext, meeting: Meeting) -> Result<Arc<dyn Communicator>> {
+        let subject = format!("join {meeting} as rank {}", meeting.rank);
+        match self.0.join(cx, meeting).await {
+            Ok(room) => Ok(Arc::new(HostCommunicator { room, rounds: OnceLock::new(), pairs: Mutex::default() })),
+            Err(error) => Err(error.about(subject)),
+        }
+    }
+
+    fn handler(&self) -> Option<Arc<dyn Handler>> {
+        Some(Arc::new(self.clone()))
+    }
+}
+
+impl Handler for HostCollectives {
+    fn handle(&self, mut request: Request) -> BoxFuture<'static, Result<Response>> {
+        let packet: Packet = match serde_json::from_slice(&request.message.head.to_bytes()) {
+            Ok(packet) => packet,
+            Err(error) => {
+                let why = format!("not a message of collective operations of build {BUILD}: {error}");
+                return Box::pin(async move { Err(Error::invalid(why)) });
+            }
+        };
+        if let Packet::Join(join) = packet {
+            return Box::pin(Arc::clone(&self.0).answer_join(request.context, join));
+        }
+        let elements = request.message.segments.pop().unwrap_or_default();
+        match self.0.room_of(&packet).and_then(|room| room.accept(packet, elements)) {
+            Ok(reply) => reply,
+            Err(error) => Box::pin(async move { Err(error) }),
+        }
+    }
+
+    fn only_waits(&self) -> bool {
+        // A join has a timer.
+        false
+    }
+}
+
+impl Registry {
+    fn lock(&self) -> MutexGuard<'_, Meetings> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn notify(&self) {
+        self.changed.send_modify(|changes| *changes += 1);
+    }
+
+    fn room_of(&self, packet: &Packet) -> Result<Arc<Room>> {
+        let to = match packet {
+            Packet::Call(packet) => packet.to,
+            Packet::Chunk(packet) => packet.to,
+            Packet::Leave(packet) => packet.to,
+            Packet::Abort(packet) => packet.to,
+            Packet::Where { to, .. } => *to,
+            Packet::Join(_) => return Err(Error::internal("a join names no number")),
+        };
+        let room = self.lock().rooms.get(&to).and_then(|entry| entry.room.upgrade());
+        room.ok_or_else(|| {
+            Error::not_started(Code::FailedPrecondition, "the rank takes part in this meeting no more; meet in a newer epoch")
+        })
+    }
+
+    // ---- joining ----
+
+    async fn join(self: &Arc<Self>, cx: &CallContext, meeting: Meeting) -> Result<Arc<Room>> {
+        cx.check()?;
+        let room = self.enter(meeting)?;
+        let mut joining = Joining { room: &room, peers: Mutex::new(room.meeting.seats.iter().map(|_| None).collect()), formed: false };
+        let joins = room.others().map(|position| {
+            let (room, peers) = (&room, &joining.peers);
+            async move {
+                match self.join_peer(cx, &room.meeting, &room.meeting.seats[position]).await? {
+                    Met::Here(peer) => {
+                        peers.lock().unwrap_or_else(PoisonError::into_inner)[position] = Some(peer);
+                        Ok(None)
+                    }
+                    Met::Over(cause) => Ok(Some(cause)),
+                }
+            }
+        });
+        // All are awaited, so that the error names every rank that is missing; one that cannot meet at all ends the wait.
+        let joined = cx.bound(Execution::NotStarted, try_join_all(joins)).await;
+        match joined {
+            Ok(causes) => {
+                let peers = std::mem::take(&mut *joining.peers.lock().unwrap_or_else(PoisonError::into_inner));
+                joining.formed = true;
+                room.form(peers);
+                if let Some(cause) = causes.into_iter().flatten().next() {
+                    room.fail(cause);
+                }
+                drop(joining);
+                Ok(room)
+            }
+            Err(late) if matches!(late.code(), Code::DeadlineExceeded | Code::Cancelled) => {
+                let missing: Vec<Rank> = {
+                    let peers = joining.peers.lock().unwrap_or_else(PoisonError::into_inner);
+                    room.others().filter(|position| peers[*position].is_none()).map(|position| room.rank_at(position)).collect()
+                };
+                let mut missing = missing;
+                missing.sort_unstable();
+                Err(Error::not_started(late.code(), format!("{}; {} not joined", late.message(), has(&missing))))
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Takes the seat of this rank in a meeting.
+    fn enter(self: &Arc<Self>, meeting: Meeting) -> Result<Arc<Room>> {
+        let mut state = self.lock();
+        let same = |name: &Arc<str>, epoch: u64| (name, epoch) == (&meeting.name, meeting.epoch);
+        let over = state.over.iter().any(|(name, epoch, _)| same(name, *epoch));
+        if over || state.rooms.values().any(|entry| same(&entry.name, entry.epoch)) {
+            let why = format!("rank {} has joined before; only a newer epoch has another meeting", meeting.rank);
+            return Err(Error::not_started(Code::AlreadyExists, why));
+        }
+        let id = state.next_id;
+        state.next_id += 1;
+        if meeting.epoch > state.epoch {
+            state.epoch = meeting.epoch;
+            state.over.retain(|(_, epoch, _)| *epoch == meeting.epoch);
+        }
+        let newest: BTreeMap<Rank, Incarnation> = identities(&meeting.seats).into_iter().collect();
+        let (name, epoch) = (Arc::clone(&meeting.name), meeting.epoch);
+        let room = Arc::new(Room::new(id, meeting, Arc::downgrade(self)));
+        state.rooms.insert(id, Entry { name, epoch, room: Arc::downgrade(&room) });
+        drop(state);
+        let current = |rank: &Rank, incarnation: Incarnation| newest.get(rank).is_none_or(|newest| incarnation >= *newest);
+        self.channels().retain(|(rank, incarnation), _| current(rank, *incarnation));
+        self.notify();
+        Ok(room)
+    }
+
+    /// Tells a rank that this one has joined, and waits until it has joined, too.
+    async fn join_peer(&self, cx: &CallContext, meeting: &Meeting, seat: &Seat) -> Result<Met> {
+        let join = Join {
+            build: BUILD.to_owned(),
+            name: meeting.name.to_string(),
+            epoch: meeting.epoch,
+            from: meeting.rank,
+            seats: identities(&meeting.seats),
+        };
+        let packet = Packet::Join(join);
+        let mut pauses = RETRY_PAUSES.into_iter();
+        let mut pause = RETRY_PAUSES[0];
+        loop {
+            let error = match self.ask_to_join(cx, seat, &packet).await {
+                Ok(met) => return Ok(met),
+                Err(error) => error,
+            };
+            cx.check()?;
+            if !matches!(error.code(), Code::Unavailable | Code::ResourceExhausted | Code::Cancelled) {
+                return Err(match error.code() {
+                    Code::NotFound | Code::Unimplemented => Error::not_started(
+                        Code::Unimplemented,
+                        format!("rank {} takes part in no collective operations: its host does not connect ranks", seat.rank),
+                    )
+                    .caused_by(error),
+                    _ => error,
+                });
+            }
+            tracing::debug!(meeting = %meeting, rank = seat.rank, %error, "a rank cannot be reached yet");
+            pause = pauses.next().unwrap_or(pause);
+            tokio::time::sleep(pause).await;
+        }
+    }
+
+    async fn ask_to_join(&self, cx: &CallContext, seat: &Seat, packet: &Packet) -> Result<Met> {
+        let channel = self.channel(cx, seat).await?;
+        let peer = Peer { channel, incarnation: seat.incarnation, id: 0 };
+        let answered = peer.channel.call(peer.request(cx, packet, None)).await.and_then(Response::into_result);
+        if let Err(error) = &answered
+            && error.code() == Code::Unavailable
+        {
+            self.forget_channel(seat.rank, &peer.channel);
+        }
+        let answer = answered?.message.head.to_bytes();
+        match serde_json::from_slice::<Joined>(&answer) {
+            Ok(Joined::Here(id)) => Ok(Met::Here(Peer { id, ..peer })),
+            Ok(Joined::Over(cause)) => Ok(Met::Over(cause.into_error())),
+            Err(error) => Err(Error::invalid(format!("rank {} answers a join with something else: {error}", seat.rank))),
+        }
+    }
+
+    /// Answers the join of another rank when this rank has joined the same meeting.
+    async fn answer_join(self: Arc<Self>, cx: CallContext, join: Join) -> Result<Response> {
+        if join.build != BUILD {
+            let why = format!("rank {} has gym {}, and this rank has gym {BUILD}; start all ranks from one build", join.from, join.build);
+            return Err(Error::not_started(Code::FailedPrecondition, why));
+        }
+        let _counted = CountedJoin::new(&self)?;
+        let mut changes = self.changed.subscribe();
+        let joined = async {
+            loop {
+                if let Some(joined) = self.joined(&join)? {
+                    return Ok(Response::json(text(&joined)));
+                }
+                if changes.changed().await.is_err() {
+                    return Err(Error::not_started(Code::Unavailable, "the rank has ended"));
+                }
+            }
+        };
+        cx.bound(Execution::NotStarted, joined).await
+    }
+
+    /// Returns the answer to a join; `None` while this rank has not joined.
+    fn joined(&self, join: &Join) -> Result<Option<Joined>> {
+        let state = self.lock();
+        let same = |name: &str, epoch| (name, epoch) == (join.name.as_str(), join.epoch);
+        let room = state.rooms.values().find(|entry| same(&entry.name, entry.epoch)).and_then(|entry| entry.room.upgrade());
+        let over = state.over.iter().find(|(name, epoch, _)| same(name, *epoch)).map(|(.., cause)| Cause::of(cause));
+        let newest = state.epoch;
+        drop(state);
+        if let Some(cause) = over {
+            return Ok(Some(Joined::Over(cause)));
+        }
+        if let Some(room) = room {
+            room.meeting.check_same_seats(&join.seats)?;
+            let from = room.meeting.position_of(join.from).ok_or_else(|| Error::invalid("the rank has no seat"))?;
+            return Ok(Some(match room.over_for(from) {
+                Some(cause) => Joined::Over(Cause::of(&cause)),
+                None => Joined::Here(room.id),
+            }));
+        }
+        if newest > join.epoch {
+            let why = format!("rank {} joins epoch {}, and this rank is in epoch {newest}", join.from, join.epoch);
+            return Err(Error::not_started(Code::FailedPrecondition, why));
+        }
+        Ok(None)
+    }
+
+    // ---- connections ----
+
+    fn channels(&self) -> MutexGuard<'_, HashMap<(Rank, Incarnation), Arc<OnceCell<Channel>>>> {
+        self.channels.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    async fn channel(&self, cx: &CallContext, seat: &Seat) -> Result<Channel> {
+        let place = Arc::clone(self.channels().entry((seat.rank, seat.incarnation)).or_default());
+        let options = ConnectOptions::to_incarnation(seat.incarnation).watched();
+        let opened = place.get_or_try_init(|| self.transports.connect_ordered(cx, &seat.endpoints, &options)).await;
+        opened.cloned().map_err(|error| error.about(format!("connect to rank {}", seat.rank)))
+    }
+
+    /// Lets the next meeting open another connection to a rank.
+    fn forget_channel(&self, rank: Rank, channel: &Channel) {
+        let is = |place: &Arc<OnceCell<Channel>>| place.get().is_some_and(|opened| opened.is_same(channel));
+        self.channels().retain(|(of, _), place| *of != rank || !is(place));
+    }
+
+    /// Forgets a meeting whose communicator is gone. With a cause, it had begun, and later joins are told.
+    fn end(&self, id: u64, meeting: &Meeting, cause: Option<Error>) {
+        let mut state = self.lock();
+        state.rooms.remove(&id);
+        if let Some(cause) = cause.filter(|_| meeting.epoch == state.epoch) {
+            state.over.push_back((Arc::clone(&meeting.name), meeting.epoch, cause));
+            if state.over.len() > OVER_MAX {
+                state.over.pop_front();
+            }
+        }
+        drop(state);
+        self.notify();
+    }
+}
+
+/// The answer of a rank to a join.
+enum Met {
+    Here(Peer),
+    Over(Error),
+}
+
+/// A join in progress. If it is dropped before the meeting has formed, the ranks that count on this one are told.
+struct Joining<'j> {
+    room: &'j Arc<Room>,
+    peers: Mutex<Vec<Option<Peer>>>,
+    formed: bool,
+}
+
+impl Drop for Joining<'_> {
+    fn drop(&mut self) {
+        if self.formed {
+            return;
+        }
+        let from = self.room.position();
+        let peers = std::mem::take(self.peers.get_mut().unwrap_or_else(PoisonError::into_inner));
+        let left = |peer: Peer| {
+            let packet = LeavePacket { to: peer.id, from, called: Called::default() };
+            (peer, Packet::Leave(packet))
+        };
+        tell_left(self.room.runtime(), peers.into_iter().flatten().map(left).collect());
+    }
+}
+
+/// A join of another rank that waits for this rank.
+struct CountedJoin<'r>(&'r Registry);
+
+impl<'r> CountedJoin<'r> {
+    fn new(registry: &'r Registry) -> Result<Self> {
+        let mut state = registry.lock();
+        if state.joins >= JOINS_MAX {
+            return Err(Error::not_started(Code::ResourceExhausted, format!("{JOINS_MAX} joins wait for this rank")));
+        }
+        state.joins += 1;
+        Ok(Self(registry))
+    }
+}
+
+impl Drop for CountedJoin<'_> {
+    fn drop(&mut self) {
+        self.0.lock().joins -= 1;
+    }
+}
+
+#[async_trait]
+impl Communicator for HostCommunicator {
+    fn meeting(&self) -> &Meeting {
+        &self.room.meeting
+    }
+
+    fn start(&self, cx: &CallContext, operation: Collective, buffer: Buffer) -> Transfer {
+        let (completion, transfer) = Transfer::new();
+        let meeting = &self.room.meeting;
+        let began = Instant::now();
+        let accepted = match (self.room.cause.get(), meeting.check(operation, &buffer)) {
+            (Some(cause), _) => Err((buffer, cause)),
+            (None, Err(error)) => Err((buffer, self.about(operation, error))),
+            (None, Ok(call)) => match buffer.into_host("host") {
+                Ok(memory) => Ok((call, memory)),
+                Err((buffer, error)) => Err((buffer, self.about(operation, error))),
+            },
+        };
+        match accepted {
+            Err((buffer, error)) => completion.finish(buffer, Err(error)),
+            Ok((call, memory)) => {
+                let push = |lane: &Lane, place| {
+                    lane.push(&self.room, Operation { call, place, memory, completion, cx: cx.clone(), began });
+                };
+                let other = operation.named_rank().and_then(|rank| meeting.position_of(rank));
+                match (operation, other) {
+                    (Collective::Send { .. }, Some(to)) => {
+                        let mut lanes = self.pairs();
+                        let number = next(self.room.lock().sent.entry(to).or_default());
+                        let lane = lanes.entry((Direction::Sends, to)).or_insert_with(|| Lane::new(&self.room));
+                        push(lane, Place::Send { to, number });
+                    }
+                    (Collective::Receive { .. }, Some(from)) => {
+                        let mut lanes = self.pairs();
+                        let number = next(self.room.lock().received.entry(from).or_default());
+                        let lane = lanes.entry((Direction::Receives, from)).or_insert_with(|| Lane::new(&self.room));
+                        push(lane, Place::Receive { from, number });
+                    }
+                    _ => {
+                        let lane = self.rounds.get_or_init(|| Lane::new(&self.room));
+                        // In one step, so that two threads keep the order of their numbers.
+                        let mut state = self.room.lock();
+                        push(lane, Place::Round(next(&mut state.called)));
+                    }
+                }
+            }
+        }
+        transfer
+    }
+
+    fn abort(&self, why: Error) {
+        self.room.fail(why);
+    }
+
+    async fn closed(&self) -> Error {
+        self.room.cause.wait().await
+    }
+}
+
+impl HostCommunicator {
+    fn pairs(&self) -> MutexGuard<'_, BTreeMap<(Direction, usize), Lane>> {
+        self.pairs.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn about(&self, operation: Collective, error: Error) -> Error {
+        error.about(format!("{} of {}", operation.name(), self.room.meeting))
+    }
+}
+
+/// Returns a number, and counts it up.
+fn next(count: &mut u64) -> u64 {
+    *count += 1;
+    *count - 1
+}
+
+impl Drop for HostCommunicator {
+    fn drop(&mut self) {
+        self.room.leave();
+    }
+}
+
+impl fmt::Debug for HostCollectives {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "HostCollectives({} meetings)", self.meetings())
+    }
+}
+
+impl fmt::Debug for HostCommunicator {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "HostCommunicator(rank {} of {})", self.room.meeting.rank, self.room.meeting)
+    }
+}

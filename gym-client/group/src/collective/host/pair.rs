@@ -1,0 +1,77 @@
+//! Sends and receives between two ranks.
+
+use std::sync::Arc;
+
+use bytes::Bytes;
+use gym_core::group::collective::Call;
+use gym_core::{CallContext, Response, Result};
+
+use super::lane::Answers;
+use super::ring::{CHUNK_BYTES, SMALL_BYTES, WINDOW};
+use super::room::{Room, State, differ};
+use super::wire::{CallPacket, ChunkPacket, Packet, Stream};
+
+/// Sends a buffer, and waits until it was received.
+pub(super) async fn send(
+    room: &Arc<Room>,
+    cx: &CallContext,
+    call: Call,
+    to: usize,
+    number: u64,
+    memory: &[u8],
+    answers: &mut Answers,
+) -> Result<()> {
+    let from = room.position();
+    let small = memory.len() <= SMALL_BYTES;
+    let elements = if small { Bytes::copy_from_slice(memory) } else { Bytes::new() };
+    let packet = |to| Packet::Call(CallPacket { to, from, stream: Stream::Pair, number, call });
+    let taken = room.send(cx, to, packet, Some(elements)).await;
+    let sending = async {
+        let taken = match taken {
+            Some(taken) => taken.await.and_then(Response::into_result).map(drop),
+            // It is lost, or is about to be.
+            None => std::future::pending().await,
+        };
+        if let Err(error) = taken {
+            room.suspect(to, error);
+            std::future::pending::<()>().await;
+        }
+        if !small {
+            for (at, chunk) in memory.chunks(CHUNK_BYTES).enumerate() {
+                let at = at as u64;
+                let packet = |to| {
+                    Packet::Chunk(ChunkPacket { to, from, stream: Stream::Pair, number, at, waits: true })
+                };
+                answers.at_most(room, WINDOW - 1).await;
+                answers.add(to, room.send(cx, to, packet, Some(Bytes::copy_from_slice(chunk))).await);
+            }
+            answers.at_most(room, 0).await;
+        }
+    };
+    let absent = room.wait_until(|state: &mut State| room.absent(state, to, number, |left| left.receives));
+    tokio::select! { biased;
+        () = sending => Ok(()),
+        absent = absent => Err(absent),
+    }
+}
+
+/// Receives a buffer.
+pub(super) async fn receive(room: &Arc<Room>, call: Call, from: usize, number: u64, memory: &mut [u8]) -> Result<()> {
+    let announced = room.wait_until(|state: &mut State| {
+        let announced = Room::take_call(state, from, Stream::Pair, number);
+        announced.map(Ok).or_else(|| room.absent(state, from, number, |left| left.sends).map(Err))
+    });
+    let announced = announced.await?;
+    if !announced.call.agrees_with(&call) {
+        return Err(differ(room, call, from, announced.call));
+    }
+    let elements = announced.take();
+    if memory.len() <= SMALL_BYTES {
+        memory.copy_from_slice(&elements);
+        return Ok(());
+    }
+    for (at, place) in memory.chunks_mut(CHUNK_BYTES).enumerate() {
+        place.copy_from_slice(&room.chunk(from, Stream::Pair, number, at as u64).await?);
+    }
+    Ok(())
+}

@@ -1,0 +1,608 @@
+//! One rank's side of a meeting: what the other ranks have sent, who has gone, and the first failure.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::fmt;
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::time::Duration;
+
+use bytes::Bytes;
+use futures_util::future::join_all;
+use gym_core::group::{COLLECTIVE_ROUTE, Rank};
+use gym_core::group::collective::{Call, FirstCause, Meeting, different_calls, has, named};
+use gym_core::transport::Reply;
+use gym_core::{CallContext, Channel, Code, Error, Incarnation, Request, Response, Result, Route};
+use tokio::runtime::Handle;
+use tokio::sync::{Notify, oneshot};
+use tokio_util::task::AbortOnDropHandle;
+
+use super::Registry;
+use super::wire::{AbortPacket, CallPacket, Called, Cause, ChunkPacket, LeavePacket, Packet, Stream};
+
+/// After a connection has closed, the time in which its peer, or another rank, may tell why.
+const TOLD_WITHIN: Duration = Duration::from_millis(5);
+/// The time for an answer of a rank that lives: where it is, or which cause was the first.
+const ANSWER_WITHIN: Duration = Duration::from_millis(100);
+/// The time in which a rank tells the others that it leaves.
+const LEAVE_WITHIN: Duration = Duration::from_secs(1);
+/// Calls of one sender that may wait here. A rank calls an operation when every rank has called the one before it.
+const CALLS_MAX: usize = 4;
+
+/// One rank's side of a meeting. Positions, not ranks, index everything.
+pub(super) struct Room {
+    pub(super) id: u64,
+    pub(super) meeting: Meeting,
+    pub(super) cause: FirstCause,
+    /// Set when all ranks have joined.
+    peers: OnceLock<Vec<Option<Peer>>>,
+    /// The tasks that notice closed connections.
+    watchers: OnceLock<Vec<AbortOnDropHandle<()>>>,
+    runtime: Handle,
+    registry: Weak<Registry>,
+    state: Mutex<State>,
+    changed: Notify,
+}
+
+/// The way to another rank.
+#[derive(Clone, Debug)]
+pub(super) struct Peer {
+    pub(super) channel: Channel,
+    pub(super) incarnation: Incarnation,
+    /// The number of the meeting at that rank.
+    pub(super) id: u64,
+}
+
+/// What one rank knows of all.
+pub(super) struct State {
+    pub(super) seats: Vec<SeatState>,
+    /// The operations that this rank has called: collective ones, and sends and receives by the position of the other rank.
+    pub(super) called: u64,
+    pub(super) sent: BTreeMap<usize, u64>,
+    pub(super) received: BTreeMap<usize, u64>,
+    /// A failure was found, and the ranks are agreeing on its cause.
+    failing: bool,
+}
+
+/// What has come from one rank and was not taken yet, and how the rank has gone.
+#[derive(Debug, Default)]
+pub(super) struct SeatState {
+    rounds: Arrivals,
+    pairs: Arrivals,
+    left: Option<Called>,
+    /// The connection has closed without a word.
+    lost: Option<Arc<str>>,
+    /// The rank did not answer.
+    silent: bool,
+}
+
+#[derive(Debug, Default)]
+struct Arrivals {
+    calls: VecDeque<Announced>,
+    chunks: VecDeque<Chunk>,
+}
+
+/// What another rank calls.
+#[derive(Debug)]
+pub(super) struct Announced {
+    number: u64,
+    pub(super) call: Call,
+    elements: Bytes,
+    /// Tells the sender that this was taken.
+    taken: Option<oneshot::Sender<()>>,
+}
+
+#[derive(Debug)]
+struct Chunk {
+    number: u64,
+    at: u64,
+    elements: Bytes,
+    taken: Option<oneshot::Sender<()>>,
+}
+
+impl Announced {
+    /// Returns the elements that came with the call, and tells the sender that they were taken.
+    pub(super) fn take(self) -> Bytes {
+        if let Some(taken) = self.taken {
+            let _ = taken.send(());
+        }
+        self.elements
+    }
+}
+
+impl State {
+    /// Returns what this rank has called, as the rank at a position needs to know it.
+    fn called_towards(&self, position: usize) -> Called {
+        let count = |counts: &BTreeMap<usize, u64>| counts.get(&position).copied().unwrap_or_default();
+        Called { rounds: self.called, sends: count(&self.sent), receives: count(&self.received) }
+    }
+}
+
+impl SeatState {
+    fn arrivals_of(&self, stream: Stream) -> &Arrivals {
+        match stream {
+            Stream::Round => &self.rounds,
+            Stream::Pair => &self.pairs,
+        }
+    }
+
+    fn arrivals(&mut self, stream: Stream) -> &mut Arrivals {
+        match stream {
+            Stream::Round => &mut self.rounds,
+            Stream::Pair => &mut self.pairs,
+        }
+    }
+}
+
+impl Room {
+    pub(super) fn new(id: u64, meeting: Meeting, registry: Weak<Registry>) -> Self {
+        let seats = meeting.seats.iter().map(|_| SeatState::default()).collect();
+        let state =
+            State { seats, called: 0, sent: BTreeMap::new(), received: BTreeMap::new(), failing: false };
+        Self {
+            id,
+            meeting,
+            cause: FirstCause::new(),
+            peers: OnceLock::new(),
+            watchers: OnceLock::new(),
+            runtime: Handle::current(),
+            registry,
+            state: Mutex::new(state),
+            changed: Notify::new(),
+        }
+    }
+
+    pub(super) fn runtime(&self) -> &Handle {
+        &self.runtime
+    }
+
+    pub(super) fn world_size(&self) -> usize {
+        self.meeting.world_size()
+    }
+
+    pub(super) fn position(&self) -> usize {
+        self.meeting.position()
+    }
+
+    pub(super) fn rank_at(&self, position: usize) -> Rank {
+        self.meeting.seats[position].rank
+    }
+
+    /// Returns the positions of the other ranks, the next one first.
+    pub(super) fn others(&self) -> impl Iterator<Item = usize> + use<> {
+        let (own, world_size) = (self.position(), self.world_size());
+        (1..world_size).map(move |step| (own + step) % world_size)
+    }
+
+    fn is_formed(&self) -> bool {
+        self.peers.get().is_some()
+    }
+
+    fn peer(&self, position: usize) -> Option<&Peer> {
+        self.peers.get()?.get(position)?.as_ref()
+    }
+
+    /// Begins the meeting: all ranks have joined.
+    pub(super) fn form(self: &Arc<Self>, peers: Vec<Option<Peer>>) {
+        let mut watchers = Vec::with_capacity(peers.len());
+        for (position, peer) in peers.iter().enumerate() {
+            let Some(channel) = peer.as_ref().map(|peer| peer.channel.clone()) else { continue };
+            let room = Arc::downgrade(self);
+            watchers.push(AbortOnDropHandle::new(self.runtime.spawn(async move {
+                let error = channel.closed().await;
+                if let Some(room) = room.upgrade() {
+                    room.suspect(position, error);
+                }
+            })));
+        }
+        drop((self.peers.set(peers), self.watchers.set(watchers)));
+    }
+
+    pub(super) fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Waits until `ready` returns a value. It is asked again after every change.
+    pub(super) async fn wait_until<T>(&self, mut ready: impl FnMut(&mut State) -> Option<T> + Send) -> T {
+        let mut changed = std::pin::pin!(self.changed.notified());
+        loop {
+            changed.as_mut().enable();
+            if let Some(value) = ready(&mut self.lock()) {
+                return value;
+            }
+            changed.as_mut().await;
+            changed.set(self.changed.notified());
+        }
+    }
+
+    // ---- what other ranks send ----
+
+    /// Accepts a message of another rank, in the order of arrival. The answer may wait until the message was taken.
+    pub(super) fn accept(self: &Arc<Self>, packet: Packet, elements: Bytes) -> Result<Reply> {
+        match packet {
+            Packet::Call(packet) => self.accept_call(packet, elements),
+            Packet::Chunk(packet) => self.accept_chunk(packet, elements),
+            Packet::Leave(packet) => {
+                self.seat(packet.from, |seat| seat.left = Some(packet.called))?;
+                Ok(answer("null"))
+            }
+            Packet::Abort(packet) => Ok(self.accept_abort(packet)),
+            Packet::Where { from, .. } => Ok(answer(text(&self.lock().called_towards(from)))),
+            Packet::Join(_) => Err(Error::internal("a join is answered before its meeting is known")),
+        }
+    }
+
+    fn accept_call(&self, packet: CallPacket, elements: Bytes) -> Result<Reply> {
+        let CallPacket { from, stream, number, call, .. } = packet;
+        // A send ends when it was received.
+        let (taken, waiting) = match stream {
+            Stream::Round => (None, None),
+            Stream::Pair => {
+                let (taken, waiting) = oneshot::channel();
+                (Some(taken), Some(waiting))
+            }
+        };
+        let put = |seat: &mut SeatState| {
+            let calls = &mut seat.arrivals(stream).calls;
+            let fits = calls.len() < CALLS_MAX;
+            if fits {
+                calls.push_back(Announced { number, call, elements, taken });
+            }
+            fits
+        };
+        if !self.seat(from, put)? {
+            return Err(self.full(from, "calls"));
+        }
+        Ok(answer_when(waiting))
+    }
+
+    fn accept_chunk(&self, packet: ChunkPacket, elements: Bytes) -> Result<Reply> {
+        let ChunkPacket { from, stream, number, at, waits, .. } = packet;
+        let (taken, waiting) = oneshot::channel();
+        let chunks_max = super::ring::chunks_max(self.world_size());
+        let put = |seat: &mut SeatState| {
+            let chunks = &mut seat.arrivals(stream).chunks;
+            let fits = chunks.len() < chunks_max;
+            if fits {
+                chunks.push_back(Chunk { number, at, elements, taken: waits.then_some(taken) });
+            }
+            fits
+        };
+        if !self.seat(from, put)? {
+            return Err(self.full(from, "chunks"));
+        }
+        Ok(answer_when(waits.then_some(waiting)))
+    }
+
+    fn full(&self, from: usize, what: &str) -> Error {
+        let (rank, own) = (self.rank_at(from), self.meeting.rank);
+        let why = format!("rank {rank} has sent more {what} than rank {own} keeps");
+        Error::not_started(Code::ResourceExhausted, why).about(self.meeting.to_string())
+    }
+
+    /// Changes what is known of a rank, and wakes those who wait for a change.
+    fn seat<T>(&self, position: usize, change: impl FnOnce(&mut SeatState) -> T) -> Result<T> {
+        let changed = {
+            let mut state = self.lock();
+            let seat = state.seats.get_mut(position).ok_or_else(|| {
+                Error::invalid(format!("the meeting has no position {position}")).about(self.meeting.to_string())
+            })?;
+            change(seat)
+        };
+        self.changed.notify_waiters();
+        Ok(changed)
+    }
+
+    fn accept_abort(self: &Arc<Self>, packet: AbortPacket) -> Reply {
+        let AbortPacket { from, cause, decide, .. } = packet;
+        self.adopt(cause.into_error());
+        let first = self.cause.get().expect("the cause was set");
+        if decide {
+            self.runtime.spawn(Arc::clone(self).tell(Some(from)));
+        }
+        answer(text(&Cause::of(&first)))
+    }
+
+    // ---- sending ----
+
+    /// Sends a message to another rank, or puts it into this rank's own place. Returns when the transport has accepted it; `None` if the other rank
+    /// cannot be reached any more.
+    pub(super) async fn send(
+        self: &Arc<Self>,
+        cx: &CallContext,
+        to: usize,
+        packet: impl FnOnce(u64) -> Packet,
+        elements: Option<Bytes>,
+    ) -> Option<Reply> {
+        if to == self.position() {
+            return self.accept(packet(self.id), elements.unwrap_or_default()).ok();
+        }
+        let peer = self.peer(to)?;
+        match peer.channel.link().send(peer.request(cx, &packet(peer.id), elements)).await {
+            Ok(reply) => Some(reply),
+            Err(error) => {
+                self.suspect(to, error);
+                None
+            }
+        }
+    }
+
+    /// Takes what another rank calls at a place, if it has come.
+    pub(super) fn take_call(state: &mut State, from: usize, stream: Stream, number: u64) -> Option<Announced> {
+        let calls = &mut state.seats[from].arrivals(stream).calls;
+        calls.front().is_some_and(|call| call.number == number).then(|| calls.pop_front())?
+    }
+
+    /// Returns what another rank calls at a place, if it has come.
+    pub(super) fn call_of(state: &State, from: usize, stream: Stream, number: u64) -> Option<Call> {
+        let calls = &state.seats[from].arrivals_of(stream).calls;
+        calls.front().filter(|call| call.number == number).map(|call| call.call)
+    }
+
+    /// Waits for the next chunk of an operation.
+    pub(super) async fn chunk(&self, from: usize, stream: Stream, number: u64, at: u64) -> Result<Bytes> {
+        let chunk = self
+            .wait_until(|state| {
+                let seat = &mut state.seats[from];
+                if let Some(chunk) = seat.arrivals(stream).chunks.pop_front() {
+                    return Some(Ok(chunk));
+                }
+                seat.lost.as_deref().map(|lost| Err(self.gone(from, Some(lost))))
+            })
+            .await?;
+        if (chunk.number, chunk.at) != (number, at) {
+            let (rank, had) = (self.rank_at(from), (chunk.number, chunk.at));
+            let why = format!("rank {rank} sent chunk {} of operation {}, and chunk {at} of {number} was due", had.1, had.0);
+            return Err(Error::unknown(Code::DataLoss, why));
+        }
+        if let Some(taken) = chunk.taken {
+            let _ = taken.send(());
+        }
+        Ok(chunk.elements)
+    }
+
+    // ---- who has gone ----
+
+    /// Returns the error of a rank that will not make the next call of a kind any more. What it has sent before has arrived, and is looked at first.
+    pub(super) fn absent(&self, state: &State, position: usize, number: u64, called: impl Fn(Called) -> u64) -> Option<Error> {
+        let seat = &state.seats[position];
+        if let Some(lost) = &seat.lost {
+            return Some(self.gone(position, Some(lost)));
+        }
+        seat.left.filter(|left| called(*left) <= number).map(|_| self.gone(position, None))
+    }
+
+    fn gone(&self, position: usize, lost: Option<&str>) -> Error {
+        let rank = self.rank_at(position);
+        let why = match lost {
+            Some(lost) => format!("rank {rank} has left the meeting: {lost}"),
+            None => format!("rank {rank} has left the meeting"),
+        };
+        Error::unknown(Code::Unavailable, why)
+    }
+
+    /// A message to a rank has failed, or its connection has closed. Waits a moment for somebody to tell why, and then takes the rank for lost.
+    pub(super) fn suspect(self: &Arc<Self>, position: usize, error: Error) {
+        let room = Arc::clone(self);
+        self.runtime.spawn(async move {
+            tokio::time::sleep(TOLD_WITHIN).await;
+            let lost: Arc<str> = error.to_string().into();
+            let _ = room.seat(position, |seat| seat.lost = Some(seat.lost.take().unwrap_or(lost)));
+            room.forget_channel(position);
+        });
+    }
+
+    fn forget_channel(&self, position: usize) {
+        if let (Some(registry), Some(peer)) = (self.registry.upgrade(), self.peer(position)) {
+            registry.forget_channel(self.rank_at(position), &peer.channel);
+        }
+    }
+
+    // ---- failure ----
+
+    /// Ends the meeting with a cause, unless it has failed. The lowest rank that lives decides which of several causes was the first, so that all ranks
+    /// have the same.
+    pub(super) fn fail(self: &Arc<Self>, why: Error) {
+        let decider = {
+            let mut state = self.lock();
+            if std::mem::replace(&mut state.failing, true) {
+                return;
+            }
+            let lives = |seat: &SeatState| seat.left.is_none() && seat.lost.is_none() && !seat.silent;
+            let own = self.position();
+            state.seats.iter().enumerate().position(|(at, seat)| at == own || lives(seat)).unwrap_or(own)
+        };
+        let room = Arc::clone(self);
+        match self.peer(decider).cloned() {
+            Some(peer) => drop(self.runtime.spawn(async move {
+                let first = room.ask_decider(&peer, &why).await;
+                let decided = first.is_some();
+                room.adopt(first.unwrap_or(why));
+                if !decided {
+                    room.tell(None).await;
+                }
+            })),
+            None => {
+                self.adopt(why);
+                self.runtime.spawn(room.tell(None));
+            }
+        }
+    }
+
+    async fn ask_decider(&self, peer: &Peer, why: &Error) -> Option<Error> {
+        let (from, cause) = (self.position(), Cause::of(why));
+        let packet = Packet::Abort(AbortPacket { to: peer.id, from, cause, decide: true });
+        let answer = peer.ask(ANSWER_WITHIN, &packet).await?;
+        Some(serde_json::from_slice::<Cause>(&answer).ok()?.into_error())
+    }
+
+    fn adopt(&self, why: Error) {
+        self.lock().failing = true;
+        self.cause.set(why);
+        self.changed.notify_waiters();
+    }
+
+    /// Tells all other ranks the cause.
+    async fn tell(self: Arc<Self>, except: Option<usize>) {
+        let (Some(peers), Some(first)) = (self.peers.get(), self.cause.get()) else { return };
+        let others = peers.iter().enumerate().filter(|(position, _)| Some(*position) != except);
+        let told = others.filter_map(|(_, peer)| peer.as_ref()).map(|peer| {
+            let (from, cause) = (self.position(), Cause::of(&first));
+            let packet = Packet::Abort(AbortPacket { to: peer.id, from, cause, decide: false });
+            async move { peer.ask(ANSWER_WITHIN, &packet).await }
+        });
+        join_all(told).await;
+    }
+
+    /// Ends the meeting because a call still waits at its deadline, or was cancelled. Asks those of the ranks that have not been heard to call it where
+    /// they are, or else all of them: the error names those that have not called it, and those that do not answer.
+    pub(super) async fn expire(
+        self: &Arc<Self>,
+        late: &Error,
+        subject: String,
+        unheard: impl FnOnce(&State) -> Vec<usize> + Send,
+        has_called: impl Fn(Called) -> bool + Send,
+    ) {
+        let unheard = unheard(&self.lock());
+        let asked: Vec<usize> = if unheard.is_empty() { self.others().collect() } else { unheard };
+        let (mut missing, mut silent): (Vec<Rank>, Vec<Rank>) = (Vec::new(), Vec::new());
+        for (position, called) in self.ask_where(&asked).await {
+            match called {
+                Some(called) if has_called(called) => {}
+                Some(_) => missing.push(self.rank_at(position)),
+                None => silent.push(self.rank_at(position)),
+            }
+        }
+        missing.sort_unstable();
+        silent.sort_unstable();
+        let mut why = late.message().to_owned();
+        if !missing.is_empty() {
+            why += &format!("; {} not called it", has(&missing));
+        }
+        if !silent.is_empty() {
+            let verb = if silent.len() == 1 { "does" } else { "do" };
+            why += &format!("; {} {verb} not answer: stopped, or cut off", named(&silent));
+        }
+        if missing.is_empty() && silent.is_empty() {
+            why += "; all ranks have called it, and it was not over";
+        }
+        self.fail(Error::unknown(late.code(), why).about(subject));
+    }
+
+    /// Asks ranks what they have called. One that does not answer takes no part in the agreement on the cause.
+    async fn ask_where(&self, positions: &[usize]) -> Vec<(usize, Option<Called>)> {
+        let own = self.position();
+        let asked = positions.iter().map(|position| async move {
+            if *position == own {
+                return (own, Some(self.lock().called_towards(own)));
+            }
+            let peer = self.peer(*position);
+            let answer = match peer {
+                Some(peer) => peer.ask(ANSWER_WITHIN, &Packet::Where { to: peer.id, from: own }).await,
+                None => None,
+            };
+            (*position, answer.and_then(|answer| serde_json::from_slice(&answer).ok()))
+        });
+        let answers = join_all(asked).await;
+        let mut state = self.lock();
+        let silent = answers.iter().filter(|(_, called)| called.is_none());
+        silent.for_each(|(position, _)| state.seats[*position].silent = true);
+        answers
+    }
+
+    /// Tells the other ranks that this one makes no further calls.
+    pub(super) fn leave(self: &Arc<Self>) {
+        let state = self.lock();
+        if state.failing {
+            return;
+        }
+        let Some(peers) = self.peers.get() else { return };
+        let left: Vec<(Peer, Packet)> = peers
+            .iter()
+            .enumerate()
+            .filter_map(|(position, peer)| {
+                let peer = peer.clone()?;
+                let (to, from, called) = (peer.id, self.position(), state.called_towards(position));
+                Some((peer, Packet::Leave(LeavePacket { to, from, called })))
+            })
+            .collect();
+        drop(state);
+        tell_left(&self.runtime, left);
+    }
+
+    /// Returns what a rank is told that joins a meeting which is over for it; `None` if it can take part.
+    pub(super) fn over_for(&self, position: usize) -> Option<Error> {
+        let state = self.lock();
+        if let Some(cause) = self.cause.get() {
+            return Some(cause);
+        }
+        let seat = &state.seats[position];
+        let gone = seat.left.is_some() || seat.lost.is_some();
+        gone.then(|| self.gone(position, seat.lost.as_deref()).about(self.meeting.to_string()))
+    }
+}
+
+/// Sends each rank its message, and waits for no answer.
+pub(super) fn tell_left(runtime: &Handle, left: Vec<(Peer, Packet)>) {
+    for (peer, packet) in left {
+        runtime.spawn(async move { peer.ask(LEAVE_WITHIN, &packet).await });
+    }
+}
+
+impl Peer {
+    /// Creates a request to the rank.
+    pub(super) fn request(&self, cx: &CallContext, packet: &Packet, elements: Option<Bytes>) -> Request {
+        let mut context = cx.child();
+        context.incarnation = Some(self.incarnation);
+        let mut request = Request::post(context, Route::from_static(COLLECTIVE_ROUTE), text(packet));
+        request.message.segments.extend(elements);
+        request
+    }
+
+    /// Sends a message and waits for its answer. Returns `None` if there is none in time, or an error.
+    async fn ask(&self, within: Duration, packet: &Packet) -> Option<Bytes> {
+        let request = self.request(&CallContext::within(within), packet, None);
+        let response = self.channel.call(request).await.and_then(Response::into_result);
+        response.ok().map(|response| response.message.head.to_bytes())
+    }
+}
+
+impl Drop for Room {
+    fn drop(&mut self) {
+        if let Some(registry) = self.registry.upgrade() {
+            let gone = || Error::unknown(Code::Unavailable, format!("rank {} has left the meeting", self.meeting.rank));
+            let cause = self.is_formed().then(|| self.cause.get().unwrap_or_else(gone));
+            registry.end(self.id, &self.meeting, cause);
+        }
+    }
+}
+
+/// Returns the error of two ranks that call differently.
+pub(super) fn differ(room: &Room, own: Call, position: usize, call: Call) -> Error {
+    different_calls((room.meeting.rank, own), (room.rank_at(position), call))
+}
+
+pub(super) fn text(value: &impl serde::Serialize) -> Vec<u8> {
+    serde_json::to_vec(value).expect("messages have no map with other keys than texts")
+}
+
+pub(super) fn answer(text: impl Into<Bytes>) -> Reply {
+    let response = Response::json(text.into());
+    Box::pin(async move { Ok(response) })
+}
+
+/// Answers at once, or when what was sent has been taken.
+fn answer_when(taken: Option<oneshot::Receiver<()>>) -> Reply {
+    Box::pin(async move {
+        if let Some(taken) = taken
+            && taken.await.is_err()
+        {
+            return Err(Error::unknown(Code::FailedPrecondition, "the rank has not taken what was sent to it"));
+        }
+        Ok(Response::json(Bytes::from_static(b"null")))
+    })
+}
+
+impl fmt::Debug for Room {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Room({} of rank {})", self.meeting, self.meeting.rank)
+    }
+}

@@ -1,0 +1,8 @@
+//! Collective operations between the ranks of a group: the trait, meetings and the backend `mem` of [`gym_core::group::collective`], and the backend
+//! `host`, whose ranks are in processes, on nodes or on Ray.
+
+mod host;
+
+pub use gym_core::group::collective::*;
+
+pub use host::HostCollectives;
