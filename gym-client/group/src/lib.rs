@@ -95,9 +95,9 @@
 #![forbid(unsafe_code)]
 
 pub mod call;
-pub mod collective;
 #[cfg(target_os = "linux")]
 mod cluster;
+pub mod collective;
 pub mod health;
 pub mod placement;
 pub mod prelude;

@@ -27,7 +27,7 @@ pub use layout::{Axis, LayoutError, Parallelism, RANKS_MAX, REPLICATED_AXES, Ran
 pub use state::RankState;
 pub use view::{ExitCause, GroupView, RankExit, RankView, WorkerGroup};
 pub use worker::host::{
-    COLLECTIVE_ROUTE, CONTROL_ROUTE, HostOptions, REPLY_METADATA, REPLY_NONE, RunningCall, SEATS_ROUTE, STATUS_ROUTE, WorkerHost,
-    WorkerStatus,
+    COLLECTIVE_ROUTE, CONTROL_ROUTE, HostOptions, REPLY_METADATA, REPLY_NONE, RunningCall, SEATS_ROUTE, STATUS_ROUTE,
+    WorkerHost, WorkerStatus,
 };
 pub use worker::{Handles, HandlesBlocking, HandlesShared, Method, Methods, Worker, WorkerEnv};

@@ -16,9 +16,9 @@ pub use context::{
     CALL_METADATA, CALL_WAIT, CALL_WAIT_METADATA, CallContext, DEFAULT_DEADLINE, DEFAULT_REPLY_BYTES_MAX, Incarnation,
     TraceContext,
 };
-pub use failure::{read as read_failure, write as write_failure};
 #[doc(hidden)]
 pub use failure::{FAILURE_METADATA, readable, shorten};
+pub use failure::{read as read_failure, write as write_failure};
 pub use json::{Edit, JsonError, JsonFields, RawObject, Rope, push_json_string};
 pub use metadata::Metadata;
 pub use request::{PeerInfo, Request, Route, Verb};

@@ -18,6 +18,7 @@ mod harness;
 
 mod bad_input;
 mod cluster;
+mod collectives;
 mod conformance;
 mod failure;
 mod gpus;
@@ -132,6 +133,9 @@ pub(crate) fn main() {
         cluster::a_cluster_that_is_shut_down_ends_its_groups,
         cluster::the_key_async_communication_starts_calls_that_nobody_awaits,
         gpus::clusters_of_a_machine_divide_its_gpus,
+        collectives::ranks_in_processes_sum_over_each_axis,
+        collectives::the_survivors_of_a_killed_rank_name_it,
+        collectives::a_stopped_rank_is_named_at_the_deadline,
         conformance::processes_pass_the_suite_of_all_groups,
         conformance::ranks_in_one_process_pass_the_suite_of_all_groups,
         conformance::ranks_on_two_nodes_pass_the_suite_of_all_groups,

@@ -39,6 +39,7 @@ pub(crate) fn workers() -> Workers {
         .with("meeting", WorkerKind::of::<Meeting>())
         .with("counted", WorkerKind::of::<Counted>())
         .with("first-only", WorkerKind::of::<Unwilling<5>>())
+        .with("summing", WorkerKind::of::<super::collectives::Summing>())
         .with("verifier", WorkerKind::of::<super::verify::Verifier>())
         .with("narrow", WorkerKind::of::<Obedient>().with_host(taking(3)));
     // What the controller knows of them is their name.

@@ -168,7 +168,10 @@ impl Registry {
         };
         let room = self.lock().rooms.get(&to).and_then(|entry| entry.room.upgrade());
         room.ok_or_else(|| {
-            Error::not_started(Code::FailedPrecondition, "the rank takes part in this meeting no more; meet in a newer epoch")
+            Error::not_started(
+                Code::FailedPrecondition,
+                "the rank takes part in this meeting no more; meet in a newer epoch",
+            )
         })
     }
 
@@ -177,7 +180,11 @@ impl Registry {
     async fn join(self: &Arc<Self>, cx: &CallContext, meeting: Meeting) -> Result<Arc<Room>> {
         cx.check()?;
         let room = self.enter(meeting)?;
-        let mut joining = Joining { room: &room, peers: Mutex::new(room.meeting.seats.iter().map(|_| None).collect()), formed: false };
+        let mut joining = Joining {
+            room: &room,
+            peers: Mutex::new(room.meeting.seats.iter().map(|_| None).collect()),
+            formed: false,
+        };
         let joins = room.others().map(|position| {
             let (room, peers) = (&room, &joining.peers);
             async move {
@@ -206,7 +213,10 @@ impl Registry {
             Err(late) if matches!(late.code(), Code::DeadlineExceeded | Code::Cancelled) => {
                 let missing: Vec<Rank> = {
                     let peers = joining.peers.lock().unwrap_or_else(PoisonError::into_inner);
-                    room.others().filter(|position| peers[*position].is_none()).map(|position| room.rank_at(position)).collect()
+                    room.others()
+                        .filter(|position| peers[*position].is_none())
+                        .map(|position| room.rank_at(position))
+                        .collect()
                 };
                 let mut missing = missing;
                 missing.sort_unstable();
@@ -236,7 +246,8 @@ impl Registry {
         let room = Arc::new(Room::new(id, meeting, Arc::downgrade(self)));
         state.rooms.insert(id, Entry { name, epoch, room: Arc::downgrade(&room) });
         drop(state);
-        let current = |rank: &Rank, incarnation: Incarnation| newest.get(rank).is_none_or(|newest| incarnation >= *newest);
+        let current =
+            |rank: &Rank, incarnation: Incarnation| newest.get(rank).is_none_or(|newest| incarnation >= *newest);
         self.channels().retain(|(rank, incarnation), _| current(rank, *incarnation));
         self.notify();
         Ok(room)
@@ -264,7 +275,10 @@ impl Registry {
                 return Err(match error.code() {
                     Code::NotFound | Code::Unimplemented => Error::not_started(
                         Code::Unimplemented,
-                        format!("rank {} takes part in no collective operations: its host does not connect ranks", seat.rank),
+                        format!(
+                            "rank {} takes part in no collective operations: its host does not connect ranks",
+                            seat.rank
+                        ),
                     )
                     .caused_by(error),
                     _ => error,
@@ -289,14 +303,19 @@ impl Registry {
         match serde_json::from_slice::<Joined>(&answer) {
             Ok(Joined::Here(id)) => Ok(Met::Here(Peer { id, ..peer })),
             Ok(Joined::Over(cause)) => Ok(Met::Over(cause.into_error())),
-            Err(error) => Err(Error::invalid(format!("rank {} answers a join with something else: {error}", seat.rank))),
+            Err(error) => {
+                Err(Error::invalid(format!("rank {} answers a join with something else: {error}", seat.rank)))
+            }
         }
     }
 
     /// Answers the join of another rank when this rank has joined the same meeting.
     async fn answer_join(self: Arc<Self>, cx: CallContext, join: Join) -> Result<Response> {
         if join.build != BUILD {
-            let why = format!("rank {} has gym {}, and this rank has gym {BUILD}; start all ranks from one build", join.from, join.build);
+            let why = format!(
+                "rank {} has gym {}, and this rank has gym {BUILD}; start all ranks from one build",
+                join.from, join.build
+            );
             return Err(Error::not_started(Code::FailedPrecondition, why));
         }
         let _counted = CountedJoin::new(&self)?;
@@ -318,7 +337,8 @@ impl Registry {
     fn joined(&self, join: &Join) -> Result<Option<Joined>> {
         let state = self.lock();
         let same = |name: &str, epoch| (name, epoch) == (join.name.as_str(), join.epoch);
-        let room = state.rooms.values().find(|entry| same(&entry.name, entry.epoch)).and_then(|entry| entry.room.upgrade());
+        let room =
+            state.rooms.values().find(|entry| same(&entry.name, entry.epoch)).and_then(|entry| entry.room.upgrade());
         let over = state.over.iter().find(|(name, epoch, _)| same(name, *epoch)).map(|(.., cause)| Cause::of(cause));
         let newest = state.epoch;
         drop(state);

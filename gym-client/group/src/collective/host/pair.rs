@@ -39,9 +39,8 @@ pub(super) async fn send(
         if !small {
             for (at, chunk) in memory.chunks(CHUNK_BYTES).enumerate() {
                 let at = at as u64;
-                let packet = |to| {
-                    Packet::Chunk(ChunkPacket { to, from, stream: Stream::Pair, number, at, waits: true })
-                };
+                let packet =
+                    |to| Packet::Chunk(ChunkPacket { to, from, stream: Stream::Pair, number, at, waits: true });
                 answers.at_most(room, WINDOW - 1).await;
                 answers.add(to, room.send(cx, to, packet, Some(Bytes::copy_from_slice(chunk))).await);
             }

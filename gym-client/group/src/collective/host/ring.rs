@@ -124,7 +124,10 @@ struct Parts {
 
 impl Parts {
     fn of(heard: Heard, own: usize) -> Self {
-        Self { others: heard.into_iter().map(|heard| heard.map(|(_, elements)| elements).unwrap_or_default()).collect(), own }
+        Self {
+            others: heard.into_iter().map(|heard| heard.map(|(_, elements)| elements).unwrap_or_default()).collect(),
+            own,
+        }
     }
 
     /// Writes the reduction of a slice to its place in `memory`, which has the part of this rank.
@@ -133,7 +136,9 @@ impl Parts {
         let bytes = bytes_of(call, world_size, slice);
         let elements = bytes.len() / call.dtype.size();
         let mut partial = vec![0; elements * reduction.partial_dtype().size()];
-        let part = |position: usize| if position == self.own { &memory[bytes.clone()] } else { &self.others[position][bytes.clone()] };
+        let part = |position: usize| {
+            if position == self.own { &memory[bytes.clone()] } else { &self.others[position][bytes.clone()] }
+        };
         for (step, position) in order_of(world_size, slice).enumerate() {
             match step {
                 0 => reduction.begin(part(position), &mut partial),
@@ -217,7 +222,8 @@ impl Round<'_> {
         let chunk = CHUNK_BYTES / wide;
         // The slice before `step` further ones, counted against the ring.
         let back = |steps: usize| (own + 2 * world_size - steps) % world_size;
-        let slices: Vec<Range<usize>> = (0..world_size).map(|position| slice_of(call.elements, world_size, position)).collect();
+        let slices: Vec<Range<usize>> =
+            (0..world_size).map(|position| slice_of(call.elements, world_size, position)).collect();
         let longest = slices.iter().map(ExactSizeIterator::len).max().unwrap_or_default();
         for first in (0..longest).step_by(chunk * GROUP) {
             let bytes = |slice: usize, at: usize| {
@@ -329,7 +335,8 @@ impl Round<'_> {
             for step in 0..world_size - 1 {
                 let part = bytes(back(step));
                 if !part.is_empty() {
-                    let chunk = if step == 0 { Bytes::copy_from_slice(&whole[part]) } else { std::mem::take(&mut underway) };
+                    let chunk =
+                        if step == 0 { Bytes::copy_from_slice(&whole[part]) } else { std::mem::take(&mut underway) };
                     self.send(chunk, false, answers).await;
                 }
                 let part = bytes(back(1 + step));

@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use futures_util::future::join_all;
-use gym_core::group::{COLLECTIVE_ROUTE, Rank};
 use gym_core::group::collective::{Call, FirstCause, Meeting, different_calls, has, named};
+use gym_core::group::{COLLECTIVE_ROUTE, Rank};
 use gym_core::transport::Reply;
 use gym_core::{CallContext, Channel, Code, Error, Incarnation, Request, Response, Result, Route};
 use tokio::runtime::Handle;
@@ -135,8 +135,7 @@ impl SeatState {
 impl Room {
     pub(super) fn new(id: u64, meeting: Meeting, registry: Weak<Registry>) -> Self {
         let seats = meeting.seats.iter().map(|_| SeatState::default()).collect();
-        let state =
-            State { seats, called: 0, sent: BTreeMap::new(), received: BTreeMap::new(), failing: false };
+        let state = State { seats, called: 0, sent: BTreeMap::new(), received: BTreeMap::new(), failing: false };
         Self {
             id,
             meeting,
@@ -350,7 +349,8 @@ impl Room {
             .await?;
         if (chunk.number, chunk.at) != (number, at) {
             let (rank, had) = (self.rank_at(from), (chunk.number, chunk.at));
-            let why = format!("rank {rank} sent chunk {} of operation {}, and chunk {at} of {number} was due", had.1, had.0);
+            let why =
+                format!("rank {rank} sent chunk {} of operation {}, and chunk {at} of {number} was due", had.1, had.0);
             return Err(Error::unknown(Code::DataLoss, why));
         }
         if let Some(taken) = chunk.taken {
@@ -362,7 +362,13 @@ impl Room {
     // ---- who has gone ----
 
     /// Returns the error of a rank that will not make the next call of a kind any more. What it has sent before has arrived, and is looked at first.
-    pub(super) fn absent(&self, state: &State, position: usize, number: u64, called: impl Fn(Called) -> u64) -> Option<Error> {
+    pub(super) fn absent(
+        &self,
+        state: &State,
+        position: usize,
+        number: u64,
+        called: impl Fn(Called) -> u64,
+    ) -> Option<Error> {
         let seat = &state.seats[position];
         if let Some(lost) = &seat.lost {
             return Some(self.gone(position, Some(lost)));

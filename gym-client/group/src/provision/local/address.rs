@@ -59,15 +59,19 @@ impl ListenAddress {
         Self { transports: allowed_names(&transports), host: self.host.clone(), socket }
     }
 
-    /// Listens at this address over the transports of this program. Returns the handler to serve: `handler`, or `handler` behind
+    /// Returns the transports of this program, restricted to those of this address: for listening at it, and for connecting from it to addresses like it.
+    pub(crate) fn scoped(&self, transports: &Transports) -> Result<Transports> {
+        let policy = TransportPolicy::named(self.transports.iter().cloned())?;
+        Ok(transports.scoped(&policy, self.host.as_deref().and_then(|host| host.parse().ok())))
+    }
+
+    /// Listens at this address over [scoped](Self::scoped) transports. Returns the handler to serve: `handler`, or `handler` behind
     /// the routes that peers need to connect.
     pub(crate) async fn open(
         &self,
         transports: &Transports,
         handler: Arc<dyn Handler>,
     ) -> Result<(Box<dyn Listener>, Arc<dyn Handler>)> {
-        let policy = TransportPolicy::named(self.transports.iter().cloned())?;
-        let transports = transports.scoped(&policy, self.host.as_deref().and_then(|host| host.parse().ok()));
         let mut options = ListenOptions::default();
         if let Some(host) = &self.host {
             options = options.at(host.clone(), 0);

@@ -13,6 +13,7 @@ use gym_core::{CancelToken, Code, Endpoint, Error, Handler, Incarnation, Request
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::oneshot;
 
+use crate::collective::{HostCollectives, Peers};
 use crate::provision::local::address::ListenAddress;
 use crate::provision::local::affinity::bind_to_gpu;
 use crate::provision::local::handshake::{ASSIGNMENT_VARIABLE, HandshakeReply, WORKER_ROLE, WorkerAssignment};
@@ -78,15 +79,17 @@ impl Workers {
         let WorkerAssignment {
             worker, group, rank, world_size, local_rank, node_rank, incarnation, address, init, ..
         } = assignment;
+        let transports = address.scoped(&self.transports())?;
         let mut env = WorkerEnv::new(group, rank, world_size);
         env.local_rank = local_rank;
         env.node_rank = node_rank;
         env.incarnation = Incarnation(incarnation);
         env.variables = process_variables();
+        env.peers = Peers::new(Arc::clone(&env.group), rank, Arc::new(HostCollectives::new(transports.clone())));
         let host = self.kind(&worker)?.start(env, init).await?;
         let control = serve_status(address.for_control(&self.transports()), self.transports(), host.clone()).await?;
         host.set_control(control);
-        let (listener, handler) = address.open(&self.transports(), Arc::new(host.clone())).await?;
+        let (listener, handler) = address.open(&transports, Arc::new(host.clone())).await?;
         Ok((host, listener, handler))
     }
 }
@@ -114,7 +117,11 @@ async fn serve_status(address: ListenAddress, transports: Transports, host: Work
             }
         };
         runtime.block_on(async {
-            match address.open(&transports, handler).await {
+            let opened_at = match address.scoped(&transports) {
+                Ok(transports) => address.open(&transports, handler).await,
+                Err(error) => Err(error),
+            };
+            match opened_at {
                 Ok((listener, handler)) => {
                     let _ = opened.send(Ok(listener.endpoints().to_vec()));
                     let ended = gym_core::transport::serve(listener, handler, CancelToken::new(), Duration::ZERO).await;

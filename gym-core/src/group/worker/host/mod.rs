@@ -281,7 +281,9 @@ impl Core {
         let written = match (request.verb, request.route.path(), self.control.get()) {
             (Verb::Get, STATUS_ROUTE, _) => Some(serde_json::to_vec(&self.stats.status())),
             (Verb::Get, CONTROL_ROUTE, Some(endpoints)) => Some(serde_json::to_vec(endpoints)),
-            (Verb::Post, SEATS_ROUTE, _) if self.env.peers.connects() => Some(serde_json::to_vec(&self.seat(&request)?)),
+            (Verb::Post, SEATS_ROUTE, _) if self.env.peers.connects() => {
+                Some(serde_json::to_vec(&self.seat(&request)?))
+            }
             _ => None,
         };
         if let Some(written) = written {

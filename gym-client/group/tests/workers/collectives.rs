@@ -1,0 +1,160 @@
+//! Ranks in processes meet: sums over axes, and every survivor of a rank that is killed or stopped names it.
+//!
+//! `GYM_COLLECTIVE_KILLS` says how often a rank is killed (10 unless set), `GYM_KILL_SEED` where the seeds begin.
+
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use futures_util::future::join_all;
+use gym_core::{CallContext, Result, worker};
+use gym_group::collective::{CommunicatorExt as _, Peers, ReduceOp};
+use gym_group::{Dispatch, Group, Payload, Rank, RankLayout, Tensor, WorkerEnv, WorkerGroupExt as _};
+use rustix::process::Signal;
+use tokio::time::{Instant, sleep};
+
+use super::types::Init;
+use super::{LONG, freeze, options, pid, signal, spec, start, stop};
+
+const RANKS: u32 = 4;
+
+/// Sums with its peers.
+pub(crate) struct Summing {
+    rank: Rank,
+    peers: Peers,
+}
+
+worker! {
+    impl Worker for Summing as summing {
+        fn start(env: WorkerEnv, _: Init) -> Result<Self> {
+            Ok(Self { rank: env.rank, peers: env.peers })
+        }
+        /// Returns the first element of the sum over an axis, whether all elements have the value they must have, and the epoch.
+        exclusive async fn sum(&mut self, cx: &CallContext, call: Payload<(String, usize)>) -> Result<Payload<(f32, bool, u64)>> {
+            let (axis, elements) = call.value;
+            let peers = if axis.is_empty() { self.peers.all(cx).await? } else { self.peers.communicator(cx, &axis).await? };
+            let meeting = peers.meeting();
+            // Exact in every order of the sum.
+            let values = |rank: Rank| (0..elements).map(move |at| (at % 1_000) as f32 + rank as f32);
+            let expected: Vec<f32> = (0..elements).map(|at| (at % 1_000) as f32 * meeting.world_size() as f32)
+                .map(|sum| sum + meeting.seats.iter().map(|seat| seat.rank as f32).sum::<f32>()).collect();
+            let sum = peers.all_reduce(cx, Tensor::from_vec([elements], values(self.rank).collect())?, ReduceOp::Sum).await?;
+            let sum = sum.view::<f32>()?;
+            Ok((sum[0], sum[..] == expected[..], peers.meeting().epoch).into())
+        }
+        /// Sums this many elements again and again, each time with this deadline. Returns how that failed, when, in microseconds since 1970, and how long
+        /// the last sum took, in microseconds.
+        exclusive async fn endure(&mut self, cx: &CallContext, call: Payload<(usize, u64)>) -> Result<Payload<(String, u64, u64)>> {
+            let (peers, (elements, deadline)) = (self.peers.all(cx).await?, call.value);
+            loop {
+                let tensor = Tensor::from_vec([elements], vec![1.0_f32; elements])?;
+                let (cx, began) = (cx.child().at_most(Duration::from_millis(deadline)), Instant::now());
+                if let Err(error) = peers.all_reduce(&cx, tensor, ReduceOp::Sum).await {
+                    return Ok((error.to_string(), micros(), began.elapsed().as_micros() as u64).into());
+                }
+                cx.progress.advance(1);
+            }
+        }
+    }
+}
+
+fn micros() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_micros() as u64)
+}
+
+async fn summing(restarts: u32) -> Group {
+    let mut options = options().restarting(restarts);
+    options.layout = Some(RankLayout::new([("data", 2), ("tensor", 2)]).expect("a layout"));
+    start(spec("summing", RANKS), options).await.expect("starts")
+}
+
+async fn check_sums(group: &Group, elements: usize) -> u64 {
+    let mut epoch = 0;
+    for (axis, expected) in [("", [6.0; 4]), ("data", [2.0, 4.0, 2.0, 4.0]), ("tensor", [1.0, 1.0, 5.0, 5.0])] {
+        let sums =
+            group.call(summing::sum, (axis.to_owned(), elements)).deadline(LONG).await.expect("sums").into_values();
+        let values: Vec<f32> = sums.iter().map(|(value, ..)| *value).collect();
+        assert_eq!(values, expected, "{axis}");
+        assert!(sums.iter().all(|(_, right, _)| *right), "{axis}: {sums:?}");
+        epoch = sums[0].2;
+    }
+    epoch
+}
+
+pub(crate) async fn ranks_in_processes_sum_over_each_axis() {
+    let group = summing(0).await;
+    for elements in [1, 1_000, 1_000_003] {
+        check_sums(&group, elements).await;
+    }
+    stop(&group).await;
+}
+
+pub(crate) async fn the_survivors_of_a_killed_rank_name_it() {
+    let number =
+        |name: &str, otherwise: u64| std::env::var(name).map_or(otherwise, |text| text.parse().expect("a number"));
+    let (kills, first_seed) = (number("GYM_COLLECTIVE_KILLS", 10), number("GYM_KILL_SEED", 1));
+    let group = summing(u32::try_from(kills).expect("fits")).await;
+    let mut epoch = check_sums(&group, 100).await;
+    let mut times = Vec::new();
+    for seed in first_seed..first_seed + kills {
+        let mut random = fastrand::Rng::with_seed(seed);
+        let killed: Rank = random.u32(0..RANKS);
+        let elements = [16, 16_384, 1 << 20][random.usize(0..3)];
+        let mut calls = Vec::new();
+        for rank in 0..RANKS {
+            let call = group.call(summing::endure, (elements, 30_000)).dispatch(Dispatch::rank(rank)).deadline(LONG);
+            calls.push(call.start().await.expect("handed over"));
+        }
+        sleep(Duration::from_micros(random.u64(1_000..60_000))).await;
+        let at = micros();
+        signal(pid(&group, killed), Signal::KILL);
+        for (rank, outcome) in join_all(calls).await.into_iter().enumerate() {
+            if rank as Rank == killed {
+                outcome.expect_err("it was killed");
+                continue;
+            }
+            let (error, failed, _) = outcome.expect("it survives").into_values().remove(0);
+            let others =
+                (0..RANKS).filter(|other| *other != killed).any(|other| error.contains(&format!("rank {other} ")));
+            let named = error.contains(&format!("rank {killed} "));
+            assert!(named && !others, "seed {seed}: rank {killed} was killed, and rank {rank} says: {error}");
+            times.push(failed.saturating_sub(at));
+        }
+        group.restart_failed_workers(&CallContext::within(LONG)).await.expect("restarts");
+        let newer = check_sums(&group, 100).await;
+        assert!(newer > epoch, "seed {seed}: {newer} after {epoch}");
+        epoch = newer;
+    }
+    times.sort_unstable();
+    let at = |part: f64| times[((times.len() - 1) as f64 * part) as usize] as f64 / 1e3;
+    println!(
+        "{kills} kills, {} survivors: failed after {:.1} ms (p50), {:.1} ms (p99)",
+        times.len(),
+        at(0.5),
+        at(0.99)
+    );
+    stop(&group).await;
+}
+
+pub(crate) async fn a_stopped_rank_is_named_at_the_deadline() {
+    let group = summing(1).await;
+    check_sums(&group, 100).await;
+    let (stopped, deadline) = (2, 400);
+    let mut calls = Vec::new();
+    for rank in (0..RANKS).filter(|rank| *rank != stopped) {
+        let call = group.call(summing::endure, (16, deadline)).dispatch(Dispatch::rank(rank)).deadline(LONG);
+        calls.push(call.start().await.expect("handed over"));
+    }
+    let call = group.call(summing::endure, (16, deadline)).dispatch(Dispatch::rank(stopped)).deadline(LONG);
+    let frozen = tokio::spawn(call.start().await.expect("handed over"));
+    sleep(Duration::from_millis(20)).await;
+    freeze(pid(&group, stopped)).await;
+    for outcome in join_all(calls).await {
+        let (error, _, took) = outcome.expect("it survives").into_values().remove(0);
+        println!("{:.0} ms after its start: {error}", took as f64 / 1e3);
+        assert!(error.contains(&format!("rank {stopped} does not answer")), "{error}");
+    }
+    signal(pid(&group, stopped), Signal::KILL);
+    frozen.await.expect("no panic").expect_err("it was killed");
+    group.restart_failed_workers(&CallContext::within(LONG)).await.expect("restarts");
+    check_sums(&group, 100).await;
+    stop(&group).await;
+}
