@@ -34,6 +34,11 @@ const LABELS: [(&str, &[&str]); 66] = [
     ("gym_cluster_worker_round_trip_seconds", &["worker"]),
     ("gym_cluster_workers", &["state"]),
     ("gym_cluster_workers_expected", &[]),
+    ("gym_collective_aborts_total", RANK),
+    ("gym_collective_moved_bytes_total", COLLECTIVE),
+    ("gym_collective_operations_total", COLLECTIVE),
+    ("gym_collective_time_seconds_total", COLLECTIVE),
+    ("gym_collective_waiting_seconds", RANK),
     ("gym_collect_attempts_total", &["class"]),
     ("gym_collect_done", &[]),
     ("gym_collect_in_flight", &[]),
@@ -99,11 +104,17 @@ const LABELS: [(&str, &[&str]); 66] = [
 ];
 
 const RANK: &[&str] = &["group", "rank"];
+const COLLECTIVE: &[&str] = &["group", "rank", "operation", "path"];
 const GPU: &[&str] = &["gpu", "uuid"];
 
 /// Metrics without a sample in the test, and the reason. Their type and description are in the output all the same.
-const WITHOUT_SAMPLES: [(&str, &str); 13] = [
+const WITHOUT_SAMPLES: [(&str, &str); 18] = [
     ("gym_collect_mean_reward", "the collection has no rollout"),
+    ("gym_collective_aborts_total", NO_COLLECTIVES),
+    ("gym_collective_moved_bytes_total", NO_COLLECTIVES),
+    ("gym_collective_operations_total", NO_COLLECTIVES),
+    ("gym_collective_time_seconds_total", NO_COLLECTIVES),
+    ("gym_collective_waiting_seconds", NO_COLLECTIVES),
     ("gym_handler_stalled_seconds", "no handler blocks a thread"),
     ("gym_handler_stalls_total", "no handler blocks a thread"),
     ("gym_model_affinity_hits_total", ONE_MODEL),
@@ -119,6 +130,7 @@ const WITHOUT_SAMPLES: [(&str, &str); 13] = [
 ];
 
 const ONE_MODEL: &str = "the model of the test has one replica";
+const NO_COLLECTIVES: &str = "the ranks of the test call no collective operation";
 const NO_PROCESS: &str = "the ranks of the test are in its own process";
 
 /// A metric of the output.

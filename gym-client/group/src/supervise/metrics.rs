@@ -5,9 +5,11 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use gym_core::group::RankState;
+use gym_core::group::collective::{CollectiveReport, OperationTotals};
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{DescriptorEncoder, EncodeMetric};
 use prometheus_client::metrics::MetricType;
+use prometheus_client::metrics::counter::ConstCounter;
 use prometheus_client::metrics::gauge::ConstGauge;
 use prometheus_client::registry::Unit;
 use tokio::time::Instant;
@@ -67,8 +69,59 @@ impl Collector for GroupMetrics {
             ];
             ConstGauge::new(1_u64).encode(family.encode_family(&labels)?)?;
         }
-        Ok(())
+        encode_collectives(&mut encoder, &shared.name, &records)
     }
+}
+
+/// Encodes what the ranks' last heartbeats told of their collective operations.
+fn encode_collectives(encoder: &mut DescriptorEncoder<'_>, group: &str, records: &[RankRecord]) -> fmt::Result {
+    let reports: Vec<(String, CollectiveReport)> = records
+        .iter()
+        .filter_map(|record| Some((record.place.rank.to_string(), record.report()?.collectives)))
+        .filter(|(_, report)| !report.is_empty())
+        .collect();
+    type Value = fn(&OperationTotals) -> f64;
+    let counters: [(&str, &str, Option<Unit>, Value); 3] = [
+        ("gym_collective_operations", "Collective operations of the rank that have succeeded", None, |of| {
+            of.operations as f64
+        }),
+        (
+            "gym_collective_moved",
+            "Bytes of the buffers of collective operations that have succeeded",
+            Some(Unit::Bytes),
+            |of| of.bytes as f64,
+        ),
+        (
+            "gym_collective_time",
+            "Time from the calls of collective operations to their ends",
+            Some(Unit::Seconds),
+            |of| of.micros as f64 / 1e6,
+        ),
+    ];
+    for (name, help, unit, value) in counters {
+        let mut family = encoder.encode_descriptor(name, help, unit.as_ref(), MetricType::Counter)?;
+        for (rank, report) in &reports {
+            for totals in &report.totals {
+                let labels =
+                    [("group", group), ("rank", rank), ("operation", &totals.operation), ("path", &totals.path)];
+                ConstCounter::new(value(totals)).encode(family.encode_family(&labels)?)?;
+            }
+        }
+    }
+    let help = "Meetings of the rank for collective operations that have failed";
+    let mut family = encoder.encode_descriptor("gym_collective_aborts", help, None, MetricType::Counter)?;
+    for (rank, report) in &reports {
+        ConstCounter::new(report.aborts).encode(family.encode_family(&[("group", group), ("rank", rank)])?)?;
+    }
+    let help =
+        "Time for which the rank's oldest collective operation has waited at its last heartbeat; 0 if none waits";
+    let unit = Some(Unit::Seconds);
+    let mut family = encoder.encode_descriptor("gym_collective_waiting", help, unit.as_ref(), MetricType::Gauge)?;
+    for (rank, report) in &reports {
+        let waited = report.waiting.first().map_or(0.0, |waiting| waiting.elapsed_ms as f64 / 1e3);
+        ConstGauge::new(waited).encode(family.encode_family(&[("group", group), ("rank", rank)])?)?;
+    }
+    Ok(())
 }
 
 /// The source of a gauge.

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use gym_core::Incarnation;
+use gym_core::group::collective::CollectiveReport;
 use gym_core::group::{Rank, RankState, RunningCall};
 use gym_core::transport::PathInfo;
 use tokio::time::Instant;
@@ -40,6 +41,8 @@ pub struct RankStatus {
     pub running: Vec<RunningCall>,
     /// Queued calls at the last heartbeat.
     pub waiting: usize,
+    /// Collective operations at the last heartbeat: those that wait, with the ranks that have not called them, and totals.
+    pub collectives: CollectiveReport,
     /// Time since the last heartbeat; `None` before the first one.
     pub heartbeat_age: Option<Duration>,
     /// The connection to the rank, if there is one.
@@ -112,6 +115,7 @@ pub(super) fn status(record: &RankRecord, now: Instant, options: &GroupOptions) 
         restarts_used: record.restarts_used(),
         restarts_left: options.max_restarts.saturating_sub(record.restarts_used()),
         waiting: report.as_ref().map_or(0, |report| report.waiting),
+        collectives: report.as_ref().map(|report| report.collectives.clone()).unwrap_or_default(),
         running: report.map(|report| report.running).unwrap_or_default(),
         heartbeat_age: record.heartbeat_age(now),
         path: record.channel.as_ref().map(|channel| channel.path().clone()),

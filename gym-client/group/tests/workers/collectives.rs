@@ -12,7 +12,7 @@ use rustix::process::Signal;
 use tokio::time::{Instant, sleep};
 
 use super::types::Init;
-use super::{LONG, freeze, options, pid, signal, spec, start, stop};
+use super::{LONG, freeze, options, pid, signal, spec, start, status, stop, until};
 
 const RANKS: u32 = 4;
 
@@ -62,6 +62,7 @@ fn micros() -> u64 {
 
 async fn summing(restarts: u32) -> Group {
     let mut options = options().restarting(restarts);
+    options.heartbeat = Duration::from_millis(200);
     options.layout = Some(RankLayout::new([("data", 2), ("tensor", 2)]).expect("a layout"));
     start(spec("summing", RANKS), options).await.expect("starts")
 }
@@ -131,6 +132,39 @@ pub(crate) async fn the_survivors_of_a_killed_rank_name_it() {
         at(0.5),
         at(0.99)
     );
+    stop(&group).await;
+}
+
+pub(crate) async fn an_operation_that_waits_tells_for_whom() {
+    let group = summing(0).await;
+    let absent = 2;
+    let mut calls = Vec::new();
+    for rank in (0..RANKS).filter(|rank| *rank != absent) {
+        let call = group.call(summing::sum, (String::new(), 100)).dispatch(Dispatch::rank(rank)).deadline(LONG);
+        calls.push(call.start().await.expect("handed over"));
+    }
+    // Until it joins, the ranks wait for the meeting.
+    let other = group.call(summing::endure, (100, 60_000)).dispatch(Dispatch::rank(absent)).deadline(LONG);
+    let other = tokio::spawn(other.start().await.expect("handed over"));
+    for outcome in join_all(calls).await {
+        outcome.expect("the first sum has all ranks");
+    }
+    until("it tells that the others have not called", || {
+        let waiting = status(&group, absent).collectives.waiting;
+        waiting.first().is_some_and(|waiting| waiting.missing == [0, 1, 3])
+    })
+    .await;
+    let told = &status(&group, absent).collectives.waiting[0].to_string();
+    assert!(told.starts_with("waits in all_reduce 1 of meeting policy (epoch 1): ranks 0, 1, 3 have not"), "{told}");
+    let mut registry = prometheus_client::registry::Registry::default();
+    registry.register_collector(Box::new(group.metrics()));
+    let mut text = String::new();
+    prometheus_client::encoding::text::encode(&mut text, &registry).expect("encodes");
+    let operations =
+        r#"gym_collective_operations_total{group="policy",rank="0",operation="all_reduce",path="unix+frames"} 1"#;
+    assert!(text.contains(operations), "{text}");
+    drop(other);
+    group.kill(0).await.expect("kills");
     stop(&group).await;
 }
 

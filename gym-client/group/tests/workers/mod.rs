@@ -135,6 +135,7 @@ pub(crate) fn main() {
         gpus::clusters_of_a_machine_divide_its_gpus,
         collectives::ranks_in_processes_sum_over_each_axis,
         collectives::the_survivors_of_a_killed_rank_name_it,
+        collectives::an_operation_that_waits_tells_for_whom,
         collectives::a_stopped_rank_is_named_at_the_deadline,
         conformance::processes_pass_the_suite_of_all_groups,
         conformance::ranks_in_one_process_pass_the_suite_of_all_groups,

@@ -9,7 +9,9 @@ use crate::base::error::{Error, Result};
 use crate::group::collective::buffer::Buffer;
 use crate::group::collective::meeting::Meeting;
 use crate::group::collective::operation::Collective;
+use crate::group::collective::report::CollectiveReport;
 use crate::group::collective::transfer::Transfer;
+use crate::group::layout::Rank;
 use crate::message::CallContext;
 use crate::transport::Handler;
 
@@ -60,5 +62,10 @@ pub trait Collectives: fmt::Debug + Send + Sync + 'static {
     /// `None`, for a backend whose ranks exchange no messages.
     fn handler(&self) -> Option<Arc<dyn Handler>> {
         None
+    }
+
+    /// Returns what the operations of a rank do, and their totals. The default is an empty report, for a backend that keeps none.
+    fn report(&self, _rank: Rank) -> CollectiveReport {
+        CollectiveReport::default()
     }
 }

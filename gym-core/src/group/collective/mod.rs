@@ -48,6 +48,7 @@ mod mem;
 mod operation;
 mod peers;
 pub mod reduction;
+mod report;
 mod seats;
 mod transfer;
 
@@ -59,5 +60,6 @@ pub use meeting::{Meeting, Seat, identities};
 pub use mem::InProcessCollectives;
 pub use operation::{Call, Collective, ReduceOp, different_calls, has, named};
 pub use peers::Peers;
+pub use report::{CollectiveReport, OperationTotals, WaitingOperation};
 pub use seats::Seats;
 pub use transfer::{Completion, Moved, Moving, Transfer};

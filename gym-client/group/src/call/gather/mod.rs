@@ -477,6 +477,9 @@ fn unanswered<M: Method>(monitor: Option<&dyn RankMonitor>, slot: &Slot<M::Reply
                 0 => write!(text, ", without progress"),
                 units => write!(text, ", the last progress ({units} units) {} ago", since(call.still_ms)),
             };
+            if let Some(operation) = status.collectives.waiting.first() {
+                let _ = write!(text, "; it {operation}");
+            }
             if let Some(blocks) = call.blocks(age) {
                 let _ = write!(text, ", and {blocks}");
             }

@@ -76,6 +76,9 @@ impl RanksWait {
                 let _ = write!(text, " is held by `{method}` call {number}, which has run for {elapsed:.1} s");
             }
         }
+        if let Some(operation) = status.collectives.waiting.first() {
+            let _ = write!(text, "; it {operation}");
+        }
         if status.waiting > 0 {
             let _ = write!(text, ", {} wait", status.waiting);
         }

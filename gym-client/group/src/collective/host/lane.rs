@@ -14,9 +14,10 @@ use gym_core::{CallContext, Error, Execution, Response, Result};
 use tokio::sync::mpsc;
 use tokio::time::{Instant, timeout};
 use tokio_util::task::AbortOnDropHandle;
+use tracing::Instrument as _;
 
-use super::room::{Room, State};
-use super::wire::{Called, Stream};
+use super::room::Room;
+use super::wire::Called;
 use super::{pair, ring};
 
 /// The time for the answers that are still due when a rank has left.
@@ -33,7 +34,7 @@ pub(super) struct Operation {
 }
 
 /// Where a call stands.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Place {
     Round(u64),
     Send { to: usize, number: u64 },
@@ -110,7 +111,9 @@ async fn run(room: Arc<Room>, mut operations: mpsc::UnboundedReceiver<Queued>, w
         };
         let Some(Queued { operation, _watch: watch }) = queued else { break };
         drop(watch);
-        perform(&room, operation, &mut answers).await;
+        let (call, number, trace) = (operation.call, operation.place.number(), operation.cx.trace);
+        let span = tracing::info_span!("collective", operation = %call, number, meeting = %room.meeting, trace_id = %trace.trace());
+        perform(&room, operation, &mut answers).instrument(span).await;
         waiting.fetch_sub(1, Ordering::AcqRel);
     }
     // What was sent must arrive, although nobody calls any more.
@@ -121,6 +124,7 @@ async fn run(room: Arc<Room>, mut operations: mpsc::UnboundedReceiver<Queued>, w
 async fn perform(room: &Arc<Room>, operation: Operation, answers: &mut Answers) {
     let Operation { call, place, mut memory, completion, cx, began } = operation;
     let bytes = memory.len();
+    room.begin(call.operation, place, began);
     let moved = {
         let moving = async {
             match place {
@@ -147,6 +151,7 @@ async fn perform(room: &Arc<Room>, operation: Operation, answers: &mut Answers) 
             Err(room.cause.wait().await)
         }
     };
+    room.ended(call.operation, place, result.as_ref().ok());
     completion.finish(Buffer::host(call.dtype, memory), result);
 }
 
@@ -160,23 +165,16 @@ enum Ended {
 /// Ends the meeting because the bounds of a call have passed.
 async fn expire(room: &Arc<Room>, operation: Collective, place: Place, late: &Error) {
     let subject = room.meeting.subject(operation, place.number());
-    let unheard = |state: &State| match place {
-        Place::Round(number) => {
-            room.others().filter(|position| Room::call_of(state, *position, Stream::Round, number).is_none()).collect()
-        }
-        Place::Send { to, .. } => vec![to],
-        Place::Receive { from, .. } => vec![from],
-    };
     let has_called = move |called: Called| match place {
         Place::Round(number) => called.rounds > number,
         Place::Send { number, .. } => called.receives > number,
         Place::Receive { number, .. } => called.sends > number,
     };
-    room.expire(late, subject, unheard, has_called).await;
+    room.expire(late, subject, place, has_called).await;
 }
 
 impl Place {
-    fn number(self) -> u64 {
+    pub(super) fn number(self) -> u64 {
         match self {
             Self::Round(number) | Self::Send { number, .. } | Self::Receive { number, .. } => number,
         }

@@ -24,7 +24,8 @@ use gym_client::transport::Transports;
 use gym_core::base::watch;
 use gym_core::group::Rank;
 use gym_core::group::collective::{
-    Buffer, Collective, Collectives, Communicator, Meeting, Seat, Transfer, has, identities,
+    Buffer, Collective, CollectiveReport, Collectives, Communicator, Meeting, Moving, OperationTotals, Seat, Transfer,
+    has, identities,
 };
 use gym_core::transport::ConnectOptions;
 use gym_core::{CallContext, Channel, Code, Error, Execution, Handler, Incarnation, Request, Response, Result};
@@ -54,8 +55,16 @@ struct Registry {
     state: Mutex<Meetings>,
     /// Changes with `state`.
     changed: watch::Sender<u64>,
+    totals: Mutex<Totals>,
     /// The connection to each rank, which its meetings share.
     channels: Mutex<HashMap<(Rank, Incarnation), Arc<OnceCell<Channel>>>>,
+}
+
+/// What has succeeded, by operation and path: operations, bytes and microseconds; and the meetings that have failed.
+#[derive(Default)]
+struct Totals {
+    moved: BTreeMap<(&'static str, &'static str), (u64, u64, u64)>,
+    aborts: u64,
 }
 
 #[derive(Default)]
@@ -93,8 +102,8 @@ impl HostCollectives {
     /// Creates the backend of one rank, which reaches the others over these transports.
     #[must_use]
     pub fn new(transports: Transports) -> Self {
-        let (state, channels) = (Mutex::default(), Mutex::default());
-        Self(Arc::new(Registry { transports, state, changed: watch::Sender::new(0), channels }))
+        let (state, totals, channels) = (Mutex::default(), Mutex::default(), Mutex::default());
+        Self(Arc::new(Registry { transports, state, changed: watch::Sender::new(0), totals, channels }))
     }
 
     /// Returns the number of meetings that the rank waits for or takes part in.
@@ -120,6 +129,10 @@ impl Collectives for HostCollectives {
 
     fn handler(&self) -> Option<Arc<dyn Handler>> {
         Some(Arc::new(self.clone()))
+    }
+
+    fn report(&self, _: Rank) -> CollectiveReport {
+        self.0.report()
     }
 }
 
@@ -173,6 +186,36 @@ impl Registry {
                 "the rank takes part in this meeting no more; meet in a newer epoch",
             )
         })
+    }
+
+    // ---- what it tells of itself ----
+
+    fn totals(&self) -> MutexGuard<'_, Totals> {
+        self.totals.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn count(&self, operation: &'static str, path: &'static str, moved: &Moving) {
+        let mut totals = self.totals();
+        let (operations, bytes, micros) = totals.moved.entry((operation, path)).or_default();
+        *operations += 1;
+        *bytes += moved.bytes;
+        *micros += u64::try_from(moved.took.as_micros()).unwrap_or(u64::MAX);
+    }
+
+    fn count_abort(&self) {
+        self.totals().aborts += 1;
+    }
+
+    fn report(&self) -> CollectiveReport {
+        let rooms: Vec<Arc<Room>> = self.lock().rooms.values().filter_map(|entry| entry.room.upgrade()).collect();
+        let mut report = CollectiveReport::default();
+        report.waiting = rooms.iter().flat_map(|room| room.waiting()).collect();
+        report.waiting.sort_by_key(|waiting| std::cmp::Reverse(waiting.elapsed_ms));
+        let totals = self.totals();
+        let moved = totals.moved.iter();
+        report.totals = moved.map(|((operation, path), sums)| OperationTotals::new(*operation, *path, *sums)).collect();
+        report.aborts = totals.aborts;
+        report
     }
 
     // ---- joining ----

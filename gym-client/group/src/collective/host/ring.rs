@@ -177,11 +177,15 @@ impl Round<'_> {
                     }
                 }
             }
+            if missing {
+                return None;
+            }
+            state.heard = number + 1;
             let mut take = |position| {
                 let taken = Room::take_call(state, position, Stream::Round, number);
                 taken.map(|announced| (announced.call, announced.take()))
             };
-            (!missing).then(|| Ok((0..world_size).map(&mut take).collect()))
+            Some(Ok((0..world_size).map(&mut take).collect()))
         })
         .await
     }

@@ -7,15 +7,19 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use futures_util::future::join_all;
-use gym_core::group::collective::{Call, FirstCause, Meeting, different_calls, has, named};
+use gym_core::group::collective::{
+    Call, Collective, FirstCause, Meeting, Moving, WaitingOperation, different_calls, has, named,
+};
 use gym_core::group::{COLLECTIVE_ROUTE, Rank};
 use gym_core::transport::Reply;
 use gym_core::{CallContext, Channel, Code, Error, Incarnation, Request, Response, Result, Route};
 use tokio::runtime::Handle;
 use tokio::sync::{Notify, oneshot};
+use tokio::time::Instant;
 use tokio_util::task::AbortOnDropHandle;
 
 use super::Registry;
+use super::lane::Place;
 use super::wire::{AbortPacket, CallPacket, Called, Cause, ChunkPacket, LeavePacket, Packet, Stream};
 
 /// After a connection has closed, the time in which its peer, or another rank, may tell why.
@@ -58,8 +62,20 @@ pub(super) struct State {
     pub(super) called: u64,
     pub(super) sent: BTreeMap<usize, u64>,
     pub(super) received: BTreeMap<usize, u64>,
+    /// The collective operations that all ranks have been heard to call.
+    pub(super) heard: u64,
+    /// The operations under way, in the order in which they began.
+    running: Vec<Running>,
     /// A failure was found, and the ranks are agreeing on its cause.
     failing: bool,
+}
+
+/// An operation under way.
+#[derive(Clone, Copy)]
+struct Running {
+    operation: Collective,
+    place: Place,
+    began: Instant,
 }
 
 /// What has come from one rank and was not taken yet, and how the rank has gone.
@@ -135,7 +151,15 @@ impl SeatState {
 impl Room {
     pub(super) fn new(id: u64, meeting: Meeting, registry: Weak<Registry>) -> Self {
         let seats = meeting.seats.iter().map(|_| SeatState::default()).collect();
-        let state = State { seats, called: 0, sent: BTreeMap::new(), received: BTreeMap::new(), failing: false };
+        let state = State {
+            seats,
+            called: 0,
+            sent: BTreeMap::new(),
+            received: BTreeMap::new(),
+            heard: 0,
+            running: Vec::new(),
+            failing: false,
+        };
         Self {
             id,
             meeting,
@@ -442,6 +466,11 @@ impl Room {
 
     fn adopt(&self, why: Error) {
         self.lock().failing = true;
+        if self.cause.get().is_none()
+            && let Some(registry) = self.registry.upgrade()
+        {
+            registry.count_abort();
+        }
         self.cause.set(why);
         self.changed.notify_waiters();
     }
@@ -464,10 +493,10 @@ impl Room {
         self: &Arc<Self>,
         late: &Error,
         subject: String,
-        unheard: impl FnOnce(&State) -> Vec<usize> + Send,
+        place: Place,
         has_called: impl Fn(Called) -> bool + Send,
     ) {
-        let unheard = unheard(&self.lock());
+        let unheard = self.unheard(&self.lock(), place);
         let asked: Vec<usize> = if unheard.is_empty() { self.others().collect() } else { unheard };
         let (mut missing, mut silent): (Vec<Rank>, Vec<Rank>) = (Vec::new(), Vec::new());
         for (position, called) in self.ask_where(&asked).await {
@@ -513,6 +542,60 @@ impl Room {
         silent.for_each(|(position, _)| state.seats[*position].silent = true);
         answers
     }
+
+    // ---- what it tells of itself ----
+
+    /// Records that an operation begins.
+    pub(super) fn begin(&self, operation: Collective, place: Place, began: Instant) {
+        self.lock().running.push(Running { operation, place, began });
+    }
+
+    /// Records the end of an operation, and what it has moved, if it succeeded.
+    pub(super) fn ended(&self, operation: Collective, place: Place, moved: Option<&Moving>) {
+        self.lock().running.retain(|running| running.place != place);
+        if let (Some(moved), Some(registry)) = (moved, self.registry.upgrade()) {
+            registry.count(operation.name(), self.path(), moved);
+        }
+    }
+
+    /// Returns the scheme or the transport over which the elements go.
+    fn path(&self) -> &'static str {
+        let next = self.others().next().and_then(|next| self.peer(next));
+        next.map_or("none", |peer| {
+            let path = peer.channel.path();
+            path.transport.map_or(path.scheme, |transport| transport.as_str())
+        })
+    }
+
+    /// Returns the operations under way.
+    pub(super) fn waiting(&self) -> Vec<WaitingOperation> {
+        let state = self.lock();
+        let waiting = state.running.iter().map(|running| {
+            let subject = self.meeting.subject(running.operation, running.place.number());
+            let elapsed = u64::try_from(running.began.elapsed().as_millis()).unwrap_or(u64::MAX);
+            let mut missing: Vec<Rank> =
+                self.unheard(&state, running.place).into_iter().map(|position| self.rank_at(position)).collect();
+            missing.sort_unstable();
+            WaitingOperation::new(subject, elapsed, missing)
+        });
+        waiting.collect()
+    }
+
+    /// Returns the positions that have not been heard to call an operation.
+    pub(super) fn unheard(&self, state: &State, place: Place) -> Vec<usize> {
+        match place {
+            // What was heard is taken when all have been.
+            Place::Round(number) if state.heard > number => Vec::new(),
+            Place::Round(number) => {
+                let unheard = |position: &usize| Self::call_of(state, *position, Stream::Round, number).is_none();
+                self.others().filter(unheard).collect()
+            }
+            Place::Send { to, .. } => vec![to],
+            Place::Receive { from, .. } => vec![from],
+        }
+    }
+
+    // ---- leaving ----
 
     /// Tells the other ranks that this one makes no further calls.
     pub(super) fn leave(self: &Arc<Self>) {

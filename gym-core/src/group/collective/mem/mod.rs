@@ -18,6 +18,7 @@ use crate::group::collective::buffer::Buffer;
 use crate::group::collective::communicator::{Collectives, Communicator};
 use crate::group::collective::meeting::{Meeting, identities};
 use crate::group::collective::operation::{Collective, has};
+use crate::group::collective::report::CollectiveReport;
 use crate::group::collective::transfer::Transfer;
 use crate::group::layout::Rank;
 use crate::message::CallContext;
@@ -77,6 +78,20 @@ impl InProcessCollectives {
 impl Collectives for InProcessCollectives {
     fn name(&self) -> &'static str {
         "mem"
+    }
+
+    fn report(&self, rank: Rank) -> CollectiveReport {
+        // A room may be dropped here, which takes no lock.
+        let rooms: Vec<(Key, Arc<Room>)> =
+            self.0.lock().iter().map(|(key, room)| (key.clone(), Arc::clone(room))).collect();
+        let mut report = CollectiveReport::default();
+        for ((name, epoch), room) in rooms {
+            if let Ok(meeting) = Meeting::new(name, epoch, rank, room.seats()) {
+                report.waiting.extend(room.waiting(meeting.position()));
+            }
+        }
+        report.waiting.sort_by_key(|waiting| std::cmp::Reverse(waiting.elapsed_ms));
+        report
     }
 
     async fn join(&self, cx: &CallContext, meeting: Meeting) -> Result<Arc<dyn Communicator>> {

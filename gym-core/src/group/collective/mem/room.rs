@@ -15,6 +15,7 @@ use crate::group::collective::buffer::Buffer;
 use crate::group::collective::cause::FirstCause;
 use crate::group::collective::meeting::{Meeting, Seat};
 use crate::group::collective::operation::{Call, Collective, different_calls, has};
+use crate::group::collective::report::WaitingOperation;
 use crate::group::collective::transfer::Transfer;
 use crate::group::layout::Rank;
 use crate::message::CallContext;
@@ -147,6 +148,18 @@ impl Room {
             self.fail(state, error);
         }
         nobody_is_left
+    }
+
+    /// Returns the calls of a rank that wait.
+    pub(super) fn waiting(&self, position: usize) -> Vec<WaitingOperation> {
+        let state = self.lock();
+        let own = state.places().filter_map(|place| {
+            let waiting = state.waiting(place).filter(|waiting| waiting.position == position)?;
+            let elapsed = waiting.deposit.began.elapsed().as_millis();
+            let missing = self.ranks_at(state.missing(place));
+            Some(WaitingOperation::new(waiting.subject.clone(), u64::try_from(elapsed).unwrap_or(u64::MAX), missing))
+        });
+        own.collect()
     }
 
     pub(super) fn abort(&self, why: Error) {

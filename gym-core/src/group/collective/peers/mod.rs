@@ -12,6 +12,7 @@ use crate::base::error::{Code, Error, Execution, Result};
 use crate::base::watch;
 use crate::group::collective::communicator::{Collectives, Communicator};
 use crate::group::collective::meeting::Meeting;
+use crate::group::collective::report::CollectiveReport;
 use crate::group::collective::seats::Seats;
 use crate::group::layout::{Rank, RankLayout};
 use crate::message::CallContext;
@@ -123,6 +124,12 @@ impl Peers {
     #[must_use]
     pub fn handler(&self) -> Option<Arc<dyn Handler>> {
         self.0.as_ref()?.backend.handler()
+    }
+
+    /// For hosts of workers: returns what the rank's collective operations do, and their totals.
+    #[must_use]
+    pub fn report(&self) -> CollectiveReport {
+        self.0.as_ref().map(|inner| inner.backend.report(inner.rank)).unwrap_or_default()
     }
 
     /// For hosts of workers: the rank has ended. Aborts its communicators with `Unavailable`.

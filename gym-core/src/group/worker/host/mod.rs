@@ -145,7 +145,7 @@ impl WorkerHost {
     /// Reports what the worker is doing. Never waits for the worker.
     #[must_use]
     pub fn status(&self) -> WorkerStatus {
-        self.0.stats.status()
+        self.0.status()
     }
 
     /// Stops the worker: rejects new calls, waits up to `grace` for admitted calls, then ends the worker.
@@ -271,6 +271,10 @@ impl Core {
         Ok(response)
     }
 
+    fn status(&self) -> WorkerStatus {
+        WorkerStatus { collectives: self.env.peers.report(), ..self.stats.status() }
+    }
+
     /// Serves the routes of the host itself; any other route is an error.
     fn other(&self, request: Request) -> Result<BoxFuture<'static, Result<Response>>> {
         if request.route.path() == COLLECTIVE_ROUTE
@@ -279,7 +283,7 @@ impl Core {
             return Ok(handler.handle(request));
         }
         let written = match (request.verb, request.route.path(), self.control.get()) {
-            (Verb::Get, STATUS_ROUTE, _) => Some(serde_json::to_vec(&self.stats.status())),
+            (Verb::Get, STATUS_ROUTE, _) => Some(serde_json::to_vec(&self.status())),
             (Verb::Get, CONTROL_ROUTE, Some(endpoints)) => Some(serde_json::to_vec(endpoints)),
             (Verb::Post, SEATS_ROUTE, _) if self.env.peers.connects() => {
                 Some(serde_json::to_vec(&self.seat(&request)?))

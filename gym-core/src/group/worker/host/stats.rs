@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 use tokio::time::Instant;
 
 use crate::base::progress::CallProgress;
+use crate::group::collective::CollectiveReport;
 use crate::group::layout::Rank;
 use crate::group::worker::WorkerEnv;
 use crate::message::Incarnation;
@@ -28,6 +29,9 @@ pub struct WorkerStatus {
     pub succeeded: u64,
     /// Number of calls that ended with an error, panics included.
     pub failed: u64,
+    /// The rank's collective operations.
+    #[serde(default, skip_serializing_if = "CollectiveReport::is_empty")]
+    pub collectives: CollectiveReport,
 }
 
 /// A running call.
@@ -175,6 +179,7 @@ impl CallStats {
             running,
             succeeded: self.succeeded.load(Ordering::Relaxed),
             failed: self.failed.load(Ordering::Relaxed),
+            collectives: CollectiveReport::default(),
         }
     }
 

@@ -1,0 +1,92 @@
+//! What a rank's collective operations do: those that wait, and totals.
+
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+use crate::group::collective::operation::has;
+use crate::group::layout::Rank;
+
+/// The collective operations of one rank, as its backend reports them.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+#[non_exhaustive]
+pub struct CollectiveReport {
+    /// The operations that the rank has called and that are not over, oldest first.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub waiting: Vec<WaitingOperation>,
+    /// What has succeeded since the rank started.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub totals: Vec<OperationTotals>,
+    /// Meetings of the rank that have failed.
+    pub aborts: u64,
+}
+
+/// An operation that is not over.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+#[non_exhaustive]
+pub struct WaitingOperation {
+    /// The operation, as in the subject of its error: `all_reduce 3 of meeting policy/data (epoch 2)`.
+    pub operation: String,
+    /// Milliseconds since the rank called it.
+    pub elapsed_ms: u64,
+    /// The ranks that have not called it, ascending. Empty if all have, and it is under way.
+    pub missing: Vec<Rank>,
+}
+
+/// The operations of one kind over one path that have succeeded.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+#[non_exhaustive]
+pub struct OperationTotals {
+    /// The kind, such as `all_reduce`.
+    pub operation: String,
+    /// How the elements went: the transport, such as `unix+frames`.
+    pub path: String,
+    /// The number of operations.
+    pub operations: u64,
+    /// The sum of [`Moving::bytes`](super::Moving::bytes).
+    pub bytes: u64,
+    /// The time from the calls to their ends, in microseconds.
+    pub micros: u64,
+}
+
+impl CollectiveReport {
+    /// Returns `true` if the rank has called no operation.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.waiting.is_empty() && self.totals.is_empty() && self.aborts == 0
+    }
+}
+
+impl WaitingOperation {
+    /// Creates the report of an operation.
+    #[must_use]
+    pub fn new(operation: String, elapsed_ms: u64, missing: Vec<Rank>) -> Self {
+        Self { operation, elapsed_ms, missing }
+    }
+}
+
+impl OperationTotals {
+    /// Creates the totals of a kind over a path.
+    #[must_use]
+    pub fn new(
+        operation: impl Into<String>,
+        path: impl Into<String>,
+        (operations, bytes, micros): (u64, u64, u64),
+    ) -> Self {
+        Self { operation: operation.into(), path: path.into(), operations, bytes, micros }
+    }
+}
+
+impl fmt::Display for WaitingOperation {
+    /// Writes `waits in all_reduce 3 of meeting policy/data (epoch 2): rank 2 has not called it`.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "waits in {}: ", self.operation)?;
+        match &self.missing[..] {
+            [] => f.write_str("all ranks have called it"),
+            missing => write!(f, "{} not called it", has(missing)),
+        }
+    }
+}
