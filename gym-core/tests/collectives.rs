@@ -6,9 +6,13 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use async_trait::async_trait;
+use bytes::BytesMut;
 use futures_util::FutureExt;
 use futures_util::future::{join_all, try_join_all};
-use gym_core::group::collective::{Collectives, CommunicatorExt, InProcessCollectives, Meeting, ReduceOp, Seat};
+use gym_core::group::collective::{
+    Buffer, Collective, Collectives, Communicator as _, CommunicatorExt, CompressedCommunicator, InProcessCollectives,
+    Meeting, ReduceOp, Seat,
+};
 use gym_core::group::{DType, Tensor};
 use gym_core::testing::conformance::{CollectiveFixture, Ranks, collectives};
 use gym_core::{CallContext, Code, Incarnation};
@@ -160,4 +164,49 @@ async fn memory_of_its_own_is_moved_and_comes_back_joined() {
         let after: Vec<usize> = sums.iter().map(|sum| sum.as_ref().unwrap().bytes().as_ptr().addr()).collect();
         assert_eq!(before, after, "{elements} elements");
     }
+}
+
+#[tokio::test]
+async fn compressed_gradients_keep_their_bound_and_their_bits() {
+    let backend = InProcessCollectives::new();
+    let communicators: Vec<CompressedCommunicator> =
+        join(&backend, 1, &[0, 1, 2]).await.into_iter().map(CompressedCommunicator::new).collect();
+    let (context, mut generator) = (cx(), fastrand::Rng::with_seed(7));
+    for op in [ReduceOp::Sum, ReduceOp::Mean] {
+        let values: Vec<Vec<f32>> = (0..3)
+            .map(|_| (0..10_000).map(|_| (generator.f32() - 0.5) * 2.0_f32.powi(generator.i32(-20..20))).collect())
+            .collect();
+        let calls = communicators.iter().zip(&values);
+        let sums =
+            calls.map(|(rank, own)| rank.all_reduce(&context, Tensor::from_vec([100, 100], own.clone()).unwrap(), op));
+        let sums: Vec<Tensor> = join_all(sums).await.into_iter().map(Result::unwrap).collect();
+        assert!(sums.iter().all(|sum| sum == &sums[0] && sum.shape() == [100, 100]));
+        for (at, sum) in sums[0].view::<f32>().unwrap().iter().enumerate() {
+            let all = values.iter().map(|own| f64::from(own[at]));
+            let part = if op == ReduceOp::Mean { 3.0 } else { 1.0 };
+            let (exact, bound) = (all.clone().sum::<f64>() / part, all.map(f64::abs).sum::<f64>() / part / 128.0);
+            assert!((f64::from(*sum) - exact).abs() <= bound, "element {at}: {sum} for {exact}");
+        }
+    }
+    // Slices, other operations and other types.
+    let slices = communicators.iter().map(|rank| {
+        rank.reduce_scatter(
+            &context,
+            Tensor::from_vec([7], (0..7).map(|at| at as f32).collect()).unwrap(),
+            ReduceOp::Sum,
+        )
+    });
+    let slices: Vec<Vec<f32>> =
+        join_all(slices).await.into_iter().map(|slice| slice.unwrap().view::<f32>().unwrap().to_vec()).collect();
+    assert_eq!(slices.concat(), [0.0, 3.0, 6.0, 9.0, 12.0, 15.0, 18.0]);
+    let exact = 1.0_f32 / 3.0;
+    let most = communicators
+        .iter()
+        .map(|rank| rank.all_reduce(&context, Tensor::from_vec([1], vec![exact]).unwrap(), ReduceOp::Max));
+    assert!(join_all(most).await.iter().all(|most| most.as_ref().unwrap().view::<f32>().unwrap()[0] == exact));
+    // An error gives the buffer back as it was typed.
+    communicators[0].abort(gym_core::Error::internal("over"));
+    let buffer = Buffer::host(DType::F32, BytesMut::zeroed(12));
+    let moved = communicators[1].start(&context, Collective::AllReduce(ReduceOp::Sum), buffer).await;
+    assert_eq!((moved.buffer.dtype, moved.buffer.bytes(), moved.result.is_err()), (DType::F32, 12, true));
 }

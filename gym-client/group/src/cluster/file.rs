@@ -42,7 +42,6 @@ impl ClusterFile {
         let mut groups = BTreeMap::new();
         for name in blocks.names().into_iter().filter(|name| name != CLUSTER) {
             let group: WorkerGroupConfig = blocks.block(&name)?;
-            group.validate().map_err(|error| blocks.placed(&name, &error))?;
             groups.insert(name, group);
         }
         Ok(Self { cluster, groups, source: path.display().to_string() })

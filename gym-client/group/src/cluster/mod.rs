@@ -247,10 +247,11 @@ impl VirtualCluster {
         let mut spec = LaunchSpec::new(Arc::clone(&group), worker, init, ranks);
         (spec.variables, spec.start_timeout, spec.ports) = (variables, start_timeout, self.spec.ports());
         spec.transport_policy = self.spec.transport_policy();
+        spec.collectives.backend = self.spec.communication_backend;
         if let Some(config) = config {
-            config.validate()?;
             spec.transport_policy = config.transport_policy().or(spec.transport_policy);
             spec.memory_limit_bytes = config.memory_limit;
+            spec.collectives.compress_gradients = config.enable_gradient_compression;
             options.configured(&config);
         }
         if let Some(transport_policy) = &spec.transport_policy {

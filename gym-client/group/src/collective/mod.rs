@@ -2,7 +2,9 @@
 //! `host`, whose ranks are in processes, on nodes or on Ray.
 
 mod host;
+mod options;
 
 pub use gym_core::group::collective::*;
 
 pub use host::HostCollectives;
+pub use options::CollectiveOptions;

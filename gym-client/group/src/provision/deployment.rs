@@ -13,6 +13,7 @@ use gym_core::transport::TransportPolicy;
 use gym_core::{CallContext, Code, Error, Incarnation, Result};
 use serde_json::value::RawValue;
 
+use crate::collective::CollectiveOptions;
 use crate::placement::{ClusterSpec, NodeResources, Placement};
 use crate::provision::events::{NodeEvent, NodeStatus, RankEvent};
 use crate::provision::place::RankPlace;
@@ -188,6 +189,8 @@ pub struct LaunchSpec {
     pub ports: Range<u16>,
     /// Transport policy of the configuration, if it has one. Ranks advertise UCX if the policy allows it. Default: none.
     pub transport_policy: Option<TransportPolicy>,
+    /// How the ranks meet for collective operations.
+    pub collectives: CollectiveOptions,
 }
 
 impl LaunchSpec {
@@ -210,6 +213,7 @@ impl LaunchSpec {
             start_timeout: DEFAULT_START_TIMEOUT,
             ports: crate::placement::MASTER_PORTS,
             transport_policy: None,
+            collectives: CollectiveOptions::default(),
         }
     }
 }

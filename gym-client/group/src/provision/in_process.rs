@@ -9,7 +9,7 @@ use futures_util::future::join_all;
 use futures_util::stream::BoxStream;
 use gym_client::transport::Transports;
 use gym_core::base::watch;
-use gym_core::group::collective::{InProcessCollectives, Peers};
+use gym_core::group::collective::InProcessCollectives;
 use gym_core::group::{ExitCause, Rank, RankExit, WorkerEnv, WorkerHost};
 use gym_core::transport::{ListenOptions, Listener};
 use gym_core::{CallContext, CancelToken, Code, Error, Handler, Incarnation, Result};
@@ -238,7 +238,7 @@ impl InProcessState {
         env.node_rank = place.node_rank;
         env.incarnation = incarnation;
         env.variables = environment.into_variables();
-        env.peers = Peers::new(Arc::clone(&self.spec.group), place.rank, self.collectives.clone());
+        env.peers = self.spec.collectives.peers(&self.spec.group, place.rank, self.collectives.clone());
         let host = kind.start(env, init).await?;
         let name = format!("{}.{:x}/{}/{incarnation}", self.spec.group, self.launch, place.rank);
         let options = ListenOptions::named(name).bounded_by_handler();

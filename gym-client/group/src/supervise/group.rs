@@ -87,6 +87,7 @@ impl Group {
             None => (None, None, None),
         };
         let name = Arc::clone(&spec.group);
+        spec.collectives.warn(&name);
         let refused = |cause: Error| StartError { group: Arc::clone(&name), cause, failed: Vec::new() };
         let layout = layout(&spec, &options).map_err(refused)?;
         let records = spec.ranks.iter().cloned().map(RankRecord::new).collect();

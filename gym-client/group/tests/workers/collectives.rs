@@ -5,8 +5,9 @@
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use futures_util::future::join_all;
-use gym_core::{CallContext, Result, worker};
-use gym_group::collective::{CommunicatorExt as _, Peers, ReduceOp};
+use gym_core::{CallContext, Code, Result, worker};
+use gym_group::collective::{CollectiveOptions, CommunicatorExt as _, Peers, ReduceOp};
+use gym_group::placement::CommunicationBackend;
 use gym_group::{Dispatch, Group, Payload, Rank, RankLayout, Tensor, WorkerEnv, WorkerGroupExt as _};
 use rustix::process::Signal;
 use tokio::time::{Instant, sleep};
@@ -40,6 +41,12 @@ worker! {
             let sum = sum.view::<f32>()?;
             Ok((sum[0], sum[..] == expected[..], peers.meeting().epoch).into())
         }
+        /// Returns the sum of a third of each rank, as gradients travel.
+        exclusive async fn gradient(&mut self, cx: &CallContext, _: Payload<()>) -> Result<Payload<f32>> {
+            let data = self.peers.gradients(cx, "data").await?;
+            let third = Tensor::from_vec([1], vec![1.0_f32 / 3.0])?;
+            Ok(data.all_reduce(cx, third, ReduceOp::Sum).await?.view::<f32>()?[0].into())
+        }
         /// Sums this many elements again and again, each time with this deadline. Returns how that failed, when, in microseconds since 1970, and how long
         /// the last sum took, in microseconds.
         exclusive async fn endure(&mut self, cx: &CallContext, call: Payload<(usize, u64)>) -> Result<Payload<(String, u64, u64)>> {
@@ -61,10 +68,16 @@ fn micros() -> u64 {
 }
 
 async fn summing(restarts: u32) -> Group {
+    summing_with(restarts, CollectiveOptions::default()).await
+}
+
+async fn summing_with(restarts: u32, collectives: CollectiveOptions) -> Group {
     let mut options = options().restarting(restarts);
     options.heartbeat = Duration::from_millis(200);
     options.layout = Some(RankLayout::new([("data", 2), ("tensor", 2)]).expect("a layout"));
-    start(spec("summing", RANKS), options).await.expect("starts")
+    let mut spec = spec("summing", RANKS);
+    spec.collectives = collectives;
+    start(spec, options).await.expect("starts")
 }
 
 async fn check_sums(group: &Group, elements: usize) -> u64 {
@@ -85,6 +98,30 @@ pub(crate) async fn ranks_in_processes_sum_over_each_axis() {
     for elements in [1, 1_000, 1_000_003] {
         check_sums(&group, elements).await;
     }
+    stop(&group).await;
+}
+
+pub(crate) async fn the_options_of_a_group_name_how_its_ranks_meet() {
+    let exact = 1.0_f32 / 3.0 + 1.0 / 3.0;
+    let mut options = CollectiveOptions::default();
+    options.backend = CommunicationBackend::Tcp;
+    options.compress_gradients = true;
+    let group = summing_with(0, options).await;
+    check_sums(&group, 1_000_003).await;
+    let sums = group.call(summing::gradient, ()).deadline(LONG).await.expect("sums").into_values();
+    assert!(sums.iter().all(|sum| *sum != exact && (sum - exact).abs() <= exact / 128.0), "{sums:?}");
+    until("a heartbeat tells the path", || {
+        status(&group, 0).collectives.totals.iter().any(|totals| totals.path == "http+frames")
+    })
+    .await;
+    stop(&group).await;
+
+    let mut options = CollectiveOptions::default();
+    options.backend = CommunicationBackend::Nccl;
+    let group = summing_with(0, options).await;
+    let error = group.call(summing::gradient, ()).deadline(LONG).await.expect_err("no NCCL");
+    assert_eq!(error.cause().code(), Code::Unimplemented);
+    assert!(error.to_string().contains("the feature `nccl` and libnccl.so.2"), "{error}");
     stop(&group).await;
 }
 

@@ -134,6 +134,7 @@ pub(crate) fn main() {
         cluster::the_key_async_communication_starts_calls_that_nobody_awaits,
         gpus::clusters_of_a_machine_divide_its_gpus,
         collectives::ranks_in_processes_sum_over_each_axis,
+        collectives::the_options_of_a_group_name_how_its_ranks_meet,
         collectives::the_survivors_of_a_killed_rank_name_it,
         collectives::an_operation_that_waits_tells_for_whom,
         collectives::a_stopped_rank_is_named_at_the_deadline,

@@ -35,6 +35,7 @@
 //! |---|---|
 //! | [`Communicator`], [`CommunicatorExt`], [`Collectives`] | the calls of a rank; a backend |
 //! | [`Meeting`], [`Seat`], [`Seats`], [`Peers`] | which ranks call together, and how a worker reaches them |
+//! | [`CompressedCommunicator`] | gradients that travel as bf16 |
 //! | [`Buffer`], [`Transfer`] | the memory of a call, and its end |
 //! | [`reduction`] | the order of all sums, which every backend has |
 //! | [`InProcessCollectives`] | the backend `mem`, for the ranks of one process |
@@ -42,6 +43,7 @@
 mod buffer;
 mod cause;
 mod communicator;
+mod compress;
 mod extension;
 mod meeting;
 mod mem;
@@ -55,6 +57,7 @@ mod transfer;
 pub use buffer::{Buffer, DeviceMemory, Memory};
 pub use cause::FirstCause;
 pub use communicator::{Collectives, Communicator};
+pub use compress::CompressedCommunicator;
 pub use extension::CommunicatorExt;
 pub use meeting::{Meeting, Seat, identities};
 pub use mem::InProcessCollectives;

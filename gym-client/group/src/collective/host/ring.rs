@@ -42,9 +42,9 @@ struct Round<'r> {
     room: &'r Arc<Room>,
     cx: &'r CallContext,
     number: u64,
-    /// The chunks that this rank has sent to the next one, and received from the one before.
-    sent: u64,
-    received: u64,
+    /// The chunks that this rank has sent to each other one, and received from it.
+    sent: Vec<u64>,
+    received: Vec<u64>,
 }
 
 /// Performs a collective operation.
@@ -56,7 +56,7 @@ pub(super) async fn round(
     memory: &mut BytesMut,
     answers: &mut Answers,
 ) -> Result<()> {
-    let mut round = Round { room, cx, number, sent: 0, received: 0 };
+    let mut round = Round { room, cx, number, sent: Vec::new(), received: Vec::new() };
     let (own, small) = (room.position(), memory.len() <= SMALL_BYTES);
     let root = match call.operation {
         Collective::Broadcast { root } => room.meeting.position_of(root),
@@ -198,17 +198,15 @@ impl Round<'_> {
         (self.room.position() + self.room.world_size() - 1) % self.room.world_size()
     }
 
-    async fn send(&mut self, elements: Bytes, waits: bool, answers: &mut Answers) {
-        let (from, number, at, next) = (self.room.position(), self.number, self.sent, self.next());
-        self.sent += 1;
+    async fn send(&mut self, to: usize, elements: Bytes, waits: bool, answers: &mut Answers) {
+        let (from, number, at) = (self.room.position(), self.number, count(&mut self.sent, to));
         let packet = |to| Packet::Chunk(ChunkPacket { to, from, stream: Stream::Round, number, at, waits });
-        answers.add(next, self.room.send(self.cx, next, packet, Some(elements)).await);
+        answers.add(to, self.room.send(self.cx, to, packet, Some(elements)).await);
     }
 
-    async fn receive(&mut self) -> Result<Bytes> {
-        let chunk = self.room.chunk(self.previous(), Stream::Round, self.number, self.received).await?;
-        self.received += 1;
-        Ok(chunk)
+    async fn receive(&mut self, from: usize) -> Result<Bytes> {
+        let at = count(&mut self.received, from);
+        self.room.chunk(from, Stream::Round, self.number, at).await
     }
 
     /// Reduces a large buffer over the ring. With `gather`, every rank gets the whole result; otherwise each has only its own slice.
@@ -221,6 +219,7 @@ impl Round<'_> {
         answers: &mut Answers,
     ) -> Result<()> {
         let (own, world_size) = (self.room.position(), self.room.world_size());
+        let (next, previous) = (self.next(), self.previous());
         let reduction = Reduction::new(call.dtype, op)?;
         let (size, wide) = (call.dtype.size(), reduction.partial_dtype().size());
         let chunk = CHUNK_BYTES / wide;
@@ -236,32 +235,62 @@ impl Round<'_> {
                 start * size..(start + chunk).min(slice.end) * size
             };
             let mut underway: [Bytes; GROUP] = Default::default();
-            for step in 0..world_size - 1 {
-                for at in 0..GROUP {
-                    let part = bytes(back(1 + step), at);
-                    if part.is_empty() {
-                        continue;
+            if wide == size {
+                for step in 0..world_size - 1 {
+                    for at in 0..GROUP {
+                        let part = bytes(back(1 + step), at);
+                        if part.is_empty() {
+                            continue;
+                        }
+                        let partial = match step {
+                            0 => Bytes::copy_from_slice(&memory[part]),
+                            _ => std::mem::take(&mut underway[at]),
+                        };
+                        self.send(next, partial, false, answers).await;
                     }
-                    let partial = match step {
-                        0 => begun(reduction, &memory[part], wide / size),
-                        _ => std::mem::take(&mut underway[at]),
-                    };
-                    self.send(partial, false, answers).await;
+                    for at in 0..GROUP {
+                        let part = bytes(back(2 + step), at);
+                        if part.is_empty() {
+                            continue;
+                        }
+                        let mut partial = into_mut(self.receive(previous).await?);
+                        let part = &mut memory[part];
+                        reduction.fold(&mut partial, part);
+                        underway[at] = if step + 2 < world_size {
+                            partial.freeze()
+                        } else {
+                            reduction.finish(&partial, world_size, part);
+                            if gather { Bytes::copy_from_slice(part) } else { Bytes::new() }
+                        };
+                    }
+                }
+            } else {
+                // 16-bit floats go to the owner of their slice as they are: their sums are twice as long.
+                for at in 0..GROUP {
+                    for to in self.room.others() {
+                        let part = bytes(to, at);
+                        if !part.is_empty() {
+                            self.send(to, Bytes::copy_from_slice(&memory[part]), false, answers).await;
+                        }
+                    }
                 }
                 for at in 0..GROUP {
-                    let part = bytes(back(2 + step), at);
+                    let part = bytes(own, at);
                     if part.is_empty() {
                         continue;
                     }
-                    let mut partial = into_mut(self.receive().await?);
+                    let mut partial = BytesMut::zeroed(part.len() / size * wide);
+                    for (step, position) in order_of(world_size, own).enumerate() {
+                        let received = if position == own { Bytes::new() } else { self.receive(position).await? };
+                        let other: &[u8] = if position == own { &memory[part.clone()] } else { &received };
+                        match step {
+                            0 => reduction.begin(other, &mut partial),
+                            _ => reduction.fold(&mut partial, other),
+                        }
+                    }
                     let part = &mut memory[part];
-                    reduction.fold(&mut partial, part);
-                    underway[at] = if step + 2 < world_size {
-                        partial.freeze()
-                    } else {
-                        reduction.finish(&partial, world_size, part);
-                        if gather { Bytes::copy_from_slice(part) } else { Bytes::new() }
-                    };
+                    reduction.finish(&partial, world_size, part);
+                    underway[at] = if gather { Bytes::copy_from_slice(part) } else { Bytes::new() };
                 }
             }
             if !gather {
@@ -270,13 +299,13 @@ impl Round<'_> {
             for step in 0..world_size - 1 {
                 for at in 0..GROUP {
                     if !bytes(back(step), at).is_empty() {
-                        self.send(std::mem::take(&mut underway[at]), false, answers).await;
+                        self.send(next, std::mem::take(&mut underway[at]), false, answers).await;
                     }
                 }
                 for at in 0..GROUP {
                     let part = bytes(back(1 + step), at);
                     if !part.is_empty() {
-                        let whole = self.receive().await?;
+                        let whole = self.receive(previous).await?;
                         memory[part].copy_from_slice(&whole);
                         underway[at] = whole;
                     }
@@ -288,18 +317,19 @@ impl Round<'_> {
 
     /// Passes the root's buffer from rank to rank.
     async fn broadcast(&mut self, root: usize, memory: &mut [u8], answers: &mut Answers) -> Result<()> {
-        let last = self.next() == root;
+        let next = self.next();
+        let last = next == root;
         for place in memory.chunks_mut(CHUNK_BYTES) {
             let chunk = if self.room.position() == root {
                 Bytes::copy_from_slice(place)
             } else {
-                let chunk = self.receive().await?;
+                let chunk = self.receive(self.previous()).await?;
                 place.copy_from_slice(&chunk);
                 chunk
             };
             if !last {
                 answers.at_most(self.room, WINDOW - 1).await;
-                self.send(chunk, true, answers).await;
+                self.send(next, chunk, true, answers).await;
             }
         }
         Ok(())
@@ -308,6 +338,7 @@ impl Round<'_> {
     /// Collects the buffers of all ranks: those that came with the calls, and the larger ones round the ring.
     async fn gather(&mut self, heard: Heard, memory: &mut BytesMut, size: usize, answers: &mut Answers) -> Result<()> {
         let (own, world_size) = (self.room.position(), self.room.world_size());
+        let (next, previous) = (self.next(), self.previous());
         let back = |steps: usize| (own + 2 * world_size - steps) % world_size;
         let (mut ends, mut end) = (Vec::with_capacity(world_size), 0);
         let lengths: Vec<usize> = heard.iter().flatten().map(|(call, _)| call.elements * size).collect();
@@ -341,11 +372,11 @@ impl Round<'_> {
                 if !part.is_empty() {
                     let chunk =
                         if step == 0 { Bytes::copy_from_slice(&whole[part]) } else { std::mem::take(&mut underway) };
-                    self.send(chunk, false, answers).await;
+                    self.send(next, chunk, false, answers).await;
                 }
                 let part = bytes(back(1 + step));
                 if !part.is_empty() {
-                    underway = self.receive().await?;
+                    underway = self.receive(previous).await?;
                     whole[part].copy_from_slice(&underway);
                 }
             }
@@ -355,14 +386,13 @@ impl Round<'_> {
     }
 }
 
-/// Returns the first part of an order as a partial result.
-fn begun(reduction: Reduction, part: &[u8], widening: usize) -> Bytes {
-    if widening == 1 {
-        return Bytes::copy_from_slice(part);
+/// Returns the number of the next chunk to or from a rank.
+fn count(chunks: &mut Vec<u64>, position: usize) -> u64 {
+    if chunks.len() <= position {
+        chunks.resize(position + 1, 0);
     }
-    let mut partial = BytesMut::zeroed(part.len() * widening);
-    reduction.begin(part, &mut partial);
-    partial.freeze()
+    chunks[position] += 1;
+    chunks[position] - 1
 }
 
 /// Returns received bytes as memory to write to: themselves, if nobody else has them.

@@ -11,6 +11,7 @@ use gym_core::group::Rank;
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 
+use crate::collective::CollectiveOptions;
 use crate::provision::local::address::ListenAddress;
 
 /// First argument that makes a process a worker.
@@ -35,6 +36,8 @@ pub(crate) struct WorkerAssignment {
     pub(crate) token: String,
     #[serde(rename = "door")]
     pub(crate) address: ListenAddress,
+    #[serde(default)]
+    pub(crate) collectives: CollectiveOptions,
     /// Value from which the worker is created, as JSON.
     pub(crate) init: Box<RawValue>,
 }

@@ -31,7 +31,7 @@ use tokio::time::Instant;
 use tokio_util::task::AbortOnDropHandle;
 use worker::entered;
 
-use crate::placement::ProfilerRequest;
+use crate::placement::{CommunicationBackend, ProfilerRequest};
 use crate::provision::deployment::{Deployment, LaunchSpec, Provisioner, Reservation, ReserveRequest};
 use crate::provision::events::{EventLog, RankEvent};
 use crate::provision::machine::{MachineReservation, PreparedRanks, PreparesRanks};
@@ -158,8 +158,10 @@ impl PreparesRanks for Local {
         let policy = spec.transport_policy.get_or_insert_with(|| self.options.transport.clone()).clone();
         let transports = self.workers.transports().with_policy(policy);
         transports.check_required().await.map_err(|error| error.about(subject.clone()))?;
-        let addresses =
-            ListenAddresses::open(self.options.host.as_deref(), &transports).map_err(|error| error.about(subject))?;
+        // Who asks for TCP does not get Unix sockets.
+        let loopback = (spec.collectives.backend == CommunicationBackend::Tcp).then_some("127.0.0.1");
+        let host = self.options.host.as_deref().or(loopback);
+        let addresses = ListenAddresses::open(host, &transports).map_err(|error| error.about(subject))?;
         let state = Arc::new(LocalState {
             workers: self.workers.clone(),
             program: match &self.options.program {
@@ -269,6 +271,7 @@ impl LocalState {
                 incarnation: incarnation.0,
                 token: token(),
                 address: self.addresses.of(place.rank, incarnation),
+                collectives: self.spec.collectives,
                 init,
             },
             memory_limit_bytes: self.spec.memory_limit_bytes,

@@ -13,7 +13,7 @@ use gym_core::{CancelToken, Code, Endpoint, Error, Handler, Incarnation, Request
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::oneshot;
 
-use crate::collective::{HostCollectives, Peers};
+use crate::collective::HostCollectives;
 use crate::provision::local::address::ListenAddress;
 use crate::provision::local::affinity::bind_to_gpu;
 use crate::provision::local::handshake::{ASSIGNMENT_VARIABLE, HandshakeReply, WORKER_ROLE, WorkerAssignment};
@@ -77,7 +77,17 @@ impl Workers {
 
     async fn make(&self, assignment: WorkerAssignment) -> Result<(WorkerHost, Box<dyn Listener>, Arc<dyn Handler>)> {
         let WorkerAssignment {
-            worker, group, rank, world_size, local_rank, node_rank, incarnation, address, init, ..
+            worker,
+            group,
+            rank,
+            world_size,
+            local_rank,
+            node_rank,
+            incarnation,
+            address,
+            collectives,
+            init,
+            ..
         } = assignment;
         let transports = address.scoped(&self.transports())?;
         let mut env = WorkerEnv::new(group, rank, world_size);
@@ -85,7 +95,7 @@ impl Workers {
         env.node_rank = node_rank;
         env.incarnation = Incarnation(incarnation);
         env.variables = process_variables();
-        env.peers = Peers::new(Arc::clone(&env.group), rank, Arc::new(HostCollectives::new(transports.clone())));
+        env.peers = collectives.peers(&env.group, rank, Arc::new(HostCollectives::new(transports.clone())));
         let host = self.kind(&worker)?.start(env, init).await?;
         let control = serve_status(address.for_control(&self.transports()), self.transports(), host.clone()).await?;
         host.set_control(control);

@@ -26,6 +26,7 @@ use gym_core::{Error, Incarnation, Response, Result};
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 
+use crate::collective::CollectiveOptions;
 use crate::placement::{NodeResources, Topology};
 use crate::provision::deployment::LaunchSpec;
 use crate::provision::events::RankEvent;
@@ -143,6 +144,8 @@ pub(super) struct LaunchBody {
     /// The transports that the policy allows, and the required one; `None` without a policy.
     pub(super) transports: Option<(Vec<String>, Option<String>)>,
     pub(super) rendezvous: Rendezvous,
+    #[serde(default)]
+    pub(super) collectives: CollectiveOptions,
 }
 
 #[derive(Debug, Serialize, Deserialize)]
@@ -216,6 +219,7 @@ impl LaunchBody {
             start_timeout_ms: millis(spec.start_timeout),
             transports: spec.transport_policy.as_ref().map(allowed),
             rendezvous: rendezvous.clone(),
+            collectives: spec.collectives,
         }
     }
 
@@ -233,6 +237,7 @@ impl LaunchBody {
         spec.memory_limit_bytes = self.memory_limit_bytes;
         spec.start_timeout = Duration::from_millis(self.start_timeout_ms);
         spec.transport_policy = self.transports.map(policy).transpose()?;
+        spec.collectives = self.collectives;
         Ok((spec, self.rendezvous))
     }
 }

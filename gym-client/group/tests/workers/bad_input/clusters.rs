@@ -84,13 +84,6 @@ pub(crate) fn cases() -> Vec<Case> {
             &["port_range_low", "2000..2000"],
         ),
         cluster(
-            SPEC,
-            "an unsupported backend",
-            r#"{"bundle_ct_per_node_list": [1], "communication_backend": "nccl"}"#,
-            "refused: unimplemented",
-            &["communication_backend 'nccl'", "use 'auto', 'ucx', 'shm' or 'tcp'"],
-        ),
-        cluster(
             ROOM,
             "a GPU that does not exist",
             r#"{"bundle_ct_per_node_list": [1], "gpu_ids": [9]}"#,

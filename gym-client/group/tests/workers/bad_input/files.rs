@@ -60,16 +60,7 @@ pub(crate) fn cases() -> Vec<Case> {
         file(
             "an unknown backend",
             "cluster:\n  bundle_ct_per_node_list: [2]\n  communication_backend: mpi\n",
-            &["cluster.yaml:3: cluster.communication_backend", "auto, nccl, ucx, tcp and shm"],
-        ),
-        file(
-            "an unsupported backend",
-            "cluster:\n  bundle_ct_per_node_list: [2]\n  communication_backend: nccl\n",
-            &[
-                "cluster.yaml:3: cluster.communication_backend",
-                "not supported yet",
-                "use 'auto', 'ucx', 'shm' or 'tcp'",
-            ],
+            &["cluster.yaml:3: cluster.communication_backend", "auto, host, nccl, ucx, tcp and shm"],
         ),
         file(
             "an invalid amount of memory",

@@ -11,6 +11,7 @@ use tokio::task::AbortHandle;
 use crate::base::error::{Code, Error, Execution, Result};
 use crate::base::watch;
 use crate::group::collective::communicator::{Collectives, Communicator};
+use crate::group::collective::compress::CompressedCommunicator;
 use crate::group::collective::meeting::Meeting;
 use crate::group::collective::report::CollectiveReport;
 use crate::group::collective::seats::Seats;
@@ -23,7 +24,10 @@ use crate::transport::Handler;
 /// Every rank of a meeting must ask for it, because a communicator exists once all of its ranks have joined. The communicators live as
 /// long as the last clone, and end when the group has a newer epoch.
 #[derive(Clone, Default)]
-pub struct Peers(Option<Arc<Inner>>);
+pub struct Peers {
+    inner: Option<Arc<Inner>>,
+    compresses: bool,
+}
 
 struct Inner {
     group: Arc<str>,
@@ -66,7 +70,8 @@ impl Peers {
     #[must_use]
     pub fn new(group: impl Into<Arc<str>>, rank: Rank, backend: Arc<dyn Collectives>) -> Self {
         let (group, seats) = (group.into(), watch::Sender::new(None));
-        Self(Some(Arc::new(Inner { group, rank, backend, seats, joined: Mutex::default() })))
+        let inner = Inner { group, rank, backend, seats, joined: Mutex::default() };
+        Self { inner: Some(Arc::new(inner)), compresses: false }
     }
 
     /// Returns the communicator of the ranks that differ from this one only on `axis`, in the newest epoch. Waits until the group's
@@ -101,10 +106,27 @@ impl Peers {
         inner.communicator(cx, "all", all).await
     }
 
+    /// Like [`communicator`](Self::communicator), for gradients: its sums of `F32` travel as bf16 if the group has `enable_gradient_compression`. See
+    /// [`CompressedCommunicator`] for the error.
+    ///
+    /// # Errors
+    /// Those of [`communicator`](Self::communicator).
+    pub async fn gradients(&self, cx: &CallContext, axis: &str) -> Result<Arc<dyn Communicator>> {
+        let communicator = self.communicator(cx, axis).await?;
+        Ok(if self.compresses { Arc::new(CompressedCommunicator::new(communicator)) } else { communicator })
+    }
+
+    /// For hosts of workers: sets whether [`gradients`](Self::gradients) compresses. Default: `false`.
+    #[must_use]
+    pub fn compressing_gradients(mut self, compresses: bool) -> Self {
+        self.compresses = compresses;
+        self
+    }
+
     /// For hosts of workers: returns `true` unless the peers are empty.
     #[must_use]
     pub fn connects(&self) -> bool {
-        self.0.is_some()
+        self.inner.is_some()
     }
 
     /// For hosts of workers: tells who meets from now on. Returns `false` if these seats or newer ones are known.
@@ -117,24 +139,24 @@ impl Peers {
             }
             newer
         };
-        self.0.as_ref().is_some_and(|inner| inner.seats.send_if_modified(newer))
+        self.inner.as_ref().is_some_and(|inner| inner.seats.send_if_modified(newer))
     }
 
     /// For hosts of workers: returns what serves the messages of other ranks, whatever the worker is doing; see [`Collectives::handler`].
     #[must_use]
     pub fn handler(&self) -> Option<Arc<dyn Handler>> {
-        self.0.as_ref()?.backend.handler()
+        self.inner.as_ref()?.backend.handler()
     }
 
     /// For hosts of workers: returns what the rank's collective operations do, and their totals.
     #[must_use]
     pub fn report(&self) -> CollectiveReport {
-        self.0.as_ref().map(|inner| inner.backend.report(inner.rank)).unwrap_or_default()
+        self.inner.as_ref().map(|inner| inner.backend.report(inner.rank)).unwrap_or_default()
     }
 
     /// For hosts of workers: the rank has ended. Aborts its communicators with `Unavailable`.
     pub fn close(&self) {
-        let Some(inner) = &self.0 else { return };
+        let Some(inner) = &self.inner else { return };
         let slots = std::mem::take(&mut inner.lock().slots);
         for slot in slots.values().filter_map(|slots| slots.newest.get()) {
             let why = Error::unknown(Code::Unavailable, format!("rank {} has ended", inner.rank));
@@ -143,7 +165,7 @@ impl Peers {
     }
 
     fn inner(&self) -> Result<&Arc<Inner>> {
-        self.0.as_ref().ok_or_else(|| {
+        self.inner.as_ref().ok_or_else(|| {
             let why = "the host of this worker does not connect ranks; start the group with one that does";
             Error::not_started(Code::Unimplemented, why).about("peers")
         })
@@ -286,7 +308,7 @@ fn replaced(communicator: &Arc<dyn Communicator>, newer: &Seats) -> Error {
 impl PartialEq for Peers {
     /// Returns `true` for clones of the same peers.
     fn eq(&self, other: &Self) -> bool {
-        match (&self.0, &other.0) {
+        match (&self.inner, &other.inner) {
             (Some(own), Some(others)) => Arc::ptr_eq(own, others),
             (own, others) => own.is_none() && others.is_none(),
         }
@@ -297,7 +319,7 @@ impl Eq for Peers {}
 
 impl fmt::Debug for Peers {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match &self.0 {
+        match &self.inner {
             Some(inner) => write!(f, "Peers(rank {} of {} over {})", inner.rank, inner.group, inner.backend.name()),
             None => f.write_str("Peers(none)"),
         }

@@ -1,0 +1,58 @@
+//! How the ranks of a group meet.
+
+use std::sync::Arc;
+
+use async_trait::async_trait;
+use gym_core::group::Rank;
+use gym_core::group::collective::{Collectives, Communicator, Meeting, Peers};
+use gym_core::{CallContext, Code, Error, Result};
+use serde::{Deserialize, Serialize};
+
+use crate::placement::CommunicationBackend;
+
+/// How the ranks of a group meet for collective operations.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+#[non_exhaustive]
+pub struct CollectiveOptions {
+    /// The way between ranks. Default: [`CommunicationBackend::Auto`].
+    pub backend: CommunicationBackend,
+    /// Lets [`Peers::gradients`] send sums of `F32` as bf16. Default: `false`.
+    pub compress_gradients: bool,
+}
+
+impl CollectiveOptions {
+    /// Returns the peers of a rank. `backend` is used unless the options name one that is not in this build.
+    pub(crate) fn peers(self, group: &Arc<str>, rank: Rank, backend: Arc<dyn Collectives>) -> Peers {
+        let backend = match self.backend {
+            CommunicationBackend::Nccl => Arc::new(Missing),
+            _ => backend,
+        };
+        Peers::new(Arc::clone(group), rank, backend).compressing_gradients(self.compress_gradients)
+    }
+
+    /// Writes a warning if ranks that meet will get an error.
+    pub(crate) fn warn(self, group: &str) {
+        if self.backend == CommunicationBackend::Nccl {
+            tracing::warn!(group, "{WITHOUT_NCCL}; calls are not affected");
+        }
+    }
+}
+
+const WITHOUT_NCCL: &str = "communication_backend 'nccl' needs a build with the feature `nccl` and libnccl.so.2, and this build has none: collective \
+                            operations fail; use 'auto' or 'host' for ranks on CPUs";
+
+/// The backend of a group that asks for NCCL.
+#[derive(Debug)]
+struct Missing;
+
+#[async_trait]
+impl Collectives for Missing {
+    fn name(&self) -> &'static str {
+        "nccl"
+    }
+
+    async fn join(&self, _: &CallContext, meeting: Meeting) -> Result<Arc<dyn Communicator>> {
+        Err(Error::not_started(Code::Unimplemented, WITHOUT_NCCL).about(format!("join {meeting}")))
+    }
+}
