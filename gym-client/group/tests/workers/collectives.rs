@@ -5,6 +5,7 @@
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use futures_util::future::join_all;
+use gym_core::transport::TransportPolicy;
 use gym_core::{CallContext, Code, Result, worker};
 use gym_group::collective::{CollectiveOptions, CommunicatorExt as _, Peers, ReduceOp};
 use gym_group::placement::CommunicationBackend;
@@ -72,11 +73,19 @@ async fn summing(restarts: u32) -> Group {
 }
 
 async fn summing_with(restarts: u32, collectives: CollectiveOptions) -> Group {
+    summing_over(restarts, collectives, None).await
+}
+
+async fn summing_over(restarts: u32, collectives: CollectiveOptions, policy: Option<TransportPolicy>) -> Group {
     let mut options = options().restarting(restarts);
     options.heartbeat = Duration::from_millis(200);
     options.layout = Some(RankLayout::new([("data", 2), ("tensor", 2)]).expect("a layout"));
     let mut spec = spec("summing", RANKS);
     spec.collectives = collectives;
+    if let Some(policy) = policy {
+        options.transports = options.transports.with_policy(policy.clone());
+        spec.transport_policy = Some(policy);
+    }
     start(spec, options).await.expect("starts")
 }
 
@@ -128,8 +137,13 @@ pub(crate) async fn the_options_of_a_group_name_how_its_ranks_meet() {
 pub(crate) async fn the_survivors_of_a_killed_rank_name_it() {
     let number =
         |name: &str, otherwise: u64| std::env::var(name).map_or(otherwise, |text| text.parse().expect("a number"));
-    let (kills, first_seed) = (number("GYM_COLLECTIVE_KILLS", 10), number("GYM_KILL_SEED", 1));
-    let group = summing(u32::try_from(kills).expect("fits")).await;
+    kill_ranks(number("GYM_COLLECTIVE_KILLS", 10), None).await;
+}
+
+/// Kills ranks while they sum. With a policy, over its transports.
+pub(crate) async fn kill_ranks(kills: u64, policy: Option<TransportPolicy>) {
+    let first_seed = std::env::var("GYM_KILL_SEED").map_or(1, |text| text.parse().expect("a number"));
+    let group = summing_over(u32::try_from(kills).expect("fits"), CollectiveOptions::default(), policy).await;
     let mut epoch = check_sums(&group, 100).await;
     let mut times = Vec::new();
     for seed in first_seed..first_seed + kills {

@@ -163,6 +163,9 @@ pub(crate) fn main() {
         ucx::ucx_that_cannot_be_had_as_required_starts_no_group,
         ucx::ucx_shared_memory_passes_the_suite_of_all_groups,
         ucx::ucx_tcp_passes_the_suite_of_all_groups,
+        ucx::ucx_shared_memory_passes_the_suite_of_collectives,
+        ucx::ucx_tcp_passes_the_suite_of_collectives,
+        ucx::ucx_ranks_in_processes_meet_and_name_a_killed_one,
         ucx::ucx_heartbeats_go_on_while_a_method_computes,
     ]);
     #[cfg(feature = "ray")]

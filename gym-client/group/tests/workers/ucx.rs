@@ -4,10 +4,13 @@ use std::time::Duration;
 
 use gym_client::launch::ucx_report;
 use gym_core::CallContext;
-use gym_core::transport::Transport;
+use gym_core::transport::{ListenOptions, Transport};
 use gym_group::WorkerGroupExt;
 use gym_group::placement::{ClusterSpec, WorkerGroupConfig};
 use gym_group::{GroupRequest, VirtualCluster};
+
+#[path = "../collectives/ranked.rs"]
+mod ranked;
 
 use super::conformance::Provisioned;
 use super::types::{Describe, Init};
@@ -87,6 +90,38 @@ async fn suite(level: Transport) {
     Provisioned::over(Box::new(local()), transports.clone(), Some(policy)).pass().await;
     let paths = transports.paths();
     assert!(!paths.is_empty() && paths.iter().all(|path| path.transport == Some(level)), "{paths:?}");
+}
+
+pub(crate) async fn ucx_shared_memory_passes_the_suite_of_collectives() {
+    collectives_pass(gym_client::transport::SHM, 5).await;
+}
+
+pub(crate) async fn ucx_tcp_passes_the_suite_of_collectives() {
+    collectives_pass(gym_client::transport::UCX_TCP, 6).await;
+}
+
+/// All ranks of the suite share the UCX of this process.
+async fn collectives_pass(level: Transport, seed: u64) {
+    if !there_is_ucx().await {
+        return;
+    }
+    let policy = gym_core::transport::TransportPolicy::of([level]).expect("a rung");
+    let transports = transports().scoped(&policy, Some([127, 0, 0, 1].into()));
+    let paths = transports.clone();
+    let ranks = ranked::Ranked::new(transports, |_| ListenOptions::default().at("127.0.0.1".to_owned(), 0));
+    ranked::suite(ranks, seed).await;
+    let paths = paths.paths();
+    assert!(!paths.is_empty() && paths.iter().all(|path| path.transport == Some(level)), "{paths:?}");
+}
+
+pub(crate) async fn ucx_ranks_in_processes_meet_and_name_a_killed_one() {
+    if !there_is_ucx().await {
+        return;
+    }
+    for level in [gym_client::transport::SHM, gym_client::transport::UCX_TCP] {
+        let policy = gym_core::transport::TransportPolicy::of([level]).expect("a rung");
+        super::collectives::kill_ranks(3, Some(policy)).await;
+    }
 }
 
 pub(crate) async fn ucx_heartbeats_go_on_while_a_method_computes() {
