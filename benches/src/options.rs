@@ -14,6 +14,10 @@ pub struct Options {
     pub peer: Option<PathBuf>,
     /// Measures only figures whose name contains one of these. Empty by default, which means all figures.
     pub only: Vec<String>,
+    /// A Python with torch and numpy, whose Gloo is measured in the same run by the benchmark `collectives`. None by default.
+    pub torch: Option<PathBuf>,
+    /// Prints one JSON object a line, for the benchmark `collectives`. Off by default.
+    pub json: bool,
     /// Rollouts in flight, for the benchmark `in_flight`. None by default, which means its own number.
     pub rollouts: Option<u32>,
 }
@@ -21,6 +25,8 @@ pub struct Options {
 const HELP: &str = "options:
   --quick         everything within a minute, with small counts
   --peer PYTHON   a Python that has nemo-gym 0.7.0: takes its figures in the same run
+  --torch PYTHON  a Python that has torch and numpy: the benchmark `collectives` takes Gloo's figures in the same run
+  --json          the benchmark `collectives` prints one JSON object a line
   --only NAME     only figures whose name contains NAME; may be given several times
   --rollouts N    rollouts in flight, for the benchmark `in_flight`; 100000 by default";
 
@@ -37,6 +43,8 @@ impl Options {
             match argument.as_str() {
                 "--quick" => options.quick = true,
                 "--peer" => options.peer = Some(value()?.into()),
+                "--torch" => options.torch = Some(value()?.into()),
+                "--json" => options.json = true,
                 "--only" => options.only.push(value()?),
                 "--rollouts" => {
                     let text = value()?;

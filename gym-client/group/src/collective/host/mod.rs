@@ -29,8 +29,10 @@ use gym_core::group::collective::{
 };
 use gym_core::transport::ConnectOptions;
 use gym_core::{CallContext, Channel, Code, Error, Execution, Handler, Incarnation, Request, Response, Result};
+use tokio::runtime::Handle;
 use tokio::sync::OnceCell;
 use tokio::time::Instant;
+use tokio_util::task::AbortOnDropHandle;
 
 use lane::{Lane, Operation, Place};
 use room::{Peer, Room, tell_left, text};
@@ -52,6 +54,8 @@ pub struct HostCollectives(Arc<Registry>);
 
 struct Registry {
     transports: Transports,
+    /// Answers joins, whichever thread polls the answer.
+    runtime: Handle,
     state: Mutex<Meetings>,
     /// Changes with `state`.
     changed: watch::Sender<u64>,
@@ -100,10 +104,14 @@ enum Direction {
 
 impl HostCollectives {
     /// Creates the backend of one rank, which reaches the others over these transports.
+    ///
+    /// # Panics
+    /// Outside of a tokio runtime.
     #[must_use]
     pub fn new(transports: Transports) -> Self {
+        let runtime = Handle::current();
         let (state, totals, channels) = (Mutex::default(), Mutex::default(), Mutex::default());
-        Self(Arc::new(Registry { transports, state, changed: watch::Sender::new(0), totals, channels }))
+        Self(Arc::new(Registry { transports, runtime, state, changed: watch::Sender::new(0), totals, channels }))
     }
 
     /// Returns the number of meetings that the rank waits for or takes part in.
@@ -146,7 +154,10 @@ impl Handler for HostCollectives {
             }
         };
         if let Packet::Join(join) = packet {
-            return Box::pin(Arc::clone(&self.0).answer_join(request.context, join));
+            let answer = Arc::clone(&self.0).answer_join(request.context, join);
+            let answering = AbortOnDropHandle::new(self.0.runtime.spawn(answer));
+            let ended = |_| Error::not_started(Code::Unavailable, "the rank is ending");
+            return Box::pin(async move { answering.await.map_err(ended)? });
         }
         let elements = request.message.segments.pop().unwrap_or_default();
         match self.0.room_of(&packet).and_then(|room| room.accept(packet, elements)) {
@@ -156,8 +167,7 @@ impl Handler for HostCollectives {
     }
 
     fn only_waits(&self) -> bool {
-        // A join has a timer.
-        false
+        true
     }
 }
 

@@ -47,6 +47,34 @@ struct Round<'r> {
     received: Vec<u64>,
 }
 
+/// What is under way of a reduction: some chunks of every slice.
+struct Part {
+    reduction: Reduction,
+    slices: Vec<Range<usize>>,
+    /// The bytes of an element, and of a partial result.
+    size: usize,
+    wide: usize,
+    /// The first element of each slice.
+    first: usize,
+}
+
+/// The chunks of one slice that are under way.
+type Chunks = [Bytes; GROUP];
+
+impl Part {
+    /// Returns the elements of a chunk.
+    fn chunk(&self) -> usize {
+        CHUNK_BYTES / self.wide
+    }
+
+    /// Returns the bytes of a chunk of a slice; none, if the slice is shorter.
+    fn bytes(&self, slice: usize, at: usize) -> Range<usize> {
+        let slice = &self.slices[slice];
+        let start = (slice.start + self.first + at * self.chunk()).min(slice.end);
+        start * self.size..(start + self.chunk()).min(slice.end) * self.size
+    }
+}
+
 /// Performs a collective operation.
 pub(super) async fn round(
     room: &Arc<Room>,
@@ -107,7 +135,7 @@ fn bytes_of(call: Call, world_size: usize, position: usize) -> Range<usize> {
     slice.start * call.dtype.size()..slice.end * call.dtype.size()
 }
 
-/// Moves a slice of a buffer to its front, and drops the rest. A copy, if little is left of much memory.
+/// Replaces a buffer by one of its slices, in memory of its own.
 fn keep_slice(memory: &mut BytesMut, slice: Range<usize>) {
     *memory = BytesMut::from(&memory[slice]);
 }
@@ -195,7 +223,12 @@ impl Round<'_> {
     }
 
     fn previous(&self) -> usize {
-        (self.room.position() + self.room.world_size() - 1) % self.room.world_size()
+        self.back(1)
+    }
+
+    /// Returns the position that is so many steps back in the ring; at most two rounds.
+    fn back(&self, steps: usize) -> usize {
+        (self.room.position() + 2 * self.room.world_size() - steps) % self.room.world_size()
     }
 
     async fn send(&mut self, to: usize, elements: Bytes, waits: bool, answers: &mut Answers) {
@@ -209,7 +242,7 @@ impl Round<'_> {
         self.room.chunk(from, Stream::Round, self.number, at).await
     }
 
-    /// Reduces a large buffer over the ring. With `gather`, every rank gets the whole result; otherwise each has only its own slice.
+    /// Reduces a large buffer. With `gather`, every rank gets the whole result; otherwise each has only its own slice.
     async fn reduce(
         &mut self,
         call: Call,
@@ -218,97 +251,111 @@ impl Round<'_> {
         memory: &mut [u8],
         answers: &mut Answers,
     ) -> Result<()> {
-        let (own, world_size) = (self.room.position(), self.room.world_size());
-        let (next, previous) = (self.next(), self.previous());
+        let world_size = self.room.world_size();
         let reduction = Reduction::new(call.dtype, op)?;
-        let (size, wide) = (call.dtype.size(), reduction.partial_dtype().size());
-        let chunk = CHUNK_BYTES / wide;
-        // The slice before `step` further ones, counted against the ring.
-        let back = |steps: usize| (own + 2 * world_size - steps) % world_size;
-        let slices: Vec<Range<usize>> =
-            (0..world_size).map(|position| slice_of(call.elements, world_size, position)).collect();
-        let longest = slices.iter().map(ExactSizeIterator::len).max().unwrap_or_default();
-        for first in (0..longest).step_by(chunk * GROUP) {
-            let bytes = |slice: usize, at: usize| {
-                let slice = &slices[slice];
-                let start = (slice.start + first + at * chunk).min(slice.end);
-                start * size..(start + chunk).min(slice.end) * size
-            };
-            let mut underway: [Bytes; GROUP] = Default::default();
-            if wide == size {
-                for step in 0..world_size - 1 {
-                    for at in 0..GROUP {
-                        let part = bytes(back(1 + step), at);
-                        if part.is_empty() {
-                            continue;
-                        }
-                        let partial = match step {
-                            0 => Bytes::copy_from_slice(&memory[part]),
-                            _ => std::mem::take(&mut underway[at]),
-                        };
-                        self.send(next, partial, false, answers).await;
-                    }
-                    for at in 0..GROUP {
-                        let part = bytes(back(2 + step), at);
-                        if part.is_empty() {
-                            continue;
-                        }
-                        let mut partial = into_mut(self.receive(previous).await?);
-                        let part = &mut memory[part];
-                        reduction.fold(&mut partial, part);
-                        underway[at] = if step + 2 < world_size {
-                            partial.freeze()
-                        } else {
-                            reduction.finish(&partial, world_size, part);
-                            if gather { Bytes::copy_from_slice(part) } else { Bytes::new() }
-                        };
-                    }
-                }
+        let slices = (0..world_size).map(|position| slice_of(call.elements, world_size, position)).collect();
+        let mut part =
+            Part { reduction, slices, size: call.dtype.size(), wide: reduction.partial_dtype().size(), first: 0 };
+        let longest = part.slices.iter().map(ExactSizeIterator::len).max().unwrap_or_default();
+        while part.first < longest {
+            let mut chunks = if part.wide == part.size {
+                self.add_round_the_ring(&part, memory, answers).await?
             } else {
-                // 16-bit floats go to the owner of their slice as they are: their sums are twice as long.
-                for at in 0..GROUP {
-                    for to in self.room.others() {
-                        let part = bytes(to, at);
-                        if !part.is_empty() {
-                            self.send(to, Bytes::copy_from_slice(&memory[part]), false, answers).await;
-                        }
-                    }
-                }
-                for at in 0..GROUP {
-                    let part = bytes(own, at);
-                    if part.is_empty() {
-                        continue;
-                    }
-                    let mut partial = BytesMut::zeroed(part.len() / size * wide);
-                    for (step, position) in order_of(world_size, own).enumerate() {
-                        let received = if position == own { Bytes::new() } else { self.receive(position).await? };
-                        let other: &[u8] = if position == own { &memory[part.clone()] } else { &received };
-                        match step {
-                            0 => reduction.begin(other, &mut partial),
-                            _ => reduction.fold(&mut partial, other),
-                        }
-                    }
-                    let part = &mut memory[part];
-                    reduction.finish(&partial, world_size, part);
-                    underway[at] = if gather { Bytes::copy_from_slice(part) } else { Bytes::new() };
+                self.add_at_the_owner(&part, memory, answers).await?
+            };
+            if gather {
+                self.spread(&part, &mut chunks, memory, answers).await?;
+            }
+            part.first += part.chunk() * GROUP;
+        }
+        Ok(())
+    }
+
+    /// Passes partial results on, until those of this rank's slice are whole. Returns them.
+    async fn add_round_the_ring(&mut self, part: &Part, memory: &mut [u8], answers: &mut Answers) -> Result<Chunks> {
+        let (next, previous, world_size) = (self.next(), self.previous(), self.room.world_size());
+        let mut chunks = Chunks::default();
+        for step in 0..world_size - 1 {
+            for (at, chunk) in chunks.iter_mut().enumerate() {
+                let place = part.bytes(self.back(1 + step), at);
+                if !place.is_empty() {
+                    let own = step == 0;
+                    let partial = if own { Bytes::copy_from_slice(&memory[place]) } else { std::mem::take(chunk) };
+                    self.send(next, partial, false, answers).await;
                 }
             }
-            if !gather {
+            for (at, chunk) in chunks.iter_mut().enumerate() {
+                let place = part.bytes(self.back(2 + step), at);
+                if place.is_empty() {
+                    continue;
+                }
+                let mut partial = into_mut(self.receive(previous).await?);
+                let place = &mut memory[place];
+                part.reduction.fold(&mut partial, place);
+                *chunk = if step + 2 < world_size {
+                    partial.freeze()
+                } else {
+                    part.reduction.finish(&partial, world_size, place);
+                    Bytes::copy_from_slice(place)
+                };
+            }
+        }
+        Ok(chunks)
+    }
+
+    /// Sends elements to the owners of their slices as they are, because their partial results are twice as long. Returns this rank's.
+    async fn add_at_the_owner(&mut self, part: &Part, memory: &mut [u8], answers: &mut Answers) -> Result<Chunks> {
+        let (own, world_size) = (self.room.position(), self.room.world_size());
+        let mut chunks = Chunks::default();
+        for at in 0..GROUP {
+            for to in self.room.others() {
+                let place = part.bytes(to, at);
+                if !place.is_empty() {
+                    self.send(to, Bytes::copy_from_slice(&memory[place]), false, answers).await;
+                }
+            }
+        }
+        for (at, chunk) in chunks.iter_mut().enumerate() {
+            let place = part.bytes(own, at);
+            if place.is_empty() {
                 continue;
             }
-            for step in 0..world_size - 1 {
-                for at in 0..GROUP {
-                    if !bytes(back(step), at).is_empty() {
-                        self.send(next, std::mem::take(&mut underway[at]), false, answers).await;
-                    }
+            let mut partial = BytesMut::zeroed(place.len() / part.size * part.wide);
+            for (step, position) in order_of(world_size, own).enumerate() {
+                let received = if position == own { Bytes::new() } else { self.receive(position).await? };
+                let elements: &[u8] = if position == own { &memory[place.clone()] } else { &received };
+                match step {
+                    0 => part.reduction.begin(elements, &mut partial),
+                    _ => part.reduction.fold(&mut partial, elements),
                 }
-                for at in 0..GROUP {
-                    let part = bytes(back(1 + step), at);
-                    if !part.is_empty() {
-                        let whole = self.receive(previous).await?;
-                        memory[part].copy_from_slice(&whole);
-                        underway[at] = whole;
-                    }
+            }
+            let place = &mut memory[place];
+            part.reduction.finish(&partial, world_size, place);
+            *chunk = Bytes::copy_from_slice(place);
+        }
+        Ok(chunks)
+    }
+
+    /// Passes the whole chunks of every slice round the ring.
+    async fn spread(
+        &mut self,
+        part: &Part,
+        chunks: &mut Chunks,
+        memory: &mut [u8],
+        answers: &mut Answers,
+    ) -> Result<()> {
+        let (next, previous) = (self.next(), self.previous());
+        for step in 0..self.room.world_size() - 1 {
+            for (at, chunk) in chunks.iter_mut().enumerate() {
+                if !part.bytes(self.back(step), at).is_empty() {
+                    self.send(next, std::mem::take(chunk), false, answers).await;
+                }
+            }
+            for (at, chunk) in chunks.iter_mut().enumerate() {
+                let place = part.bytes(self.back(1 + step), at);
+                if !place.is_empty() {
+                    *chunk = self.receive(previous).await?;
+                    memory[place].copy_from_slice(chunk);
                 }
             }
         }
@@ -339,7 +386,6 @@ impl Round<'_> {
     async fn gather(&mut self, heard: Heard, memory: &mut BytesMut, size: usize, answers: &mut Answers) -> Result<()> {
         let (own, world_size) = (self.room.position(), self.room.world_size());
         let (next, previous) = (self.next(), self.previous());
-        let back = |steps: usize| (own + 2 * world_size - steps) % world_size;
         let (mut ends, mut end) = (Vec::with_capacity(world_size), 0);
         let lengths: Vec<usize> = heard.iter().flatten().map(|(call, _)| call.elements * size).collect();
         for length in &lengths {
@@ -368,13 +414,13 @@ impl Round<'_> {
             };
             let mut underway = Bytes::new();
             for step in 0..world_size - 1 {
-                let part = bytes(back(step));
+                let part = bytes(self.back(step));
                 if !part.is_empty() {
                     let chunk =
                         if step == 0 { Bytes::copy_from_slice(&whole[part]) } else { std::mem::take(&mut underway) };
                     self.send(next, chunk, false, answers).await;
                 }
-                let part = bytes(back(1 + step));
+                let part = bytes(self.back(1 + step));
                 if !part.is_empty() {
                     underway = self.receive(previous).await?;
                     whole[part].copy_from_slice(&underway);

@@ -514,7 +514,8 @@ impl Room {
         }
         if !silent.is_empty() {
             let verb = if silent.len() == 1 { "does" } else { "do" };
-            why += &format!("; {} {verb} not answer: stopped, or cut off", named(&silent));
+            let own = self.meeting.rank;
+            why += &format!("; {} {verb} not answer rank {own}: stopped, or cut off", named(&silent));
         }
         if missing.is_empty() && silent.is_empty() {
             why += "; all ranks have called it, and it was not over";
