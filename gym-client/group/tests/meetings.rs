@@ -2,11 +2,13 @@
 
 #![allow(clippy::unwrap_used)] // In a test a panic is the message.
 
+use std::sync::Mutex;
 use std::time::Duration;
 
 use gym_core::transport::InProcess;
 use gym_core::{CallContext, Code, Error, Result, worker};
 use gym_group::collective::{CommunicatorExt as _, Peers, ReduceOp};
+use gym_group::train::StepMark;
 use gym_group::{
     Dispatch, Group, GroupOptions, InProcessGroup, InProcessRanks, LaunchSpec, Payload, Rank, RankLayout, RankPlace,
     Tensor, WorkerEnv, WorkerGroupExt, WorkerKind, Workers,
@@ -139,5 +141,63 @@ async fn a_rank_alone_says_whom_it_waited_for() {
     let error = alone.deadline(Duration::from_millis(300)).await.unwrap_err();
     assert_eq!(error.cause().code(), Code::DeadlineExceeded, "{error}");
     assert_eq!(values(&sums(&group, "").await), [10.0; 4], "the others are not harmed");
+    group.shutdown(SOON).await.unwrap();
+}
+
+/// Has a parameter, and takes steps.
+struct Stepping {
+    rank: Rank,
+    step: u64,
+    parameter: f32,
+}
+
+/// The newest parameters, as a rank that has them would tell them.
+static NEWEST: Mutex<(u64, f32)> = Mutex::new((0, 0.0));
+
+worker! {
+    impl Worker for Stepping as stepping {
+        fn start(env: WorkerEnv, (): ()) -> Result<Self> {
+            Ok(Self { rank: env.rank, step: 0, parameter: 0.0 })
+        }
+        /// Takes a step, except at one rank.
+        exclusive async fn step(&mut self, _: &CallContext, call: Payload<Option<Rank>>) -> Result<Payload<StepMark>> {
+            if call.value != Some(self.rank) {
+                (self.step, self.parameter) = (self.step + 1, self.parameter + 0.5);
+                *NEWEST.lock().unwrap() = (self.step, self.parameter);
+            }
+            let parameters = Tensor::from_vec([1], vec![self.parameter])?;
+            Ok(StepMark::new(self.step, [&parameters]).into())
+        }
+        /// Takes over the newest parameters.
+        exclusive async fn load(&mut self, _: &CallContext, _: Payload<()>) -> Result<Payload<()>> {
+            (self.step, self.parameter) = *NEWEST.lock().unwrap();
+            Ok(().into())
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_rank_whose_step_failed_alone_gets_the_state_of_the_others() {
+    let network = InProcess::new();
+    let ranks = InProcessRanks::new(Workers::new().with("stepping", WorkerKind::of::<Stepping>()), network.clone());
+    let places = (0..3).map(|rank| RankPlace::on_one_node(rank, 3)).collect();
+    let spec = LaunchSpec::new("policy", "stepping", serde_json::value::to_raw_value(&()).unwrap(), places);
+    let options = GroupOptions::new(network.into()).on_restart(stepping::load, ());
+    let group = Group::start(&CallContext::within(SOON), &ranks, spec, options).await.unwrap();
+    let step = async |absent: Option<Rank>| -> Vec<Rank> {
+        let marks = group.call(stepping::step, absent).deadline(SOON).await.unwrap().into_values();
+        StepMark::outdated(&(0..).zip(marks).collect::<Vec<_>>())
+    };
+    assert!(step(None).await.is_empty());
+    let outdated = step(Some(1)).await;
+    assert_eq!(outdated, [1]);
+    group.mark_stale(&CallContext::within(SOON), outdated).await.unwrap();
+    assert!(step(None).await.is_empty());
+    assert_eq!(group.worker_status().iter().map(|rank| rank.restarts_used).sum::<u32>(), 0);
+    group.shutdown(SOON).await.unwrap();
+    // A group that cannot prepare ranks says so.
+    let group = supervised().await;
+    let error = group.mark_stale(&CallContext::within(SOON), [1]).await.unwrap_err();
+    assert!(error.code() == Code::FailedPrecondition && error.to_string().contains("on_restart"), "{error}");
     group.shutdown(SOON).await.unwrap();
 }

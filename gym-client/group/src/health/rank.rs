@@ -47,6 +47,8 @@ pub enum HealthEvent {
     RestartInterrupted,
     /// The restarted rank runs, but lacks state that it needs to serve, such as the current weights.
     Loaded,
+    /// The rank serves, and its state differs from that of the others.
+    Outdated,
     /// The rank received the weights of this version.
     Refit(u64),
     /// The rank accepts calls and has all the state that it needs. Follows the first start, or a restart.
@@ -154,6 +156,7 @@ impl RankHealth {
                 self.restarts = self.restarts.saturating_sub(1);
             }
             HealthEvent::Loaded if self.state == RankState::Restarting => self.state = RankState::Stale,
+            HealthEvent::Outdated if self.serves() => self.state = RankState::Stale,
             HealthEvent::Refit(version) if self.serves() || self.state == RankState::Stale => {
                 self.weight_version = Some(version);
                 self.serve();

@@ -222,6 +222,25 @@ impl Group {
         Ok(all.into_iter().collect())
     }
 
+    /// Takes these ranks out of service, with the ranks tied to them, until `on_restart` has given them the state that they need, as after a restart. For ranks
+    /// whose parameters differ ([`StepMark::outdated`](crate::train::StepMark::outdated)). Waits until every rank accepts calls.
+    ///
+    /// # Errors
+    /// `FailedPrecondition` if the group has no [`GroupOptions::on_restart`]; if a rank ends, or cannot be prepared; if `cx` ends first.
+    pub async fn mark_stale(&self, cx: &CallContext, ranks: impl IntoIterator<Item = Rank>) -> Result<()> {
+        let subject = format!("give ranks of {} the state of the others", self.shared.name);
+        if self.shared.options.on_restart.is_none() {
+            let why = "the group has no on_restart; set GroupOptions::on_restart to a method that loads the newest state, or restart the ranks";
+            return Err(Error::not_started(Code::FailedPrecondition, why).about(subject));
+        }
+        let (reply, answer) = oneshot::channel();
+        let gone = || Error::internal("the group's supervisor is gone");
+        let command = SupervisorCommand::Outdated(ranks.into_iter().collect(), reply);
+        self.commands.send(command).await.map_err(|_| gone())?;
+        answer.await.map_err(|_| gone())?;
+        self.ready(cx).await.map_err(|error| Error::from(error).about(subject))
+    }
+
     /// Kills these incarnations, and waits for their exits.
     async fn end(&self, cx: &CallContext, running: &[(Rank, Incarnation)]) -> Result<()> {
         let mut refused = None;

@@ -170,6 +170,12 @@ impl RankRecord {
         self.reports.heard(self.incarnation, now, None);
     }
 
+    /// Takes a rank that serves out of service until it is prepared again.
+    fn outdated(&mut self, options: &GroupOptions) {
+        self.note(HealthEvent::Outdated, options);
+        self.preparation = RestartPreparation::Pending;
+    }
+
     /// Records the result of `on_restart`.
     pub(crate) fn prepared(&mut self, prepared: Result<(), String>) {
         match prepared {
@@ -335,6 +341,19 @@ pub(crate) fn serve_when_complete(
         tied(records, rank).for_each(|record| record.serve(now, options));
     }
     Vec::new()
+}
+
+/// Takes ranks that serve out of service, with the ranks tied to them. Returns those to prepare together now, by the ranks that are tied.
+pub(crate) fn outdated(records: &mut [RankRecord], ranks: &[Rank], options: &GroupOptions) -> Vec<Vec<RankView>> {
+    let mut unprepared: Vec<Vec<RankView>> = Vec::new();
+    for rank in ranks {
+        let serves = |record: &RankRecord| matches!(record.state(), RankState::Healthy | RankState::Suspect);
+        if tied(records, *rank).any(|record| serves(record)) {
+            tied(records, *rank).for_each(|record| record.outdated(options));
+            unprepared.push(tied(records, *rank).map(|record| record.member()).collect());
+        }
+    }
+    unprepared
 }
 
 #[cfg(test)]

@@ -10,8 +10,8 @@ use futures_util::{FutureExt, StreamExt};
 use gym_client::transport::Transports;
 use gym_core::base::watch;
 use gym_core::group::{
-    CONTROL_ROUTE, ExitCause, GroupView, Rank, RankExit, RankLayout, RankState, RunningCall, SEATS_ROUTE, STATUS_ROUTE,
-    WorkerStatus,
+    CONTROL_ROUTE, ExitCause, GroupView, Rank, RankExit, RankLayout, RankState, RankView, RunningCall, SEATS_ROUTE,
+    STATUS_ROUTE, WorkerStatus,
 };
 use gym_core::transport::{ConnectOptions, TransportPolicy};
 use gym_core::{CallContext, Channel, Code, Endpoint, Error, Incarnation, Request, Response, Result, Route};
@@ -61,6 +61,8 @@ pub(super) struct GroupState {
 pub(super) enum SupervisorCommand {
     /// Restarts the ranks that have ended. The reply lists the ranks that restart, and those without restarts left.
     RestartFailed(oneshot::Sender<RestartReply>),
+    /// Takes these ranks out of service until they are prepared again.
+    Outdated(Vec<Rank>, oneshot::Sender<()>),
 }
 
 /// Result of [`SupervisorCommand::RestartFailed`].
@@ -212,6 +214,12 @@ impl GroupSupervisor {
                 Turn::Done(Err(error)) => tracing::error!(group = %self.shared.name, %error, "supervisor job failed"),
                 Turn::Command(SupervisorCommand::RestartFailed(reply)) => {
                     let _ = reply.send(self.restart_failed());
+                }
+                Turn::Command(SupervisorCommand::Outdated(ranks, reply)) => {
+                    let unprepared = record::outdated(&mut self.shared.records(), &ranks, &self.shared.options);
+                    self.shared.publish();
+                    unprepared.into_iter().for_each(|members| self.prepare(members));
+                    let _ = reply.send(());
                 }
                 Turn::Tick => {
                     self.report_stuck();
@@ -447,6 +455,11 @@ impl GroupSupervisor {
         let unprepared =
             record::serve_when_complete(&mut self.shared.records(), rank, Instant::now(), &self.shared.options);
         self.shared.publish();
+        self.prepare(unprepared);
+    }
+
+    /// Runs `on_restart` for these ranks.
+    fn prepare(&mut self, unprepared: Vec<RankView>) {
         let Some(on_restart) = self.shared.options.on_restart.clone() else { return };
         if unprepared.is_empty() {
             return;

@@ -15,6 +15,7 @@
 
 pub mod advantages;
 mod grpo;
+mod mark;
 pub mod message_log;
 mod rollouts;
 
@@ -24,6 +25,7 @@ use gym_core::group::Batch;
 use gym_core::{CallContext, Error, Result};
 
 pub use grpo::{Grpo, GrpoConfig, GrpoStep, StepDurations};
+pub use mark::StepMark;
 pub use rollouts::{ROLLOUT_COLUMN, RolloutEnvironment, TASK_COLUMN};
 
 /// The model to train, called by [`Grpo::step`], which ends with the first error of a method.
