@@ -27,11 +27,12 @@ pub(crate) struct Control {
     pub(crate) layout: Layout,
 }
 
-/// What a rank calls, and where its tensor lies among those that it shares; `None` if it lies outside the segment.
+/// What a rank calls; `None` if it cannot be read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Announced {
     pub(crate) call: Option<Call>,
-    pub(crate) shared_at: Option<usize>,
+    /// What else the operation tells. The barrier and the abort do not look at it.
+    pub(crate) detail: u64,
 }
 
 impl Control {
@@ -138,9 +139,9 @@ impl Control {
     // ---- calls ----
 
     /// Writes what a rank calls, for those that pass the next barrier.
-    pub(crate) fn announce(&self, position: usize, half: Half, call: Call, shared_at: Option<usize>) {
+    pub(crate) fn announce(&self, position: usize, half: Half, call: Call, detail: u64) {
         let at = self.layout.call(position, half);
-        let words = [encode(call), call.elements as u64, shared_at.map_or(0, |at| at as u64 + 1)];
+        let words = [encode(call), call.elements as u64, detail];
         for (index, word) in words.into_iter().enumerate() {
             // The barrier orders them.
             self.mapping.long_word(at + 8 * index).store(word, Relaxed);
@@ -150,8 +151,8 @@ impl Control {
     /// Reads what a rank calls.
     pub(crate) fn announced(&self, position: usize, half: Half) -> Announced {
         let at = self.layout.call(position, half);
-        let [call, elements, shared] = [0, 8, 16].map(|index| self.mapping.long_word(at + index).load(Relaxed));
-        Announced { call: decode(call, elements as usize), shared_at: shared.checked_sub(1).map(|at| at as usize) }
+        let [call, elements, detail] = [0, 8, 16].map(|index| self.mapping.long_word(at + index).load(Relaxed));
+        Announced { call: decode(call, elements as usize), detail }
     }
 }
 

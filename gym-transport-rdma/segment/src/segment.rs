@@ -122,7 +122,7 @@ impl AsFd for Segment {
 
 /// Creates the file, with its memory, its header and its seals.
 fn allocate(layout: &Layout) -> rustix::io::Result<OwnedFd> {
-    let file = memfd_create("gym-segment", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
+    let file = empty_file()?;
     let bytes = layout.total() as u64;
     ftruncate(&file, bytes)?;
     // Without it, the first access to a page would allocate it, and end the process if it cannot be.
@@ -137,6 +137,15 @@ fn allocate(layout: &Layout) -> rustix::io::Result<OwnedFd> {
     assert_eq!(written, header.len(), "memory takes a header whole");
     fcntl_add_seals(&file, SEALS)?;
     Ok(file)
+}
+
+/// Creates a file that can be sealed and not executed. Machines may allow no other, and kernels before 6.3 do not know these.
+fn empty_file() -> rustix::io::Result<OwnedFd> {
+    let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+    match memfd_create("gym-segment", flags | MemfdFlags::NOEXEC_SEAL) {
+        Err(Errno::INVAL) => memfd_create("gym-segment", flags),
+        created => created,
+    }
 }
 
 fn header(layout: &Layout) -> [u8; HEADER_BYTES] {

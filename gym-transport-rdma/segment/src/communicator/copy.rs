@@ -33,7 +33,7 @@ impl SegmentCommunicator {
             let mut pieces = memory.chunks_mut(piece_bytes);
             let mut piece = pieces.next();
             own.put_if(is_root, root, piece.as_deref());
-            own.begin(call, None, deadline)?;
+            own.begin(call, 0, deadline)?;
             while let Some(current) = piece {
                 piece = pieces.next();
                 if is_root {
@@ -54,7 +54,7 @@ impl SegmentCommunicator {
     ///
     /// # Errors
     /// [`Failure`]; `Rejected` if the lengths do not fit `memory` and `gathered`, or are no whole numbers of elements.
-    /// A rank whose length is not what another one expects is a call that differs.
+    /// Ranks with different lengths make different calls.
     pub fn all_gather(
         &mut self,
         dtype: DType,
@@ -82,8 +82,7 @@ impl SegmentCommunicator {
                 own.write(|layout, half| layout.piece(half, position), &memory[range(memory.len(), first)]);
             };
             put(own, 0);
-            own.begin(call, None, deadline)?;
-            own.compare_lengths(call, lengths)?;
+            own.begin(call, digest(lengths), deadline)?;
             for first in (0..longest).step_by(piece_bytes) {
                 let next = first + piece_bytes;
                 if next < longest {
@@ -127,15 +126,10 @@ impl SegmentCommunicator {
         }
         Ok(())
     }
+}
 
-    /// Compares the lengths that this rank knows with what each rank has announced.
-    fn compare_lengths(&self, own: Call, lengths: &[usize]) -> Result<(), Failure> {
-        for (other_position, length) in lengths.iter().enumerate() {
-            let other = self.segment.control().announced(other_position, self.half_to_read()).call;
-            if other.is_none_or(|call| call.elements != length / own.dtype.size()) {
-                return Err(Failure::Differs { position: self.position, own, other_position, other });
-            }
-        }
-        Ok(())
-    }
+/// Returns a digest (FNV-1a) of the lengths, by which ranks compare what they expect.
+fn digest(lengths: &[usize]) -> u64 {
+    let bytes = lengths.iter().flat_map(|length| (*length as u64).to_le_bytes());
+    bytes.fold(0xcbf2_9ce4_8422_2325, |digest, byte| (digest ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3))
 }

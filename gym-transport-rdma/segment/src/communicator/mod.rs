@@ -113,7 +113,7 @@ impl SegmentCommunicator {
     /// As above.
     pub fn barrier(&mut self, deadline: Instant) -> Result<(), Failure> {
         let call = Call { operation: Collective::Barrier, dtype: DType::U8, elements: 0 };
-        self.perform(|own| own.begin(call, None, deadline).map(drop))
+        self.perform(|own| own.begin(call, 0, deadline).map(drop))
     }
 
     /// Runs an operation, and aborts the segment if it fails: this rank will not come to the barriers that are left.
@@ -131,22 +131,17 @@ impl SegmentCommunicator {
         Ok(result)
     }
 
-    /// The first barrier of an operation: announces the call, and compares it with those of all ranks. What the rank
-    /// has written to its piece before is there for the others afterwards. Returns the places of the tensors that the
-    /// ranks share.
-    fn begin(
-        &mut self,
-        call: Call,
-        shared_at: Option<usize>,
-        deadline: Instant,
-    ) -> Result<Vec<Option<usize>>, Failure> {
-        self.segment.control().announce(self.position, self.half_to_write(), call, shared_at);
+    /// The first barrier of an operation: announces the call, and compares it with those of all ranks. What the rank has
+    /// written to its piece before is there for the others afterwards. Returns the details that the ranks have told.
+    fn begin(&mut self, call: Call, detail: u64, deadline: Instant) -> Result<Vec<u64>, Failure> {
+        self.segment.control().announce(self.position, self.half_to_write(), call, detail);
         self.meet(deadline)?;
         let half = self.half_to_read();
+        let same_details = call.operation == Collective::AllGather;
         let announced = (0..self.world_size()).map(|position| self.segment.control().announced(position, half));
-        let check = |(position, Announced { call: other, shared_at })| match other {
-            Some(other) if call.agrees_with(&other) => Ok(shared_at),
-            other => Err(Failure::Differs { position: self.position, own: call, other_position: position, other }),
+        let check = |(other_position, Announced { call: other, detail: others })| match other {
+            Some(other) if call.agrees_with(&other) && (!same_details || others == detail) => Ok(others),
+            other => Err(Failure::Differs { position: self.position, own: call, other_position, other }),
         };
         announced.enumerate().map(check).collect()
     }

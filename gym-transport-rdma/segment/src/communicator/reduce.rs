@@ -25,6 +25,9 @@ const SMALL_BYTES: usize = PIECE_BYTES_MIN;
 /// What is added and copied at once, so that its result is still in the first-level cache when it is copied.
 const BLOCK_BYTES: usize = 8 << 10;
 
+/// The detail of a rank whose tensor is not in the segment. Others tell where theirs is in their space.
+const PRIVATE: u64 = u64::MAX;
+
 /// The slices of a tensor, as bytes.
 struct Slices {
     size: usize,
@@ -85,8 +88,8 @@ impl SegmentCommunicator {
             }
             let slices = Slices::new(call.elements, dtype, own.world_size());
             own.put_parts(&slices, 0, memory);
-            let shared = own.begin(call, None, deadline)?;
-            if shared.iter().any(Option::is_some) {
+            let shared = own.begin(call, PRIVATE, deadline)?;
+            if shared.iter().any(|detail| *detail != PRIVATE) {
                 // The ranks that share theirs have put nothing yet.
                 own.put_parts(&slices, 0, memory);
                 own.meet(deadline)?;
@@ -119,8 +122,9 @@ impl SegmentCommunicator {
         self.perform(|own| {
             let mut lent = Lent(Some(buffer));
             let slices = Slices::new(elements, dtype, own.world_size());
-            let places = own.begin(call, Some(at), deadline)?;
-            if let Some(places) = places.iter().copied().collect::<Option<Vec<usize>>>() {
+            let details = own.begin(call, at as u64, deadline)?;
+            if !details.contains(&PRIVATE) {
+                let places: Vec<usize> = details.into_iter().map(|detail| detail as usize).collect();
                 own.reduce_in_place(reduction, &slices, &places);
                 own.meet(deadline)?;
             } else if let Some(buffer) = &mut lent.0 {
@@ -153,7 +157,7 @@ impl SegmentCommunicator {
             }
             let slices = Slices::new(call.elements, dtype, own.world_size());
             own.put_parts(&slices, 0, memory);
-            own.begin(call, None, deadline)?;
+            own.begin(call, PRIVATE, deadline)?;
             own.reduce_staged(reduction, &slices, false, memory, deadline)
         })
     }
@@ -169,7 +173,7 @@ impl SegmentCommunicator {
     ) -> Result<(), Failure> {
         let (position, world_size) = (self.position, self.world_size());
         self.write(|layout, half| layout.piece(half, position), memory);
-        self.begin(call, None, deadline)?;
+        self.begin(call, PRIVATE, deadline)?;
         let slices = Slices::new(call.elements, call.dtype, world_size);
         let mut scratch = std::mem::take(&mut self.scratch);
         scratch.resize(world_size * BLOCK_BYTES, 0);
