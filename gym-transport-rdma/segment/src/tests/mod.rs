@@ -24,14 +24,28 @@ fn far() -> Instant {
     deadline_in(Duration::from_secs(60))
 }
 
+/// Ends the other ranks when one panics: they would wait for it until their deadline.
+struct AbortInPanic<'s>(&'s Segment);
+
+impl Drop for AbortInPanic<'_> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.0.abort();
+        }
+    }
+}
+
 /// Runs a function for each rank, on a thread and a mapping of its own.
 fn in_ranks<T: Send>(segment: &Segment, rank: impl Fn(SegmentCommunicator) -> T + Sync) -> Vec<T> {
     std::thread::scope(|scope| {
         let start = |position| {
             let (file, rank, world_size) = (segment.as_fd().try_clone_to_owned().unwrap(), &rank, segment.world_size());
             scope.spawn(move || {
+                let abort = AbortInPanic(segment);
                 let segment = Arc::new(Segment::open(file, world_size).unwrap());
-                rank(SegmentCommunicator::join(&segment, position).unwrap())
+                let ended = rank(SegmentCommunicator::join(&segment, position).unwrap());
+                drop(abort);
+                ended
             })
         };
         let threads: Vec<_> = (0..segment.world_size()).map(start).collect();
