@@ -173,7 +173,7 @@ fn control_bytes(world_size: usize) -> usize {
 ///
 /// **The rule that every operation obeys:** what a rank writes before barrier `b` lies in half `b % 2`, and is read
 /// after barrier `b` and before the reader comes to barrier `b + 1`. So the next write to that half, which follows
-/// barrier `b + 1`, meets no reader.
+/// barrier `b + 1`, meets no reader. A rank at whose barrier the segment was aborted writes nothing more.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Half(bool);
 

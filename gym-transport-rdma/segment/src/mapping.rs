@@ -1,4 +1,4 @@
-//! The memory of a segment in this process. The `unsafe` of the crate is here, and where [`Mapping::bytes`] is called.
+//! The memory of a segment in this process. The `unsafe` of the crate is here, and where its bytes are accessed.
 
 use std::fmt;
 use std::ops::Range;
@@ -15,7 +15,7 @@ pub(crate) struct Mapping {
     bytes: usize,
 }
 
-// SAFETY: the mapping belongs to no thread. Words are atomic, and the bytes are accessed under the contract of `bytes`.
+// SAFETY: the mapping belongs to no thread. Words are atomic, and `bytes` and `bytes_mut` have contracts about others.
 unsafe impl Send for Mapping {}
 // SAFETY: as above.
 unsafe impl Sync for Mapping {}
@@ -49,19 +49,31 @@ impl Mapping {
         unsafe { AtomicU64::from_ptr(self.place(at, 8, 8).cast().as_ptr()) }
     }
 
-    /// Returns bytes of the mapping.
+    /// Returns bytes of the mapping, to read.
     ///
     /// # Panics
     /// If they are outside the mapping.
     ///
     /// # Safety
-    /// As long as the slice lives, no rank writes these bytes, and none but the caller reads them if the caller writes
-    /// them. No word is among them.
-    #[expect(clippy::mut_from_ref, reason = "the memory is shared; the contract above excludes others")]
-    pub(crate) unsafe fn bytes(&self, range: Range<usize>) -> &mut [u8] {
+    /// As long as the slice lives, nobody writes these bytes, in any process. No word is among them.
+    pub(crate) unsafe fn bytes(&self, range: Range<usize>) -> &[u8] {
         let first = self.place(range.start, range.len(), 1);
         // SAFETY: `place` has checked the bounds, and the memory is mapped as long as `self` lives. Every bit pattern
-        // is a byte, and memory of a file is initialized. The caller vouches that nobody else accesses it in conflict.
+        // is a byte, and memory of a file is initialized. The caller vouches that nobody writes it.
+        unsafe { std::slice::from_raw_parts(first.as_ptr(), range.len()) }
+    }
+
+    /// Returns bytes of the mapping, to read and write.
+    ///
+    /// # Panics
+    /// If they are outside the mapping.
+    ///
+    /// # Safety
+    /// As long as the slice lives, nobody else reads or writes these bytes, in any process. No word is among them.
+    #[expect(clippy::mut_from_ref, reason = "the memory is shared; the contract above excludes others")]
+    pub(crate) unsafe fn bytes_mut(&self, range: Range<usize>) -> &mut [u8] {
+        let first = self.place(range.start, range.len(), 1);
+        // SAFETY: as in `bytes`, and the caller vouches that nobody else accesses it.
         unsafe { std::slice::from_raw_parts_mut(first.as_ptr(), range.len()) }
     }
 

@@ -26,7 +26,7 @@ use rustix::net::{
     SendFlags, SocketAddrUnix, SocketFlags, SocketType, accept_with, bind, connect, listen, recv, recvmsg, send,
     sendmsg, socket_with,
 };
-use rustix::process::getuid;
+use rustix::process::geteuid;
 use rustix::rand::{GetRandomFlags, getrandom};
 
 use crate::segment::Segment;
@@ -111,7 +111,7 @@ impl FdOffer {
     }
 
     fn give(&self, peer: &OwnedFd, within: Duration) -> rustix::io::Result<()> {
-        if socket_peercred(peer)?.uid != getuid() {
+        if socket_peercred(peer)?.uid != geteuid() {
             return Err(Errno::PERM);
         }
         bound(peer, within)?;
@@ -150,7 +150,7 @@ fn fetch_file(name: &str, deadline: Instant) -> rustix::io::Result<OwnedFd> {
     // It also bounds the wait for a place in the creator's backlog.
     bound(&socket, left()?)?;
     connect(&socket, &address)?;
-    if socket_peercred(&socket)?.uid != getuid() {
+    if socket_peercred(&socket)?.uid != geteuid() {
         return Err(Errno::PERM);
     }
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];

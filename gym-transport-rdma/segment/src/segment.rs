@@ -139,7 +139,8 @@ fn allocate(layout: &Layout) -> rustix::io::Result<OwnedFd> {
     Ok(file)
 }
 
-/// Creates a file that can be sealed and not executed. Machines may allow no other, and kernels before 6.3 do not know these.
+/// Creates a file that can be sealed and not executed. Machines may allow no other, and kernels before 6.3 do not know
+/// these.
 fn empty_file() -> rustix::io::Result<OwnedFd> {
     let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
     match memfd_create("gym-segment", flags | MemfdFlags::NOEXEC_SEAL) {

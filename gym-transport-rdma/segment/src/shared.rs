@@ -90,7 +90,7 @@ impl DerefMut for SharedBuffer {
         match &mut self.0 {
             Place::Segment { segment, position, at, bytes, .. } => {
                 // SAFETY: as in `deref`, and `self` is borrowed mutably.
-                unsafe { segment.mapping().bytes(Self::range(segment, *position, *at, *bytes)) }
+                unsafe { segment.mapping().bytes_mut(Self::range(segment, *position, *at, *bytes)) }
             }
             Place::Private(bytes) => bytes,
         }

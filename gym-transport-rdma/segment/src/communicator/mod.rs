@@ -124,6 +124,10 @@ impl SegmentCommunicator {
                 self.0.abort();
             }
         }
+        // Ranks that have not noticed may still read what this one would write before its next barrier.
+        if self.segment.is_aborted() {
+            return Err(Failure::Aborted);
+        }
         let unfinished = Unfinished(Arc::clone(&self.segment));
         let result = operation(self)?;
         // Dropped in the other cases, also in a panic.
@@ -131,8 +135,9 @@ impl SegmentCommunicator {
         Ok(result)
     }
 
-    /// The first barrier of an operation: announces the call, and compares it with those of all ranks. What the rank has
-    /// written to its piece before is there for the others afterwards. Returns the details that the ranks have told.
+    /// The first barrier of an operation: announces the call, and compares it with those of all ranks. What the rank
+    /// has written to its piece before is there for the others afterwards. Returns the details that the ranks have
+    /// told.
     fn begin(&mut self, call: Call, detail: u64, deadline: Instant) -> Result<Vec<u64>, Failure> {
         self.segment.control().announce(self.position, self.half_to_write(), call, detail);
         self.meet(deadline)?;
@@ -180,7 +185,7 @@ impl SegmentCommunicator {
         let place = first_of(place(self.segment.layout(), self.half_to_write()), elements.len());
         // SAFETY: no rank reads this half before the next barrier (the rule of `Half`), and every place has one rank
         // that writes it: pieces their owner, results the rank at the position of their slice.
-        unsafe { self.segment.mapping().bytes(place) }.copy_from_slice(elements);
+        unsafe { self.segment.mapping().bytes_mut(place) }.copy_from_slice(elements);
     }
 
     /// Reads the start of a place that was written before the last barrier.

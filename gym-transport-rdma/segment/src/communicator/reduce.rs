@@ -119,8 +119,8 @@ impl SegmentCommunicator {
             return self.all_reduce(dtype, op, buffer, deadline);
         }
         let call = Call { operation: Collective::AllReduce(op), dtype, elements };
+        let mut lent = Lent(Some(buffer));
         self.perform(|own| {
-            let mut lent = Lent(Some(buffer));
             let slices = Slices::new(elements, dtype, own.world_size());
             let details = own.begin(call, at as u64, deadline)?;
             if !details.contains(&PRIVATE) {
@@ -250,7 +250,7 @@ impl SegmentCommunicator {
                 // SAFETY: no rank writes this half before this rank comes to the next barrier (the rule of `Half`), and
                 // only the rank at the position of a slice reads the parts of it. Blocks of different ranks do not
                 // overlap.
-                unsafe { self.segment.mapping().bytes(place) }
+                unsafe { self.segment.mapping().bytes_mut(place) }
             });
             let mut parts: Vec<&mut [u8]> = others.collect();
             parts.push(&mut *own);
@@ -272,7 +272,7 @@ impl SegmentCommunicator {
             let place = within_piece(&(space.start + places[other]..space.end), &slice);
             // SAFETY: between these two barriers of an operation, every rank is inside it, has lent its tensor to it,
             // and accesses the slice at its own position only. Spaces of different ranks do not overlap.
-            unsafe { self.segment.mapping().bytes(place) }
+            unsafe { self.segment.mapping().bytes_mut(place) }
         });
         reduction.reduce_into_all(&mut parts.collect::<Vec<_>>());
     }

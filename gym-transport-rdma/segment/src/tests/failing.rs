@@ -144,6 +144,7 @@ fn a_shared_tensor_leaves_the_segment_after_a_failure() {
     assert!(matches!(rank.all_reduce_shared(DType::U8, ReduceOp::Sum, &mut buffer, far()), Err(Failure::Aborted)));
     assert!(!buffer.in_segment() && buffer.len() == 100_000);
     buffer.fill(2);
+    assert_eq!(segment.progress(), [0, 0], "an operation after an abort does not begin");
     let full = rank.shared_buffer(SIZES.shared_bytes).unwrap_err();
     assert_eq!(full.code(), Code::ResourceExhausted, "{full}");
 }
