@@ -14,6 +14,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("gym-core", &[]),
     ("gym-transport-http", &["gym-core"]),
     ("gym-transport-rdma", &["gym-core"]),
+    ("gym-segment", &["gym-core"]),
     ("gym-client", &["gym-core", "gym-transport-http", "gym-transport-rdma"]),
     ("gym-group", &["gym-client", "gym-core", "gym-transport-http"]),
     ("gym-server", &["gym-client", "gym-core", "gym-group"]),
@@ -56,6 +57,16 @@ const ROOMS: &[(&str, &[&[&str]])] = &[
     (
         "gym-transport-rdma",
         &[&["backend", "fuzzing"], &["transport"], &["messaging"], &["fabric"], &["ucx"], &["sys", "memory", "probe"]],
+    ),
+    (
+        "gym-segment",
+        &[
+            &["communicator"],
+            &["offer", "shared"],
+            &["segment"],
+            &["control"],
+            &["failure", "layout", "mapping", "memory", "time"],
+        ],
     ),
     (
         "gym-client",
@@ -104,7 +115,11 @@ fn is_fixture(name: &str, level: &[String], room: &str) -> bool {
 
 fn sources(name: &str) -> rooms::Crate {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("the workspace");
-    let folder = if name == "gym-group" { "gym-client/group" } else { name };
+    let folder = match name {
+        "gym-group" => "gym-client/group",
+        "gym-segment" => "gym-transport-rdma/segment",
+        name => name,
+    };
     rooms::Crate::read(&root.join(folder).join("src"))
 }
 
