@@ -61,7 +61,8 @@ async fn other_epochs_and_names_are_other_meetings_and_a_failed_join_leaves_noth
     let mut first = backend.join(&context, meeting(1, &[0, 1], 0));
     assert!((&mut first).now_or_never().is_none());
     assert!(backend.join(&context, meeting(1, &[0, 1, 2], 2)).await.is_err());
-    assert_eq!((join(&backend, 2, &[0, 1]).await.len(), backend.meetings()), (2, 1));
+    drop(join(&backend, 2, &[0, 1]).await);
+    assert_eq!(backend.meetings(), 1);
     let (first, second) = tokio::join!(first, backend.join(&context, meeting(1, &[0, 1], 1)));
     drop((first.unwrap(), second.unwrap()));
     assert_eq!(backend.meetings(), 0);

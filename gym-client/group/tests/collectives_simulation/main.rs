@@ -1,9 +1,9 @@
 //! Plays collective operations of the backend `host` over a simulated network: schedules of operations and faults that a seed determines.
 //!
 //! ```text
-//! cargo test --profile simulation -p gym-group --features testing --test collectives_simulation
-//!     GYM_COLLECTIVE_SEEDS=10000   the number of seeds; GYM_COLLECTIVE_SEEDS=500..10000: these seeds
-//!     GYM_COLLECTIVE_SEED=17       one seed, with its plan and its trace
+//! cargo test --profile simulation -p gym-group --features testing --test collectives_simulation -- --ignored      3,000 seeds
+//!     GYM_COLLECTIVE_SEEDS=500..10000    these seeds
+//!     GYM_COLLECTIVE_SEED=17             one seed, with its plan and its trace (add --nocapture)
 //! ```
 
 #![allow(clippy::unwrap_used)] // In a test a panic is the message.
@@ -18,8 +18,9 @@ use std::ops::Range;
 use group::Report;
 use plan::{Plan, Regime};
 
-/// Seeds that every run of the tests plays.
+/// Seeds that every run of the tests plays, and those of the tier.
 const SEEDS: Range<u64> = 0..60;
+const MANY_SEEDS: Range<u64> = 0..3_000;
 /// Of the seeds, one in this many is played twice.
 const REPEATED: u64 = 8;
 /// Seeds that are printed of those that fail.
@@ -34,10 +35,10 @@ fn variable(name: &str) -> Option<String> {
     std::env::var(name).ok().filter(|value| !value.is_empty())
 }
 
-fn seeds() -> Range<u64> {
+fn seeds(usual: Range<u64>) -> Range<u64> {
     let number = |text: &str| text.parse::<u64>().expect("a number of seeds, or a range of them");
     match variable("GYM_COLLECTIVE_SEEDS") {
-        None => SEEDS,
+        None => usual,
         Some(text) => match text.split_once("..") {
             Some((first, end)) => number(first)..number(end),
             None => 0..number(&text),
@@ -47,6 +48,16 @@ fn seeds() -> Range<u64> {
 
 #[test]
 fn schedules_of_operations_and_faults_end_as_documented() {
+    play_all(SEEDS);
+}
+
+#[test]
+#[ignore = "many seeds, for the tier `simulation`"]
+fn many_schedules_end_as_documented() {
+    play_all(MANY_SEEDS);
+}
+
+fn play_all(usual: Range<u64>) {
     if let Some(seed) = variable("GYM_COLLECTIVE_SEED") {
         let report = play(seed.parse().expect("a seed"));
         println!("{}{}", report.plan, report.trace);
@@ -54,7 +65,7 @@ fn schedules_of_operations_and_faults_end_as_documented() {
         return;
     }
     let (mut failures, mut succeeded, mut failed, mut missed) = (Vec::new(), 0, 0, [0; 5]);
-    for seed in seeds() {
+    for seed in seeds(usual) {
         let mut report = play(seed);
         if seed % REPEATED == 0 && play(seed).trace.hash() != report.trace.hash() {
             report.violations.push("a second run of the seed differs".to_owned());
