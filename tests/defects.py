@@ -43,6 +43,8 @@ MEMBERS = "gym-core/src/registry/table.rs"
 QUEUE = "gym-core/src/rollout/work/queue.rs"
 NODES = "gym-client/group/src/provision/nodes"
 VALUES = "gym-client/src/client/values"
+HOST = "gym-client/group/src/collective/host"
+SCHEDULES = "--profile simulation -p gym-group --features testing --test collectives_simulation -- --ignored"
 # Name, file, old text, new text, arguments of `cargo test`.
 DEFECTS = [
     # Rows that were acknowledged, and their inputs, survive a power failure.
@@ -206,6 +208,24 @@ DEFECTS = [
      "(1..=world_size).map(move |step|", "(0..world_size).map(move |step|", "-p gym-core --test collectives"),
     ("the-second-cause-of-a-failure-wins", "gym-core/src/group/collective/cause.rs",
      "let first = cause.is_none();", "let first = true;", "-p gym-core --test collectives"),
+    ("a-rank-keeps-its-own-cause-of-a-failure", f"{HOST}/room.rs",
+     "return self.adopt(first);", "drop(first);\n                return self.adopt(why);", SCHEDULES),
+    ("the-cause-is-not-agreed-on-while-the-first-rank-stands-still", f"{HOST}/room.rs",
+     "for asks_all in [true, false] {", "for asks_all in [false] {", SCHEDULES),
+    ("a-rank-that-stood-still-is-not-told-of-a-failure", f"{HOST}/room.rs",
+     "Err(error) if error.code() == Code::DeadlineExceeded => {}", "Err(error) if error.code() == Code::DeadlineExceeded => break,", SCHEDULES),
+    ("a-join-that-was-given-up-counts", f"{HOST}/room.rs",
+     "peer.id = peer.id.max(state.seats[position].joined.unwrap_or_default());", "peer.id = peer.id.max(0);", SCHEDULES),
+    ("a-refused-message-is-noticed-at-the-deadline", f"{HOST}/ring.rs",
+     "answers.during(room, round.heard(call)).await?", "round.heard(call).await?", SCHEDULES),
+    ("a-queued-operation-has-no-deadline", f"{HOST}/lane.rs",
+     "let watch = behind_others.then(|| {", "let watch = (behind_others && operation.memory.len() == usize::MAX).then(|| {", SCHEDULES),
+    ("calls-that-differ-in-length-are-added", f"{HOST}/ring.rs",
+     "Some(call) if !call.agrees_with(&own) =>", "Some(call) if call.operation != own.operation =>", "-p gym-group --test collectives in_one_thread"),
+    ("the-ring-skips-an-element-between-chunks", f"{HOST}/ring.rs",
+     "for first in (0..longest).step_by(chunk * GROUP) {", "for first in (0..longest).step_by(chunk * GROUP + 1) {", "-p gym-group --test collectives in_one_thread"),
+    ("a-rank-that-gave-up-its-join-has-left", f"{HOST}/room.rs",
+     "(Some(id), None) => seat.gave_up = seat.gave_up.max(Some(id)),", "(Some(_), None) if false => {}", "-p gym-group --test collectives in_one_thread"),
     ("a-sent-call-did-not-start", "gym-client/group/src/call/gather/mod.rs",
      "if self.sent[index].load(Ordering::Acquire) { Execution::Unknown } else { Execution::NotStarted }", "Execution::NotStarted", GROUPS),
     # References: a value that is held can be fetched, and one that is gone leaves nothing.
@@ -278,7 +298,7 @@ def main() -> int:
     words = sys.argv[1:]
     if words == ["--list"]:
         for defect in DEFECTS:
-            print(f"{'tier simulation' if 'search' in defect[-1] else 'gate':16} {defect[0]}")
+            print(f"{'tier simulation' if '--profile simulation' in defect[-1] else 'gate':16} {defect[0]}")
         return 0
     if any(word.startswith("-") for word in words):
         print(__doc__)

@@ -2,7 +2,7 @@
 
 #![allow(clippy::unwrap_used)] // In a test a panic is the message.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -15,19 +15,15 @@ use gym_core::group::collective::{
 };
 use gym_core::group::{DType, Tensor};
 use gym_core::testing::conformance::{CollectiveFixture, Ranks, collectives};
-use gym_core::{CallContext, Code, Incarnation};
+use gym_core::{CallContext, Incarnation};
 
 #[derive(Debug, Default)]
-struct Fixture {
-    backend: InProcessCollectives,
-    epoch: AtomicU64,
-}
+struct Fixture(InProcessCollectives);
 
 #[async_trait]
 impl CollectiveFixture for Fixture {
-    async fn meeting(&self, ranks: &[u32]) -> Ranks {
-        let epoch = self.epoch.fetch_add(1, Ordering::Relaxed);
-        join(&self.backend, epoch, ranks).await
+    async fn rank(&self, rank: u32) -> (Arc<dyn Collectives>, Seat) {
+        (Arc::new(self.0.clone()), Seat::new(rank, Incarnation(1)))
     }
 }
 
@@ -49,7 +45,7 @@ async fn join(backend: &InProcessCollectives, epoch: u64, ranks: &[u32]) -> Rank
 async fn suite(seed: u64) {
     let fixture = Fixture::default();
     collectives(&fixture, seed).await;
-    assert_eq!(fixture.backend.meetings(), 0, "every meeting is forgotten");
+    assert_eq!(fixture.0.meetings(), 0, "every meeting is forgotten");
 }
 
 #[tokio::test(start_paused = true)]
@@ -63,74 +59,23 @@ async fn on_two_threads_by_the_real_clock() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_meeting_forms_when_all_seats_have_joined() {
-    let backend = InProcessCollectives::new();
-    let context = cx();
-    let mut first = backend.join(&context, meeting(1, &[0, 4], 0));
-    assert!((&mut first).now_or_never().is_none());
-    assert_eq!(backend.meetings(), 1);
-    let clone = backend.clone();
-    let (first, second) = tokio::join!(first, clone.join(&context, meeting(1, &[0, 4], 4)));
-    let communicators = [first.unwrap(), second.unwrap()];
-    assert_eq!(communicators.each_ref().map(|communicator| communicator.meeting().position()), [0, 1]);
-    let again = backend.join(&cx(), meeting(1, &[0, 4], 4)).await.unwrap_err();
-    assert_eq!(again.code(), Code::AlreadyExists, "{again}");
-    assert!(again.to_string().contains("join meeting policy/data (epoch 1) as rank 4"), "{again}");
-    let [first, second] = communicators;
-    drop(first);
-    assert_eq!(
-        (backend.meetings(), backend.join(&cx(), meeting(1, &[0, 4], 0)).await.unwrap_err().code()),
-        (1, Code::AlreadyExists)
-    );
-    drop(second);
-    assert_eq!(backend.meetings(), 0);
-}
-
-#[tokio::test(start_paused = true)]
-async fn a_join_that_fails_names_the_missing_ranks_and_leaves_nothing() {
-    let backend = InProcessCollectives::new();
-    let soon = CallContext::within(Duration::from_secs(1));
-    let (first, third) = tokio::join!(
-        backend.join(&soon, meeting(1, &[0, 1, 2, 3], 0)),
-        backend.join(&soon, meeting(1, &[0, 1, 2, 3], 2))
-    );
-    let errors = [first.unwrap_err(), third.unwrap_err()];
-    assert!(errors.iter().all(|error| error.code() == Code::DeadlineExceeded));
-    assert!(errors.iter().all(|error| error.to_string().contains("ranks 1, 3 have not joined")), "{errors:?}");
-    assert_eq!(backend.meetings(), 0);
-    let cancelled = cx();
-    cancelled.cancel.cancel();
-    let error = backend.join(&cancelled, meeting(1, &[0, 1], 0)).await.unwrap_err();
-    assert_eq!((error.code(), backend.meetings()), (Code::Cancelled, 0));
-    // A dropped join gives its seat up; the rank may try again.
-    let context = cx();
-    let mut dropped = backend.join(&context, meeting(1, &[0, 1], 0));
-    assert!((&mut dropped).now_or_never().is_none());
-    drop(dropped);
-    assert_eq!(backend.meetings(), 0);
-    assert_eq!(join(&backend, 1, &[0, 1]).await.len(), 2);
-}
-
-#[tokio::test(start_paused = true)]
-async fn ranks_with_other_seats_do_not_meet() {
+async fn other_epochs_and_names_are_other_meetings_and_a_failed_join_leaves_nothing() {
     let backend = InProcessCollectives::new();
     let context = cx();
     let mut first = backend.join(&context, meeting(1, &[0, 1], 0));
     assert!((&mut first).now_or_never().is_none());
-    let seats = [Seat::new(0, Incarnation(1)), Seat::new(1, Incarnation(2))];
-    let restarted = Meeting::new("policy/data", 1, 1, seats).unwrap();
-    for (other, texts) in [
-        (restarted, ["expects rank 1 (incarnation 2)", "they expect rank 1 (incarnation 1)"]),
-        (meeting(1, &[0, 1, 2], 2), ["expects rank 2 (incarnation 1)", "they expect nobody else"]),
-    ] {
-        let error = backend.join(&cx(), other).await.unwrap_err();
-        assert_eq!(error.code(), Code::FailedPrecondition, "{error}");
-        assert!(texts.iter().all(|text| error.to_string().contains(text)), "{error}");
-    }
-    // Another epoch and another name are other meetings, and the first one still forms.
-    assert_eq!(join(&backend, 2, &[0, 1]).await.len(), 2);
+    assert!(backend.join(&context, meeting(1, &[0, 1, 2], 2)).await.is_err());
+    drop(join(&backend, 2, &[0, 1]).await);
+    assert_eq!(backend.meetings(), 1);
     let (first, second) = tokio::join!(first, backend.join(&context, meeting(1, &[0, 1], 1)));
-    assert!(first.is_ok() && second.is_ok());
+    drop((first.unwrap(), second.unwrap()));
+    assert_eq!(backend.meetings(), 0);
+    let soon = CallContext::within(Duration::from_secs(1));
+    assert!(backend.join(&soon, meeting(3, &[0, 1], 0)).await.is_err());
+    let mut dropped = backend.join(&context, meeting(3, &[0, 1], 0));
+    assert!((&mut dropped).now_or_never().is_none());
+    drop(dropped);
+    assert_eq!(backend.meetings(), 0);
 }
 
 #[test]

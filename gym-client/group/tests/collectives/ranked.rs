@@ -4,34 +4,31 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
-use std::sync::Mutex;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use async_trait::async_trait;
-use futures_util::future::try_join_all;
 use gym_client::transport::Transports;
-use gym_core::testing::conformance::{CollectiveFixture, Ranks, collectives};
+use gym_core::testing::conformance::{CollectiveFixture, collectives};
 use gym_core::transport::{ListenOptions, serve};
-use gym_core::{CallContext, CancelToken, Endpoint, Incarnation};
-use gym_group::collective::{Collectives, HostCollectives, Meeting, Seat};
+use gym_core::{CancelToken, Endpoint, Incarnation};
+use gym_group::collective::{Collectives, HostCollectives, Seat};
 
 /// The ranks of this process, each with a listener of its own.
 pub(crate) struct Ranked {
     transports: Transports,
     options: Box<dyn Fn(u32) -> ListenOptions + Send + Sync>,
     ranks: Mutex<BTreeMap<u32, (HostCollectives, Vec<Endpoint>)>>,
-    epoch: AtomicU64,
     ended: CancelToken,
 }
 
 impl Ranked {
     pub(crate) fn new(transports: Transports, options: impl Fn(u32) -> ListenOptions + Send + Sync + 'static) -> Self {
-        let (ranks, epoch, ended) = (Mutex::default(), AtomicU64::new(1), CancelToken::new());
-        Self { transports, options: Box::new(options), ranks, epoch, ended }
+        let (ranks, ended) = (Mutex::default(), CancelToken::new());
+        Self { transports, options: Box::new(options), ranks, ended }
     }
 
-    async fn rank(&self, rank: u32) -> (HostCollectives, Vec<Endpoint>) {
+    async fn served(&self, rank: u32) -> (HostCollectives, Vec<Endpoint>) {
         if let Some(known) = self.ranks.lock().unwrap().get(&rank) {
             return known.clone();
         }
@@ -62,23 +59,10 @@ impl fmt::Debug for Ranked {
 
 #[async_trait]
 impl CollectiveFixture for Ranked {
-    async fn meeting(&self, ranks: &[u32]) -> Ranks {
-        let (epoch, cx) = (self.epoch.fetch_add(1, Ordering::Relaxed), cx());
-        let mut seats = Vec::new();
-        for rank in ranks {
-            seats.push(Seat::new(*rank, Incarnation(1)).serving_at(self.rank(*rank).await.1));
-        }
-        let joins = ranks.iter().map(|rank| {
-            let meeting = Meeting::new("policy/data", epoch, *rank, seats.clone()).unwrap();
-            let (cx, backend) = (&cx, self.ranks.lock().unwrap()[rank].0.clone());
-            async move { backend.join(cx, meeting).await }
-        });
-        try_join_all(joins).await.unwrap()
+    async fn rank(&self, rank: u32) -> (Arc<dyn Collectives>, Seat) {
+        let (backend, endpoints) = self.served(rank).await;
+        (Arc::new(backend), Seat::new(rank, Incarnation(1)).serving_at(endpoints))
     }
-}
-
-fn cx() -> CallContext {
-    CallContext::within(Duration::from_secs(60))
 }
 
 /// Runs the suite, after which every meeting is forgotten.

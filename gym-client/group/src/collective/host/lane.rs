@@ -195,6 +195,17 @@ impl Answers {
         }
     }
 
+    /// Waits for something else, and looks at the answers that come meanwhile: a rank that refuses what was sent does not call either.
+    pub(super) async fn during<T>(&mut self, room: &Arc<Room>, waiting: impl Future<Output = T>) -> T {
+        let mut waiting = std::pin::pin!(waiting);
+        loop {
+            tokio::select! { biased;
+                ended = &mut waiting => return ended,
+                () = self.next(room), if !self.0.is_empty() => {}
+            }
+        }
+    }
+
     /// Waits until at most this many answers are to come.
     pub(super) async fn at_most(&mut self, room: &Arc<Room>, most: usize) {
         while self.0.len() > most {

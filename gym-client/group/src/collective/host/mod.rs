@@ -13,13 +13,15 @@ mod ring;
 mod room;
 mod wire;
 
-use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::collections::{BTreeMap, VecDeque};
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::Duration;
 
 use async_trait::async_trait;
-use futures_util::future::{BoxFuture, try_join_all};
+use futures_util::StreamExt as _;
+use futures_util::future::BoxFuture;
+use futures_util::stream::FuturesUnordered;
 use gym_client::transport::Transports;
 use gym_core::base::watch;
 use gym_core::group::Rank;
@@ -35,8 +37,8 @@ use tokio::time::Instant;
 use tokio_util::task::AbortOnDropHandle;
 
 use lane::{Lane, Operation, Place};
-use room::{Peer, Room, tell_left, text};
-use wire::{BUILD, Called, Cause, Join, Joined, LeavePacket, Packet};
+use room::{Peer, Room, text};
+use wire::{BUILD, Cause, Join, Joined, Packet};
 
 /// Joins of other ranks that may wait for this rank.
 const JOINS_MAX: usize = 4_096;
@@ -61,7 +63,7 @@ struct Registry {
     changed: watch::Sender<u64>,
     totals: Mutex<Totals>,
     /// The connection to each rank, which its meetings share.
-    channels: Mutex<HashMap<(Rank, Incarnation), Arc<OnceCell<Channel>>>>,
+    channels: Mutex<BTreeMap<(Rank, Incarnation), Arc<OnceCell<Channel>>>>,
 }
 
 /// What has succeeded, by operation and path: operations, bytes and microseconds; and the meetings that have failed.
@@ -233,49 +235,47 @@ impl Registry {
     async fn join(self: &Arc<Self>, cx: &CallContext, meeting: Meeting) -> Result<Arc<Room>> {
         cx.check()?;
         let room = self.enter(meeting)?;
-        let mut joining = Joining {
-            room: &room,
-            peers: Mutex::new(room.meeting.seats.iter().map(|_| None).collect()),
-            formed: false,
-        };
-        let joins = room.others().map(|position| {
-            let (room, peers) = (&room, &joining.peers);
-            async move {
-                match self.join_peer(cx, &room.meeting, &room.meeting.seats[position]).await? {
-                    Met::Here(peer) => {
-                        peers.lock().unwrap_or_else(PoisonError::into_inner)[position] = Some(peer);
-                        Ok(None)
-                    }
-                    Met::Over(cause) => Ok(Some(cause)),
-                }
+        let mut joining = Joining { room: &room, formed: false };
+        let mut meets: FuturesUnordered<_> = room.others().map(|position| self.meet(cx, &room, position)).collect();
+        // One that cannot meet at all ends the wait, and so does the failure of those that have met. The others are awaited, so that the error names
+        // every rank that is missing.
+        let met = async {
+            tokio::select! { biased;
+                () = room.all_met() => Ok(None),
+                cause = room.cause.wait() => Ok(Some(cause)),
+                Some(over) = meets.next() => over.map(Some),
             }
-        });
-        // All are awaited, so that the error names every rank that is missing; one that cannot meet at all ends the wait.
-        let joined = cx.bound(Execution::NotStarted, try_join_all(joins)).await;
-        match joined {
-            Ok(causes) => {
-                let peers = std::mem::take(&mut *joining.peers.lock().unwrap_or_else(PoisonError::into_inner));
+        };
+        match cx.bound(Execution::NotStarted, met).await {
+            Ok(cause) => {
                 joining.formed = true;
-                room.form(peers);
-                if let Some(cause) = causes.into_iter().flatten().next() {
-                    room.fail(cause);
-                }
                 drop(joining);
+                room.form();
+                match cause {
+                    // Who has told it to this rank may count on this rank to tell the others.
+                    Some(_) if room.cause.get().is_some() => room.tell(None),
+                    Some(cause) => room.fail(cause),
+                    None => {}
+                }
+                drop(meets);
                 Ok(room)
             }
             Err(late) if matches!(late.code(), Code::DeadlineExceeded | Code::Cancelled) => {
-                let missing: Vec<Rank> = {
-                    let peers = joining.peers.lock().unwrap_or_else(PoisonError::into_inner);
-                    room.others()
-                        .filter(|position| peers[*position].is_none())
-                        .map(|position| room.rank_at(position))
-                        .collect()
-                };
-                let mut missing = missing;
-                missing.sort_unstable();
+                let missing = room.not_met();
                 Err(Error::not_started(late.code(), format!("{}; {} not joined", late.message(), has(&missing))))
             }
             Err(error) => Err(error),
+        }
+    }
+
+    /// Meets another rank, and again if it gives up and joins anew. Returns the cause if the meeting is over.
+    async fn meet(&self, cx: &CallContext, room: &Room, position: usize) -> Result<Error> {
+        loop {
+            match self.join_peer(cx, room, &room.meeting.seats[position]).await? {
+                Met::Here(peer) => room.met(position, peer),
+                Met::Over(cause) => return Ok(cause),
+            }
+            room.gave_up(position).await;
         }
     }
 
@@ -307,19 +307,21 @@ impl Registry {
     }
 
     /// Tells a rank that this one has joined, and waits until it has joined, too.
-    async fn join_peer(&self, cx: &CallContext, meeting: &Meeting, seat: &Seat) -> Result<Met> {
+    async fn join_peer(&self, cx: &CallContext, room: &Room, seat: &Seat) -> Result<Met> {
+        let meeting = &room.meeting;
         let join = Join {
             build: BUILD.to_owned(),
             name: meeting.name.to_string(),
             epoch: meeting.epoch,
             from: meeting.rank,
+            id: room.id,
             seats: identities(&meeting.seats),
         };
         let packet = Packet::Join(join);
         let mut pauses = RETRY_PAUSES.into_iter();
         let mut pause = RETRY_PAUSES[0];
         loop {
-            let error = match self.ask_to_join(cx, seat, &packet).await {
+            let error = match self.ask_to_join(cx, meeting, seat, &packet).await {
                 Ok(met) => return Ok(met),
                 Err(error) => error,
             };
@@ -343,7 +345,7 @@ impl Registry {
         }
     }
 
-    async fn ask_to_join(&self, cx: &CallContext, seat: &Seat, packet: &Packet) -> Result<Met> {
+    async fn ask_to_join(&self, cx: &CallContext, meeting: &Meeting, seat: &Seat, packet: &Packet) -> Result<Met> {
         let channel = self.channel(cx, seat).await?;
         let peer = Peer { channel, incarnation: seat.incarnation, id: 0 };
         let answered = peer.channel.call(peer.request(cx, packet, None)).await.and_then(Response::into_result);
@@ -352,10 +354,20 @@ impl Registry {
         {
             self.forget_channel(seat.rank, &peer.channel);
         }
-        let answer = answered?.message.head.to_bytes();
+        let answer = answered.map_err(|error| match error.code() {
+            code @ (Code::FailedPrecondition | Code::InvalidArgument) => {
+                Error::not_started(code, format!("rank {} answers: {}", seat.rank, error.message()))
+            }
+            _ => error,
+        });
+        let answer = answer?.message.head.to_bytes();
         match serde_json::from_slice::<Joined>(&answer) {
             Ok(Joined::Here(id)) => Ok(Met::Here(Peer { id, ..peer })),
             Ok(Joined::Over(cause)) => Ok(Met::Over(cause.into_error())),
+            Ok(Joined::Otherwise(seats)) => Err(meeting
+                .check_same_seats(&seats)
+                .err()
+                .unwrap_or_else(|| Error::internal(format!("rank {} rejects the seats that it has", seat.rank)))),
             Err(error) => {
                 Err(Error::invalid(format!("rank {} answers a join with something else: {error}", seat.rank)))
             }
@@ -366,7 +378,7 @@ impl Registry {
     async fn answer_join(self: Arc<Self>, cx: CallContext, join: Join) -> Result<Response> {
         if join.build != BUILD {
             let why = format!(
-                "rank {} has gym {}, and this rank has gym {BUILD}; start all ranks from one build",
+                "this rank has gym {BUILD}, and rank {} has gym {}; start all ranks from one build",
                 join.from, join.build
             );
             return Err(Error::not_started(Code::FailedPrecondition, why));
@@ -399,15 +411,17 @@ impl Registry {
             return Ok(Some(Joined::Over(cause)));
         }
         if let Some(room) = room {
-            room.meeting.check_same_seats(&join.seats)?;
-            let from = room.meeting.position_of(join.from).ok_or_else(|| Error::invalid("the rank has no seat"))?;
-            return Ok(Some(match room.over_for(from) {
+            let own = identities(&room.meeting.seats);
+            let (true, Some(from)) = (own == join.seats, room.meeting.position_of(join.from)) else {
+                return Ok(Some(Joined::Otherwise(own)));
+            };
+            return Ok(Some(match room.joined_by(from, join.id) {
                 Some(cause) => Joined::Over(Cause::of(&cause)),
                 None => Joined::Here(room.id),
             }));
         }
         if newest > join.epoch {
-            let why = format!("rank {} joins epoch {}, and this rank is in epoch {newest}", join.from, join.epoch);
+            let why = format!("this rank is in epoch {newest}, and rank {} joins epoch {}", join.from, join.epoch);
             return Err(Error::not_started(Code::FailedPrecondition, why));
         }
         Ok(None)
@@ -415,7 +429,7 @@ impl Registry {
 
     // ---- connections ----
 
-    fn channels(&self) -> MutexGuard<'_, HashMap<(Rank, Incarnation), Arc<OnceCell<Channel>>>> {
+    fn channels(&self) -> MutexGuard<'_, BTreeMap<(Rank, Incarnation), Arc<OnceCell<Channel>>>> {
         self.channels.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -456,22 +470,14 @@ enum Met {
 /// A join in progress. If it is dropped before the meeting has formed, the ranks that count on this one are told.
 struct Joining<'j> {
     room: &'j Arc<Room>,
-    peers: Mutex<Vec<Option<Peer>>>,
     formed: bool,
 }
 
 impl Drop for Joining<'_> {
     fn drop(&mut self) {
-        if self.formed {
-            return;
+        if !self.formed {
+            self.room.give_up();
         }
-        let from = self.room.position();
-        let peers = std::mem::take(self.peers.get_mut().unwrap_or_else(PoisonError::into_inner));
-        let left = |peer: Peer| {
-            let packet = LeavePacket { to: peer.id, from, called: Called::default() };
-            (peer, Packet::Leave(packet))
-        };
-        tell_left(self.room.runtime(), peers.into_iter().flatten().map(left).collect());
     }
 }
 
@@ -587,3 +593,6 @@ impl fmt::Debug for HostCommunicator {
         write!(f, "HostCommunicator(rank {} of {})", self.room.meeting.rank, self.room.meeting)
     }
 }
+
+#[cfg(test)]
+mod tests;

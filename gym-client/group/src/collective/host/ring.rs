@@ -93,7 +93,7 @@ pub(super) async fn round(
     let carries = small && root.is_none_or(|root| root == own);
     let elements = if carries { Bytes::copy_from_slice(memory) } else { Bytes::new() };
     round.announce(call, &elements, answers).await;
-    let mut heard = round.heard(call).await?;
+    let mut heard = answers.during(room, round.heard(call)).await?;
     match (call.operation, root) {
         (Collective::AllGather, _) => {
             heard[own] = Some((call, elements));

@@ -26,8 +26,9 @@ use super::wire::{AbortPacket, CallPacket, Called, Cause, ChunkPacket, LeavePack
 const TOLD_WITHIN: Duration = Duration::from_millis(5);
 /// The time for an answer of a rank that lives: where it is, or which cause was the first.
 const ANSWER_WITHIN: Duration = Duration::from_millis(100);
-/// The time in which a rank tells the others that it leaves.
-const LEAVE_WITHIN: Duration = Duration::from_secs(1);
+/// How long a rank has to answer, each time, to what a rank must be told: that another has left, or that the meeting has failed. It is told again if it does not,
+/// because a rank that stood still, or was cut off, would otherwise go on in a meeting that nobody else is in.
+const TELL_WITHIN_SECONDS: [u64; 6] = [1, 2, 4, 8, 16, 30];
 /// Calls of one sender that may wait here. A rank calls an operation when every rank has called the one before it.
 const CALLS_MAX: usize = 4;
 
@@ -68,6 +69,8 @@ pub(super) struct State {
     running: Vec<Running>,
     /// A failure was found, and the ranks are agreeing on its cause.
     failing: bool,
+    /// The ranks that this one has met, until all have joined.
+    met: Vec<Option<Peer>>,
 }
 
 /// An operation under way.
@@ -84,6 +87,10 @@ pub(super) struct SeatState {
     rounds: Arrivals,
     pairs: Arrivals,
     left: Option<Called>,
+    /// The newest number under which the rank has joined.
+    joined: Option<u64>,
+    /// The newest number under which the rank has given up its join, before this one has met all.
+    gave_up: Option<u64>,
     /// The connection has closed without a word.
     lost: Option<Arc<str>>,
     /// The rank did not answer.
@@ -159,6 +166,7 @@ impl Room {
             heard: 0,
             running: Vec::new(),
             failing: false,
+            met: meeting.seats.iter().map(|_| None).collect(),
         };
         Self {
             id,
@@ -203,8 +211,60 @@ impl Room {
         self.peers.get()?.get(position)?.as_ref()
     }
 
-    /// Begins the meeting: all ranks have joined.
-    pub(super) fn form(self: &Arc<Self>, peers: Vec<Option<Peer>>) {
+    /// Takes the way to a rank that has joined.
+    pub(super) fn met(&self, position: usize, mut peer: Peer) {
+        {
+            let mut state = self.lock();
+            // It may have given up, and joined again, after it had answered.
+            peer.id = peer.id.max(state.seats[position].joined.unwrap_or_default());
+            state.met[position] = Some(peer);
+        }
+        self.changed.notify_waiters();
+    }
+
+    /// Waits until every rank has joined and none of them has given up.
+    pub(super) async fn all_met(&self) {
+        let own = self.position();
+        self.wait_until(|state| {
+            let here = |(position, met): (usize, &Option<Peer>)| {
+                let gave_up = state.seats[position].gave_up;
+                position == own || met.as_ref().is_some_and(|peer| Some(peer.id) > gave_up)
+            };
+            state.met.iter().enumerate().all(here).then_some(())
+        })
+        .await;
+    }
+
+    /// Returns the ranks that have not joined, ascending.
+    pub(super) fn not_met(&self) -> Vec<Rank> {
+        let (state, own) = (self.lock(), self.position());
+        let missing = state.met.iter().enumerate().filter(|(position, met)| *position != own && met.is_none());
+        missing.map(|(position, _)| self.rank_at(position)).collect()
+    }
+
+    /// Waits until a rank that was met gives up its join.
+    pub(super) async fn gave_up(&self, position: usize) {
+        self.wait_until(|state| {
+            let (met, gave_up) = (&mut state.met[position], state.seats[position].gave_up);
+            met.take_if(|peer| Some(peer.id) <= gave_up).map(drop)
+        })
+        .await;
+    }
+
+    /// Tells the ranks that were met that this one has given up its join.
+    pub(super) fn give_up(&self) {
+        let (from, called) = (self.position(), Called::default());
+        let met = std::mem::take(&mut self.lock().met).into_iter().flatten();
+        let left = met.map(|peer| {
+            let packet = Packet::Leave(LeavePacket { to: peer.id, from, called, gave_up: Some(self.id) });
+            (peer, packet)
+        });
+        tell(&self.runtime, left.collect());
+    }
+
+    /// Begins the meeting with those that have joined.
+    pub(super) fn form(self: &Arc<Self>) {
+        let peers = std::mem::take(&mut self.lock().met);
         let mut watchers = Vec::with_capacity(peers.len());
         for (position, peer) in peers.iter().enumerate() {
             let Some(channel) = peer.as_ref().map(|peer| peer.channel.clone()) else { continue };
@@ -244,7 +304,13 @@ impl Room {
             Packet::Call(packet) => self.accept_call(packet, elements),
             Packet::Chunk(packet) => self.accept_chunk(packet, elements),
             Packet::Leave(packet) => {
-                self.seat(packet.from, |seat| seat.left = Some(packet.called))?;
+                let met = self.peers.get().map(|peers| peers.get(packet.from).and_then(Option::as_ref));
+                self.seat(packet.from, |seat| match (packet.gave_up, met) {
+                    (Some(id), None) => seat.gave_up = seat.gave_up.max(Some(id)),
+                    // It has joined again since.
+                    (Some(id), Some(Some(peer))) if peer.id > id => {}
+                    _ => seat.left = Some(packet.called),
+                })?;
                 Ok(answer("null"))
             }
             Packet::Abort(packet) => Ok(self.accept_abort(packet)),
@@ -319,7 +385,7 @@ impl Room {
         self.adopt(cause.into_error());
         let first = self.cause.get().expect("the cause was set");
         if decide {
-            self.runtime.spawn(Arc::clone(self).tell(Some(from)));
+            self.tell(Some(from));
         }
         answer(text(&Cause::of(&first)))
     }
@@ -431,29 +497,46 @@ impl Room {
     /// Ends the meeting with a cause, unless it has failed. The lowest rank that lives decides which of several causes was the first, so that all ranks
     /// have the same.
     pub(super) fn fail(self: &Arc<Self>, why: Error) {
-        let decider = {
-            let mut state = self.lock();
-            if std::mem::replace(&mut state.failing, true) {
-                return;
+        if std::mem::replace(&mut self.lock().failing, true) {
+            return;
+        }
+        if self.decider().is_some() {
+            drop(self.runtime.spawn(Arc::clone(self).agree(why)));
+        } else {
+            self.adopt(why);
+            self.tell(None);
+        }
+    }
+
+    /// Returns the lowest of the ranks that live; `None` if it is this one.
+    fn decider(&self) -> Option<(usize, Peer)> {
+        let position = self.living(0..self.position()).into_iter().next()?;
+        Some((position, self.peer(position)?.clone()))
+    }
+
+    /// Returns the positions of those ranks that have neither gone nor failed to answer.
+    fn living(&self, positions: impl IntoIterator<Item = usize>) -> Vec<usize> {
+        let state = self.lock();
+        let lives = |seat: &SeatState| seat.left.is_none() && seat.lost.is_none() && !seat.silent;
+        positions.into_iter().filter(|position| lives(&state.seats[*position])).collect()
+    }
+
+    /// Adopts what the lowest rank that lives decides. If that rank does not answer, others may be silent, too: all are asked at once, and the lowest
+    /// that answers decides. Otherwise two ranks that find two causes while it stands still would end with one each.
+    async fn agree(self: Arc<Self>, why: Error) {
+        for asks_all in [true, false] {
+            let Some((position, peer)) = self.decider() else { break };
+            if let Some(first) = self.ask_decider(&peer, &why).await {
+                return self.adopt(first);
             }
-            let lives = |seat: &SeatState| seat.left.is_none() && seat.lost.is_none() && !seat.silent;
-            let own = self.position();
-            state.seats.iter().enumerate().position(|(at, seat)| at == own || lives(seat)).unwrap_or(own)
-        };
-        let room = Arc::clone(self);
-        match self.peer(decider).cloned() {
-            Some(peer) => drop(self.runtime.spawn(async move {
-                let first = room.ask_decider(&peer, &why).await;
-                let decided = first.is_some();
-                room.adopt(first.unwrap_or(why));
-                if !decided {
-                    room.tell(None).await;
-                }
-            })),
-            None => {
-                self.adopt(why);
-                self.runtime.spawn(room.tell(None));
+            self.lock().seats[position].silent = true;
+            if asks_all {
+                self.ask_where(&self.living(self.others())).await;
             }
+        }
+        if self.cause.get().is_none() {
+            self.adopt(why);
+            self.tell(None);
         }
     }
 
@@ -476,15 +559,14 @@ impl Room {
     }
 
     /// Tells all other ranks the cause.
-    async fn tell(self: Arc<Self>, except: Option<usize>) {
+    pub(super) fn tell(&self, except: Option<usize>) {
         let (Some(peers), Some(first)) = (self.peers.get(), self.cause.get()) else { return };
         let others = peers.iter().enumerate().filter(|(position, _)| Some(*position) != except);
-        let told = others.filter_map(|(_, peer)| peer.as_ref()).map(|peer| {
-            let (from, cause) = (self.position(), Cause::of(&first));
-            let packet = Packet::Abort(AbortPacket { to: peer.id, from, cause, decide: false });
-            async move { peer.ask(ANSWER_WITHIN, &packet).await }
+        let told = others.filter_map(|(_, peer)| peer.clone()).map(|peer| {
+            let (to, from, cause) = (peer.id, self.position(), Cause::of(&first));
+            (peer, Packet::Abort(AbortPacket { to, from, cause, decide: false }))
         });
-        join_all(told).await;
+        tell(&self.runtime, told.collect());
     }
 
     /// Ends the meeting because a call still waits at its deadline, or was cancelled. Asks those of the ranks that have not been heard to call it where
@@ -611,29 +693,50 @@ impl Room {
             .filter_map(|(position, peer)| {
                 let peer = peer.clone()?;
                 let (to, from, called) = (peer.id, self.position(), state.called_towards(position));
-                Some((peer, Packet::Leave(LeavePacket { to, from, called })))
+                Some((peer, Packet::Leave(LeavePacket { to, from, called, gave_up: None })))
             })
             .collect();
         drop(state);
-        tell_left(&self.runtime, left);
+        tell(&self.runtime, left);
     }
 
-    /// Returns what a rank is told that joins a meeting which is over for it; `None` if it can take part.
-    pub(super) fn over_for(&self, position: usize) -> Option<Error> {
-        let state = self.lock();
+    /// A rank joins under a number. Returns what it is told if the meeting is over for it; `None` if it can take part.
+    pub(super) fn joined_by(&self, position: usize, id: u64) -> Option<Error> {
+        let mut state = self.lock();
         if let Some(cause) = self.cause.get() {
             return Some(cause);
         }
-        let seat = &state.seats[position];
+        let met = self.peer(position).map(|peer| peer.id);
+        let seat = &mut state.seats[position];
+        seat.joined = seat.joined.max(Some(id));
+        if met.is_some_and(|met| met < id) {
+            // It gave up when this rank had met all.
+            seat.left.get_or_insert_default();
+        }
         let gone = seat.left.is_some() || seat.lost.is_some();
-        gone.then(|| self.gone(position, seat.lost.as_deref()).about(self.meeting.to_string()))
+        let cause = gone.then(|| self.gone(position, seat.lost.as_deref()).about(self.meeting.to_string()));
+        if let Some(peer) = &mut state.met.get_mut(position).and_then(Option::as_mut) {
+            peer.id = peer.id.max(id);
+        }
+        drop(state);
+        self.changed.notify_waiters();
+        cause
     }
 }
 
-/// Sends each rank its message, and waits for no answer.
-pub(super) fn tell_left(runtime: &Handle, left: Vec<(Peer, Packet)>) {
-    for (peer, packet) in left {
-        runtime.spawn(async move { peer.ask(LEAVE_WITHIN, &packet).await });
+/// Sends each rank its message, until it answers, and waits for no answer.
+fn tell(runtime: &Handle, told: Vec<(Peer, Packet)>) {
+    for (peer, packet) in told {
+        runtime.spawn(async move {
+            for seconds in TELL_WITHIN_SECONDS {
+                let cx = CallContext::within(Duration::from_secs(seconds));
+                let request = peer.request(&cx, &packet, None);
+                match peer.channel.call(request).await {
+                    Err(error) if error.code() == Code::DeadlineExceeded => {}
+                    _ => break,
+                }
+            }
+        });
     }
 }
 

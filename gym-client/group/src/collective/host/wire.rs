@@ -19,7 +19,7 @@ pub(super) enum Packet {
     Call(CallPacket),
     /// Further elements of a call.
     Chunk(ChunkPacket),
-    /// The sender has dropped its communicator.
+    /// The sender has dropped its communicator, or has given up its join.
     Leave(LeavePacket),
     /// The meeting has failed. Answered with the first cause that the receiver knows.
     Abort(AbortPacket),
@@ -33,6 +33,8 @@ pub(super) struct Join {
     pub(super) name: String,
     pub(super) epoch: u64,
     pub(super) from: Rank,
+    /// The number of the meeting at the sender. It is higher if the sender has given up a join and joins again.
+    pub(super) id: u64,
     pub(super) seats: Vec<(Rank, Incarnation)>,
 }
 
@@ -43,6 +45,8 @@ pub(super) enum Joined {
     Here(u64),
     /// The meeting has failed, or is over.
     Over(Cause),
+    /// The receiver expects these seats.
+    Otherwise(Vec<(Rank, Incarnation)>),
 }
 
 /// Which operations a message belongs to: the collective ones, or the sends to the receiver.
@@ -79,6 +83,8 @@ pub(super) struct LeavePacket {
     pub(super) to: u64,
     pub(super) from: usize,
     pub(super) called: Called,
+    /// The sender has not taken part under this number, and may join again.
+    pub(super) gave_up: Option<u64>,
 }
 
 /// How many operations of each kind a rank has called.

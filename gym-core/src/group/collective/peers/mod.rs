@@ -1,6 +1,6 @@
 //! A worker's way to the other ranks of its group.
 
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
@@ -41,7 +41,7 @@ struct Inner {
 #[derive(Default)]
 struct Joined {
     epoch: u64,
-    slots: HashMap<Arc<str>, Slots>,
+    slots: BTreeMap<Arc<str>, Slots>,
 }
 
 /// The communicators of one name: the newest, which may be forming, and how many before it have failed.

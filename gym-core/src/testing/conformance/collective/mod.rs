@@ -1,6 +1,7 @@
 //! The conformance suite of [`Collectives`](crate::group::collective::Collectives), for backends of this and of other crates.
 
 mod failures;
+mod joins;
 mod order;
 mod reference;
 mod values;
@@ -9,23 +10,28 @@ use std::fmt;
 use std::future::Future;
 use std::pin::pin;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::task::Poll;
 use std::time::Duration;
 
 use async_trait::async_trait;
 
 use super::run_case;
-use crate::group::collective::Communicator;
+use crate::base::error::Result;
+use crate::group::collective::{Collectives, Communicator, Meeting, Seat};
 use crate::message::CallContext;
+
+/// The epoch of the last meeting. Every meeting has its own, also if several suites run at once.
+static EPOCH: AtomicU64 = AtomicU64::new(0);
 
 /// A meeting under test, with one communicator for each rank.
 pub type Ranks = Vec<Arc<dyn Communicator>>;
 
-/// Forms the meetings of the suite.
+/// Has the ranks of the suite.
 #[async_trait]
 pub trait CollectiveFixture: fmt::Debug + Send + Sync {
-    /// Returns the communicators of a new meeting of these ranks, in the same order. The ranks ascend, with gaps.
-    async fn meeting(&self, ranks: &[u32]) -> Ranks;
+    /// Returns the backend of a rank and the seat of the rank, the same at each call.
+    async fn rank(&self, rank: u32) -> (Arc<dyn Collectives>, Seat);
 
     /// Ends a rank as a crash would, without a word to the others. The default drops its communicator, which the suite holds no clone of.
     async fn kill(&self, communicator: Arc<dyn Communicator>) {
@@ -49,6 +55,9 @@ pub async fn collectives(fixture: &dyn CollectiveFixture, seed: u64) {
         )*};
     }
     cases!(
+        joins::a_meeting_forms_when_all_have_joined_and_each_rank_joins_once,
+        joins::a_join_that_fails_names_the_missing_ranks_and_may_be_repeated,
+        joins::ranks_with_other_seats_do_not_meet,
         values::every_operation_gives_the_bits_of_the_reference,
         values::large_buffers_give_the_bits_of_the_reference,
         values::special_values_are_the_same_on_every_rank,
@@ -80,12 +89,38 @@ fn ranks(world_size: usize) -> Vec<u32> {
     (0..world_size as u32).map(|position| position * 3 + 2).collect()
 }
 
+/// Ranks that can meet, in an epoch of their own.
+struct Gathering {
+    epoch: u64,
+    backends: Vec<Arc<dyn Collectives>>,
+    seats: Arc<[Seat]>,
+}
+
+impl Gathering {
+    async fn of(fixture: &dyn CollectiveFixture, ranks: &[u32]) -> Self {
+        let (mut backends, mut seats) = (Vec::new(), Vec::new());
+        for rank in ranks {
+            let (backend, seat) = fixture.rank(*rank).await;
+            backends.push(backend);
+            seats.push(seat);
+        }
+        Self { epoch: EPOCH.fetch_add(1, Ordering::Relaxed) + 1, backends, seats: seats.into() }
+    }
+
+    fn meeting(&self, position: usize) -> Meeting {
+        let rank = self.seats[position].rank;
+        Meeting::new("policy/data", self.epoch, rank, Arc::clone(&self.seats)).expect("the seats ascend")
+    }
+
+    async fn join(&self, cx: &CallContext, position: usize) -> Result<Arc<dyn Communicator>> {
+        self.backends[position].join(cx, self.meeting(position)).await
+    }
+}
+
 async fn meeting(fixture: &dyn CollectiveFixture, world_size: usize) -> Ranks {
-    let ranks = ranks(world_size);
-    let communicators = fixture.meeting(&ranks).await;
-    let own: Vec<u32> = communicators.iter().map(|communicator| communicator.meeting().rank).collect();
-    assert_eq!(own, ranks, "the fixture returns the communicators in rank order");
-    communicators
+    let (gathering, cx) = (Gathering::of(fixture, &ranks(world_size)).await, cx());
+    let joined = all((0..world_size).map(|position| gathering.join(&cx, position))).await;
+    joined.into_iter().map(|joined| joined.expect("all ranks join")).collect()
 }
 
 /// Runs futures at the same time, and returns their outputs in order.

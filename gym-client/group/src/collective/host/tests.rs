@@ -1,0 +1,168 @@
+//! What ranks answer to messages that no other rank of their build sends, or sends only in a race. One of the ranks is played by the test.
+
+#![allow(clippy::unwrap_used)] // In a test a panic is the message.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use bytes::Bytes;
+use futures_util::future::try_join_all;
+use gym_core::group::collective::{Call, CommunicatorExt as _};
+use gym_core::group::{COLLECTIVE_ROUTE, DType};
+use gym_core::transport::{InProcess, ListenOptions, serve};
+use gym_core::{CancelToken, Route};
+
+use super::wire::{CallPacket, Called, LeavePacket, Stream};
+use super::*;
+
+/// The number under which the rank of the test takes part.
+const PLAYED: u64 = 7;
+
+/// Ranks 0 and 1 of a meeting, and the numbers that they have given it. The test plays rank 2, which has joined.
+struct Meets {
+    backends: Vec<HostCollectives>,
+    communicators: Vec<Arc<dyn Communicator>>,
+    ids: Arc<[AtomicU64; 2]>,
+    _serving: Serving,
+}
+
+struct Serving(CancelToken);
+
+impl Drop for Serving {
+    fn drop(&mut self) {
+        self.0.cancel();
+    }
+}
+
+/// The host of the rank that the test plays.
+#[derive(Debug)]
+struct Played(Arc<[AtomicU64; 2]>);
+
+impl Handler for Played {
+    fn handle(&self, request: Request) -> BoxFuture<'static, Result<Response>> {
+        let packet = serde_json::from_slice(&request.message.head.to_bytes()).unwrap();
+        let text = match packet {
+            Packet::Join(join) => {
+                self.0[join.from as usize].store(join.id, Ordering::Relaxed);
+                text(&Joined::Here(PLAYED))
+            }
+            _ => b"null".to_vec(),
+        };
+        Box::pin(async move { Ok(Response::json(text)) })
+    }
+}
+
+fn cx() -> CallContext {
+    CallContext::within(Duration::from_secs(60))
+}
+
+impl Meets {
+    async fn new() -> Self {
+        let (network, ended) = (InProcess::new(), CancelToken::new());
+        let transports = Transports::from(network);
+        let ids: Arc<[AtomicU64; 2]> = Arc::default();
+        let backends: Vec<HostCollectives> = (0..2).map(|_| HostCollectives::new(transports.clone())).collect();
+        let mut handlers: Vec<Arc<dyn Handler>> = Vec::new();
+        handlers.extend(backends.iter().map(|backend| Arc::new(backend.clone()) as Arc<dyn Handler>));
+        handlers.push(Arc::new(Played(Arc::clone(&ids))));
+        let mut seats = Vec::new();
+        for (rank, handler) in handlers.into_iter().enumerate() {
+            let options = ListenOptions::named(format!("rank-{rank}"));
+            let (listener, handler) = transports.listen(options, handler, &[]).await.unwrap();
+            seats.push(Seat::new(rank as Rank, Incarnation(1)).serving_at(listener.endpoints().to_vec()));
+            tokio::spawn(serve(listener, handler, ended.clone(), Duration::ZERO));
+        }
+        let context = cx();
+        let joins = backends.iter().enumerate().map(|(rank, backend)| {
+            backend.join(&context, Meeting::new("policy", 3, rank as Rank, seats.clone()).unwrap())
+        });
+        let communicators = try_join_all(joins).await.unwrap();
+        Self { backends, communicators, ids, _serving: Serving(ended) }
+    }
+
+    fn id_at(&self, rank: usize) -> u64 {
+        self.ids[rank].load(Ordering::Relaxed)
+    }
+
+    /// Sends a message to a rank, and returns its answer.
+    async fn answer(&self, rank: usize, packet: &Packet) -> Result<Bytes> {
+        answer(&self.backends[rank], text(packet)).await
+    }
+
+    fn join_as(&self, id: u64, build: &str, epoch: u64) -> Packet {
+        let seats = identities(&self.communicators[0].meeting().seats);
+        Packet::Join(Join { build: build.to_owned(), name: "policy".to_owned(), epoch, from: 2, id, seats })
+    }
+}
+
+async fn answer(backend: &HostCollectives, packet: Vec<u8>) -> Result<Bytes> {
+    let request = Request::post(cx(), Route::from_static(COLLECTIVE_ROUTE), packet);
+    Ok(backend.handle(request).await.and_then(Response::into_result)?.message.head.to_bytes())
+}
+
+fn rejected<T: fmt::Debug>(answered: Result<T>, code: Code, texts: &[&str]) {
+    let error = answered.unwrap_err();
+    assert_eq!(error.code(), code, "{error}");
+    texts.iter().for_each(|text| assert!(error.to_string().contains(text), "`{error}` must contain `{text}`"));
+}
+
+#[tokio::test(start_paused = true)]
+async fn ranks_of_other_builds_and_older_epochs_do_not_meet() {
+    let meets = Meets::new().await;
+    let other = meets.answer(0, &meets.join_as(9, "0.0.9/1", 3)).await;
+    rejected(other, Code::FailedPrecondition, &["rank 2 has gym 0.0.9/1", &format!("this rank has gym {BUILD}")]);
+    let older = meets.answer(0, &meets.join_as(9, BUILD, 2)).await;
+    rejected(older, Code::FailedPrecondition, &["this rank is in epoch 3, and rank 2 joins epoch 2"]);
+    // The one that joins says whose answer that is.
+    let seats = Arc::clone(&meets.communicators[0].meeting().seats);
+    let older = meets.backends[1].join(&cx(), Meeting::new("policy", 2, 1, seats).unwrap()).await;
+    rejected(older, Code::FailedPrecondition, &["(epoch 2) as rank 1: rank 0 answers: this rank is in epoch 3"]);
+    assert_eq!(meets.backends.iter().map(HostCollectives::meetings).sum::<usize>(), 2, "it leaves nothing behind");
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_is_no_message_is_invalid_and_what_is_too_much_is_refused() {
+    let meets = Meets::new().await;
+    for garbage in [&b""[..], b"{}", b"\xff", b"{\"call\":{\"to\":0}}"] {
+        let answered = answer(&meets.backends[0], garbage.to_vec()).await;
+        rejected(answered, Code::InvalidArgument, &["not a message of collective operations"]);
+    }
+    let call = |to, from, number| {
+        let call = Call { operation: Collective::Barrier, dtype: DType::U8, elements: 0 };
+        Packet::Call(CallPacket { to, from, stream: Stream::Round, number, call })
+    };
+    let unknown = meets.answer(0, &call(1_000, 2, 0)).await;
+    rejected(unknown, Code::FailedPrecondition, &["takes part in this meeting no more"]);
+    rejected(meets.answer(0, &call(meets.id_at(0), 3, 0)).await, Code::InvalidArgument, &["no position 3"]);
+    let mut kept = 0;
+    let refused = loop {
+        match meets.answer(0, &call(meets.id_at(0), 2, kept)).await {
+            Ok(_) => kept += 1,
+            refused => break refused,
+        }
+    };
+    assert!((1..100).contains(&kept), "{kept} calls are kept");
+    rejected(refused, Code::ResourceExhausted, &["rank 2 has sent more calls than rank 0 keeps", "meeting policy"]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_rank_that_gives_up_when_the_others_have_met_has_left() {
+    for told in [true, false] {
+        let meets = Meets::new().await;
+        // It has not heard of some of them, and then it joins again without a word.
+        for rank in (0..2).filter(|_| told) {
+            let (to, called) = (meets.id_at(rank), Called::default());
+            let left = Packet::Leave(LeavePacket { to, from: 2, called, gave_up: Some(PLAYED) });
+            meets.answer(rank, &left).await.unwrap();
+        }
+        let again = meets.answer(0, &meets.join_as(PLAYED + 1, BUILD, 3)).await.unwrap();
+        let Joined::Over(cause) = serde_json::from_slice(&again).unwrap() else { panic!("it is met again") };
+        let cause = cause.into_error();
+        assert_eq!(cause.code(), Code::Unavailable);
+        assert!(cause.to_string().contains("meeting policy (epoch 3): rank 2 has left the meeting"), "{cause}");
+        let context = cx();
+        let (first, second) =
+            tokio::join!(meets.communicators[0].barrier(&context), meets.communicators[1].barrier(&context));
+        rejected(first, Code::Unavailable, &["barrier 0 of meeting", "rank 2 has left the meeting"]);
+        rejected(second, Code::Unavailable, &["rank 2 has left the meeting"]);
+    }
+}
