@@ -99,7 +99,8 @@ pub(crate) async fn play(plan: Plan) -> Report {
         group.renew();
     }
     // Every schedule ends with a step that succeeds.
-    let most = if group.plan.renewed || group.plan.regime == Regime::Calm { 0 } else { MISSED_MAX };
+    let steady = group.plan.regime == Regime::Calm && !steps.iter().any(|step| step.impatient);
+    let most = if group.plan.renewed || steady { 0 } else { MISSED_MAX };
     loop {
         let failures = group.play_calm_step(steps.len() + missed, last).await;
         if failures.is_empty() {
@@ -164,7 +165,7 @@ impl Group {
                 // A rank may give its join up when the others have met. They learn of it when they need it.
                 let gave_up = self.plan.steps[..=number].iter().any(|step| step.impatient);
                 let left =
-                    |failure: &Failure| failure.is_join || failure.error.message().ends_with("has left the meeting");
+                    |failure: &Failure| failure.is_join || failure.error.message().contains("has left the meeting");
                 let needless = failures.iter().filter(|failure| !(gave_up && left(failure)));
                 needless.for_each(|failure| self.needless(number, failure));
             }
