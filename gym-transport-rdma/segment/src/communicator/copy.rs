@@ -49,6 +49,16 @@ impl SegmentCommunicator {
         })
     }
 
+    /// Returns the bytes of the memory of each rank, for an [`all_gather`](Self::all_gather) of ranks that know only their own.
+    ///
+    /// # Errors
+    /// [`Failure`]. Ranks compare this call as the `all_gather` that it prepares.
+    pub fn lengths(&mut self, dtype: DType, memory: &[u8], deadline: Instant) -> Result<Vec<usize>, Failure> {
+        let call = Call { operation: Collective::AllGather, dtype, elements: elements_of(memory, dtype)? };
+        let lengths = self.perform(|own| own.begin_with(call, memory.len() as u64, false, deadline))?;
+        Ok(lengths.into_iter().map(|bytes| bytes as usize).collect())
+    }
+
     /// Fills `gathered` with the memory of all ranks, in the order of their positions. `lengths` are the bytes of each,
     /// which all ranks know, and which may differ.
     ///

@@ -137,12 +137,22 @@ impl SegmentCommunicator {
 
     /// The first barrier of an operation: announces the call, and compares it with those of all ranks. What the rank
     /// has written to its piece before is there for the others afterwards. Returns the details that the ranks have
-    /// told.
+    /// told; those of an all-gather must be the same.
     fn begin(&mut self, call: Call, detail: u64, deadline: Instant) -> Result<Vec<u64>, Failure> {
+        self.begin_with(call, detail, call.operation == Collective::AllGather, deadline)
+    }
+
+    /// Like `begin`; says whether the details must be the same.
+    fn begin_with(
+        &mut self,
+        call: Call,
+        detail: u64,
+        same_details: bool,
+        deadline: Instant,
+    ) -> Result<Vec<u64>, Failure> {
         self.segment.control().announce(self.position, self.half_to_write(), call, detail);
         self.meet(deadline)?;
         let half = self.half_to_read();
-        let same_details = call.operation == Collective::AllGather;
         let announced = (0..self.world_size()).map(|position| self.segment.control().announced(position, half));
         let check = |(other_position, Announced { call: other, detail: others })| match other {
             Some(other) if call.agrees_with(&other) && (!same_details || others == detail) => Ok(others),

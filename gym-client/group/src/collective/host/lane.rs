@@ -16,7 +16,8 @@ use tokio::time::{Instant, timeout};
 use tokio_util::task::AbortOnDropHandle;
 use tracing::Instrument as _;
 
-use super::room::Room;
+use super::answers::Answers;
+use super::room::{Place, Room};
 use super::wire::Called;
 use super::{pair, ring};
 
@@ -33,14 +34,6 @@ pub(super) struct Operation {
     pub(super) began: Instant,
 }
 
-/// Where a call stands.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Place {
-    Round(u64),
-    Send { to: usize, number: u64 },
-    Receive { from: usize, number: u64 },
-}
-
 /// The queue of a lane. Its task ends when this is dropped, after the operations in it.
 pub(super) struct Lane {
     queue: mpsc::UnboundedSender<Queued>,
@@ -52,12 +45,6 @@ struct Queued {
     /// Ends the meeting at the deadline of an operation that waits for those before it.
     _watch: Option<AbortOnDropHandle<()>>,
 }
-
-/// The answers that are still to come to what one lane has sent.
-#[derive(Default)]
-pub(super) struct Answers(FuturesUnordered<Answer>);
-
-type Answer = std::pin::Pin<Box<dyn Future<Output = (usize, Result<Response>)> + Send>>;
 
 impl Lane {
     /// Starts the task of a lane.
@@ -107,7 +94,7 @@ async fn run(room: Arc<Room>, mut operations: mpsc::UnboundedReceiver<Queued>, w
     loop {
         let queued = tokio::select! { biased;
             queued = operations.recv() => queued,
-            () = answers.next(&room), if !answers.0.is_empty() => continue,
+            () = answers.next(&room), if !answers.is_empty() => continue,
         };
         let Some(Queued { operation, _watch: watch }) = queued else { break };
         drop(watch);
@@ -171,47 +158,6 @@ async fn expire(room: &Arc<Room>, operation: Collective, place: Place, late: &Er
         Place::Receive { number, .. } => called.sends > number,
     };
     room.expire(late, subject, place, has_called).await;
-}
-
-impl Place {
-    pub(super) fn number(self) -> u64 {
-        match self {
-            Self::Round(number) | Self::Send { number, .. } | Self::Receive { number, .. } => number,
-        }
-    }
-}
-
-impl Answers {
-    pub(super) fn add(&mut self, from: usize, reply: Option<Reply>) {
-        if let Some(reply) = reply {
-            self.0.push(Box::pin(async move { (from, reply.await.and_then(Response::into_result)) }));
-        }
-    }
-
-    /// Takes the next answer. A rank that answers with an error takes no further part.
-    pub(super) async fn next(&mut self, room: &Arc<Room>) {
-        if let Some((from, Err(error))) = self.0.next().await {
-            room.suspect(from, error);
-        }
-    }
-
-    /// Waits for something else, and looks at the answers that come meanwhile: a rank that refuses what was sent does not call either.
-    pub(super) async fn during<T>(&mut self, room: &Arc<Room>, waiting: impl Future<Output = T>) -> T {
-        let mut waiting = std::pin::pin!(waiting);
-        loop {
-            tokio::select! { biased;
-                ended = &mut waiting => return ended,
-                () = self.next(room), if !self.0.is_empty() => {}
-            }
-        }
-    }
-
-    /// Waits until at most this many answers are to come.
-    pub(super) async fn at_most(&mut self, room: &Arc<Room>, most: usize) {
-        while self.0.len() > most {
-            self.next(room).await;
-        }
-    }
 }
 
 impl fmt::Debug for Lane {

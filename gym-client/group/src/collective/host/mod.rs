@@ -7,6 +7,7 @@
 //!   fail ── the first cause: the lowest rank that lives decides, and tells all
 //! ```
 
+mod answers;
 mod lane;
 mod pair;
 mod ring;
@@ -36,8 +37,8 @@ use tokio::sync::OnceCell;
 use tokio::time::Instant;
 use tokio_util::task::AbortOnDropHandle;
 
-use lane::{Lane, Operation, Place};
-use room::{Peer, Room, text};
+use lane::{Lane, Operation};
+use room::{Peer, Place, Room, text};
 use wire::{BUILD, Cause, Join, Joined, Packet};
 
 /// Joins of other ranks that may wait for this rank.

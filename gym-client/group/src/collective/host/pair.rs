@@ -6,10 +6,9 @@ use bytes::Bytes;
 use gym_core::group::collective::Call;
 use gym_core::{CallContext, Response, Result};
 
-use super::lane::Answers;
-use super::ring::{CHUNK_BYTES, SMALL_BYTES, WINDOW};
+use super::answers::Answers;
 use super::room::{Room, State, differ};
-use super::wire::{CallPacket, ChunkPacket, Packet, Stream};
+use super::wire::{CHUNK_BYTES, CallPacket, ChunkPacket, Packet, SMALL_BYTES, Stream, WINDOW};
 
 /// Sends a buffer, and waits until it was received.
 pub(super) async fn send(

@@ -19,23 +19,9 @@ use gym_core::group::collective::reduction::{Reduction, order_of, slice_of};
 use gym_core::group::collective::{Call, Collective, ReduceOp};
 use gym_core::{CallContext, Result};
 
-use super::lane::Answers;
+use super::answers::Answers;
 use super::room::{Room, State, differ};
-use super::wire::{CallPacket, ChunkPacket, Packet, Stream};
-
-/// Buffers up to this size travel with the call, to every rank.
-pub(super) const SMALL_BYTES: usize = 64 << 10;
-/// The bytes of a chunk. It must stay in the cache while it is received, added and sent.
-pub(super) const CHUNK_BYTES: usize = 256 << 10;
-/// The chunks of one slice that are under way together. The second one hides the wait for the first.
-const GROUP: usize = 2;
-/// The chunks that a rank may send ahead where nothing else holds it back.
-pub(super) const WINDOW: usize = 8;
-
-/// Returns the number of chunks of one sender that may wait for this rank. In the ring, a rank is at most one step for each other rank ahead of the next.
-pub(super) fn chunks_max(world_size: usize) -> usize {
-    WINDOW + 2 * GROUP * world_size
-}
+use super::wire::{CHUNK_BYTES, CallPacket, ChunkPacket, GROUP, Packet, SMALL_BYTES, Stream, WINDOW};
 
 /// One collective operation, as one rank performs it.
 struct Round<'r> {

@@ -19,8 +19,7 @@ use tokio::time::Instant;
 use tokio_util::task::AbortOnDropHandle;
 
 use super::Registry;
-use super::lane::Place;
-use super::wire::{AbortPacket, CallPacket, Called, Cause, ChunkPacket, LeavePacket, Packet, Stream};
+use super::wire::{AbortPacket, CallPacket, Called, Cause, ChunkPacket, LeavePacket, Packet, Stream, chunks_max};
 
 /// After a connection has closed, the time in which its peer, or another rank, may tell why.
 const TOLD_WITHIN: Duration = Duration::from_millis(5);
@@ -71,6 +70,22 @@ pub(super) struct State {
     failing: bool,
     /// The ranks that this one has met, until all have joined.
     met: Vec<Option<Peer>>,
+}
+
+/// Where a call stands in the order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Place {
+    Round(u64),
+    Send { to: usize, number: u64 },
+    Receive { from: usize, number: u64 },
+}
+
+impl Place {
+    pub(super) fn number(self) -> u64 {
+        match self {
+            Self::Round(number) | Self::Send { number, .. } | Self::Receive { number, .. } => number,
+        }
+    }
 }
 
 /// An operation under way.
@@ -346,7 +361,7 @@ impl Room {
     fn accept_chunk(&self, packet: ChunkPacket, elements: Bytes) -> Result<Reply> {
         let ChunkPacket { from, stream, number, at, waits, .. } = packet;
         let (taken, waiting) = oneshot::channel();
-        let chunks_max = super::ring::chunks_max(self.world_size());
+        let chunks_max = chunks_max(self.world_size());
         let put = |seat: &mut SeatState| {
             let chunks = &mut seat.arrivals(stream).chunks;
             let fits = chunks.len() < chunks_max;

@@ -9,6 +9,20 @@ use serde::{Deserialize, Serialize};
 /// The version of this package and of the messages. Ranks with different ones do not meet: they may add in another order.
 pub(super) const BUILD: &str = concat!(env!("CARGO_PKG_VERSION"), "/1");
 
+/// Buffers up to this size travel with the call, to every rank.
+pub(super) const SMALL_BYTES: usize = 64 << 10;
+/// The bytes of a chunk. It must stay in the cache while it is received, added and sent.
+pub(super) const CHUNK_BYTES: usize = 256 << 10;
+/// The chunks of one slice that are under way together. The second one hides the wait for the first.
+pub(super) const GROUP: usize = 2;
+/// The chunks that a rank may send ahead where nothing else holds it back.
+pub(super) const WINDOW: usize = 8;
+
+/// Returns the number of chunks of one sender that may wait for this rank. In the ring, a rank is at most one step for each other rank ahead of the next.
+pub(super) fn chunks_max(world_size: usize) -> usize {
+    WINDOW + 2 * GROUP * world_size
+}
+
 /// A message. `to` is the number of the meeting at its receiver, which the receiver gave when the sender joined; `from` is the position of the sender.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
