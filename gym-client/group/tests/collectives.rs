@@ -26,6 +26,11 @@ async fn on_two_threads_by_the_real_clock() {
     suite(in_memory(), 2).await;
 }
 
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn in_shared_memory() {
+    suite(in_memory().in_shared_memory(), 7).await;
+}
+
 #[cfg(feature = "http")]
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn over_unix_sockets() {

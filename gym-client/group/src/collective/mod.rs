@@ -6,5 +6,5 @@ mod options;
 
 pub use gym_core::group::collective::*;
 
-pub use host::HostCollectives;
+pub use host::{HostCollectives, Sharing};
 pub use options::CollectiveOptions;

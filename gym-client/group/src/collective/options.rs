@@ -8,6 +8,7 @@ use gym_core::group::collective::{Collectives, Communicator, Meeting, Peers};
 use gym_core::{CallContext, Code, Error, Result};
 use serde::{Deserialize, Serialize};
 
+use crate::collective::Sharing;
 use crate::placement::CommunicationBackend;
 
 /// How the ranks of a group meet for collective operations.
@@ -29,6 +30,15 @@ impl CollectiveOptions {
             _ => backend,
         };
         Peers::new(Arc::clone(group), rank, backend).compressing_gradients(self.compress_gradients)
+    }
+
+    /// Returns whether ranks of one node share memory.
+    pub(crate) fn sharing(self) -> Sharing {
+        match self.backend {
+            CommunicationBackend::Auto | CommunicationBackend::Host => Sharing::IfPossible,
+            CommunicationBackend::Shm => Sharing::Always,
+            CommunicationBackend::Tcp | CommunicationBackend::Ucx | CommunicationBackend::Nccl => Sharing::Never,
+        }
     }
 
     /// Writes a warning if ranks that meet will get an error.

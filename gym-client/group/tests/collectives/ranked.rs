@@ -12,27 +12,35 @@ use gym_client::transport::Transports;
 use gym_core::testing::conformance::{CollectiveFixture, collectives};
 use gym_core::transport::{ListenOptions, serve};
 use gym_core::{CancelToken, Endpoint, Incarnation};
-use gym_group::collective::{Collectives, HostCollectives, Seat};
+use gym_group::collective::{Collectives, HostCollectives, Seat, Sharing};
 
 /// The ranks of this process, each with a listener of its own.
 pub(crate) struct Ranked {
     transports: Transports,
     options: Box<dyn Fn(u32) -> ListenOptions + Send + Sync>,
     ranks: Mutex<BTreeMap<u32, (HostCollectives, Vec<Endpoint>)>>,
+    sharing: Sharing,
     ended: CancelToken,
 }
 
 impl Ranked {
     pub(crate) fn new(transports: Transports, options: impl Fn(u32) -> ListenOptions + Send + Sync + 'static) -> Self {
         let (ranks, ended) = (Mutex::default(), CancelToken::new());
-        Self { transports, options: Box::new(options), ranks, ended }
+        Self { transports, options: Box::new(options), ranks, sharing: Sharing::Never, ended }
+    }
+
+    /// Lets the ranks meet in shared memory.
+    #[allow(dead_code)] // Not in every program that has this module.
+    pub(crate) fn in_shared_memory(mut self) -> Self {
+        self.sharing = Sharing::Always;
+        self
     }
 
     async fn served(&self, rank: u32) -> (HostCollectives, Vec<Endpoint>) {
         if let Some(known) = self.ranks.lock().unwrap().get(&rank) {
             return known.clone();
         }
-        let backend = HostCollectives::new(self.transports.clone());
+        let backend = HostCollectives::sharing(self.transports.clone(), self.sharing);
         let handler = backend.handler().unwrap();
         let (listener, handler) = self.transports.listen((self.options)(rank), handler, &[]).await.unwrap();
         let endpoints = listener.endpoints().to_vec();

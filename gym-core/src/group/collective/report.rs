@@ -20,6 +20,9 @@ pub struct CollectiveReport {
     pub totals: Vec<OperationTotals>,
     /// Meetings of the rank that have failed.
     pub aborts: u64,
+    /// Why the ranks of a meeting do not share memory, if they were to.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub not_shared: Option<String>,
 }
 
 /// An operation that is not over.
@@ -56,7 +59,7 @@ impl CollectiveReport {
     /// Returns `true` if the rank has called no operation.
     #[must_use]
     pub fn is_empty(&self) -> bool {
-        self.waiting.is_empty() && self.totals.is_empty() && self.aborts == 0
+        *self == Self::default()
     }
 }
 

@@ -1,28 +1,32 @@
 //! The operations of one rank in their order: a lane for the collective ones, and one for the sends to each rank and for the receives from it.
 
 use std::fmt;
-use std::future::{Future, pending};
+use std::future::pending;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use bytes::BytesMut;
-use futures_util::StreamExt as _;
-use futures_util::stream::FuturesUnordered;
-use gym_core::group::collective::{Buffer, Call, Collective, Completion, Moving};
-use gym_core::transport::Reply;
-use gym_core::{CallContext, Error, Execution, Response, Result};
+use gym_core::group::collective::{Buffer, Call, Collective, Completion, Moving, different_calls};
+use gym_core::{CallContext, Code, Error, Execution, Result};
+use gym_segment::Failure;
 use tokio::sync::mpsc;
 use tokio::time::{Instant, timeout};
 use tokio_util::task::AbortOnDropHandle;
 use tracing::Instrument as _;
 
 use super::answers::Answers;
-use super::room::{Place, Room};
+use super::room::{Place, Room, State};
+use super::shared::{Done, SharedLane};
 use super::wire::Called;
 use super::{pair, ring};
 
 /// The time for the answers that are still due when a rank has left.
 const ANSWERS_WITHIN: std::time::Duration = std::time::Duration::from_secs(1);
+
+/// The time after the deadline of a call in which the rank itself notices that it has passed.
+const AFTER_DEADLINE: std::time::Duration = std::time::Duration::from_secs(5);
+/// The time in which a rank that has ended an operation in shared memory tells why.
+const TOLD_WITHIN: std::time::Duration = std::time::Duration::from_millis(500);
 
 /// A call that has its place in the order.
 pub(super) struct Operation {
@@ -112,19 +116,9 @@ async fn perform(room: &Arc<Room>, operation: Operation, answers: &mut Answers) 
     let Operation { call, place, mut memory, completion, cx, began } = operation;
     let bytes = memory.len();
     room.begin(call.operation, place, began);
-    let moved = {
-        let moving = async {
-            match place {
-                Place::Round(number) => ring::round(room, &cx, call, number, &mut memory, answers).await,
-                Place::Send { to, number } => pair::send(room, &cx, call, to, number, &memory, answers).await,
-                Place::Receive { from, number } => pair::receive(room, call, from, number, &mut memory).await,
-            }
-        };
-        tokio::select! { biased;
-            cause = room.cause.wait() => Err(Ended::Failed(cause)),
-            late = late(&cx) => Err(Ended::Late(late)),
-            moved = moving => moved.map_err(Ended::Own),
-        }
+    let moved = match (place, room.shared()) {
+        (Place::Round(number), Some(shared)) => in_shared_memory(room, shared, &cx, call, number, &mut memory).await,
+        _ => over_channels(room, &cx, call, place, &mut memory, answers).await,
     };
     let result = match moved {
         Ok(()) => Ok(Moving::new(bytes.max(memory.len()) as u64, began.elapsed())),
@@ -140,6 +134,107 @@ async fn perform(room: &Arc<Room>, operation: Operation, answers: &mut Answers) 
     };
     room.ended(call.operation, place, result.as_ref().ok());
     completion.finish(Buffer::host(call.dtype, memory), result);
+}
+
+async fn over_channels(
+    room: &Arc<Room>,
+    cx: &CallContext,
+    call: Call,
+    place: Place,
+    memory: &mut BytesMut,
+    answers: &mut Answers,
+) -> Result<(), Ended> {
+    let moving = async {
+        match place {
+            Place::Round(number) => ring::round(room, cx, call, number, memory, answers).await,
+            Place::Send { to, number } => pair::send(room, cx, call, to, number, memory, answers).await,
+            Place::Receive { from, number } => pair::receive(room, call, from, number, memory).await,
+        }
+    };
+    tokio::select! { biased;
+        cause = room.cause.wait() => Err(Ended::Failed(cause)),
+        late = late(cx) => Err(Ended::Late(late)),
+        moved = moving => moved.map_err(Ended::Own),
+    }
+}
+
+/// Performs a collective operation on the thread of the rank. It has the memory until the operation ends, and every failure ends it at once.
+async fn in_shared_memory(
+    room: &Arc<Room>,
+    shared: &SharedLane,
+    cx: &CallContext,
+    call: Call,
+    number: u64,
+    memory: &mut BytesMut,
+) -> Result<(), Ended> {
+    let root = call.operation.named_rank().and_then(|rank| room.meeting.position_of(rank)).unwrap_or_default();
+    // The bounds of the call are looked at here, where the error can name the ranks.
+    let last = cx.deadline.into_std() + AFTER_DEADLINE;
+    let mut done = shared.perform(call, root, std::mem::take(memory), last);
+    let absent =
+        room.wait_until(|state: &mut State| room.others().find_map(|other| room.gone_from(state, other, number)));
+    let ended = tokio::select! { biased;
+        done = &mut done => Ok(done),
+        cause = room.cause.wait() => Err(Ended::Failed(cause)),
+        late = late(cx) => Err(Ended::Late(late)),
+        absent = absent => Err(Ended::Own(absent)),
+    };
+    let (done, ended) = match ended {
+        Ok(done) => (done, Ok(())),
+        Err(ended) => {
+            if !matches!(ended, Ended::Failed(_)) {
+                // Not before the ranks behind this one are known.
+                end(room, call.operation, number, &ended).await;
+            }
+            shared.abort();
+            (done.await, Err(Ended::Failed(room.cause.wait().await)))
+        }
+    };
+    let Ok(Done { memory: back, result }) = done else {
+        return Err(Ended::Own(Error::internal("the thread for collective operations has ended")));
+    };
+    *memory = back;
+    ended?;
+    match result {
+        Ok(()) => {
+            room.lock().heard = number + 1;
+            if let Collective::ReduceScatter(_) = call.operation {
+                ring::keep_slice(memory, ring::bytes_of(call, room.world_size(), room.position()));
+            }
+            Ok(())
+        }
+        Err(Failure::Aborted) => {
+            // Whoever has ended it tells why, unless it ends itself at that moment.
+            let told = timeout(TOLD_WITHIN, room.cause.wait()).await;
+            let why = || Error::unknown(Code::Unavailable, "another rank has ended the meeting, and has not said why");
+            Err(told.map_or_else(|_| Ended::Own(why()), Ended::Failed))
+        }
+        Err(Failure::Differs { position, own, other_position, other: Some(other) }) => {
+            // The segment knows positions only.
+            let of_ranks = |position: usize, call: Call| {
+                let operation = match call.operation {
+                    Collective::Broadcast { root } => Collective::Broadcast { root: room.rank_at(root as usize) },
+                    operation => operation,
+                };
+                (room.rank_at(position), Call { operation, ..call })
+            };
+            Err(Ended::Own(different_calls(of_ranks(position, own), of_ranks(other_position, other))))
+        }
+        Err(Failure::Late { .. }) => Err(Ended::Late(late(cx).await)),
+        Err(failure) => Err(Ended::Own(failure.into())),
+    }
+}
+
+/// Begins to end the meeting because of an operation.
+async fn end(room: &Arc<Room>, operation: Collective, number: u64, ended: &Ended) {
+    match ended {
+        Ended::Failed(_) => {}
+        Ended::Late(late) => expire(room, operation, Place::Round(number), late).await,
+        Ended::Own(error) => {
+            let why = Error::unknown(error.code(), error.message().to_owned());
+            room.fail(why.about(room.meeting.subject(operation, number)));
+        }
+    }
 }
 
 /// Why an operation did not succeed.

@@ -12,6 +12,7 @@ mod lane;
 mod pair;
 mod ring;
 mod room;
+mod shared;
 mod wire;
 
 use std::collections::{BTreeMap, VecDeque};
@@ -55,8 +56,22 @@ const RETRY_PAUSES: [Duration; 2] = [Duration::from_millis(20), Duration::from_m
 #[derive(Clone)]
 pub struct HostCollectives(Arc<Registry>);
 
+/// Whether the ranks of a meeting that are all on one node meet in shared memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Sharing {
+    /// They meet over their transports.
+    Never,
+    /// They do, if they can. Otherwise they meet over their transports.
+    IfPossible,
+    /// They do. A meeting that cannot is refused with the reason.
+    Always,
+}
+
 struct Registry {
     transports: Transports,
+    sharing: Sharing,
+    /// Why the ranks of the last meeting that could not share memory did not.
+    not_shared: Mutex<Option<String>>,
     /// Answers joins, whichever thread polls the answer.
     runtime: Handle,
     state: Mutex<Meetings>,
@@ -112,9 +127,26 @@ impl HostCollectives {
     /// Outside of a tokio runtime.
     #[must_use]
     pub fn new(transports: Transports) -> Self {
-        let runtime = Handle::current();
-        let (state, totals, channels) = (Mutex::default(), Mutex::default(), Mutex::default());
-        Self(Arc::new(Registry { transports, runtime, state, changed: watch::Sender::new(0), totals, channels }))
+        Self::sharing(transports, Sharing::Never)
+    }
+
+    /// Creates the backend of one rank, whose ranks of one node meet in memory that they share.
+    ///
+    /// # Panics
+    /// Outside of a tokio runtime.
+    #[must_use]
+    pub fn sharing(transports: Transports, sharing: Sharing) -> Self {
+        let registry = Registry {
+            transports,
+            sharing,
+            not_shared: Mutex::default(),
+            runtime: Handle::current(),
+            state: Mutex::default(),
+            changed: watch::Sender::new(0),
+            totals: Mutex::default(),
+            channels: Mutex::default(),
+        };
+        Self(Arc::new(registry))
     }
 
     /// Returns the number of meetings that the rank waits for or takes part in.
@@ -189,6 +221,8 @@ impl Registry {
             Packet::Chunk(packet) => packet.to,
             Packet::Leave(packet) => packet.to,
             Packet::Abort(packet) => packet.to,
+            Packet::Offer(packet) => packet.to,
+            Packet::Share(packet) => packet.to,
             Packet::Where { to, .. } => *to,
             Packet::Join(_) => return Err(Error::internal("a join names no number")),
         };
@@ -228,6 +262,7 @@ impl Registry {
         let moved = totals.moved.iter();
         report.totals = moved.map(|((operation, path), sums)| OperationTotals::new(*operation, *path, *sums)).collect();
         report.aborts = totals.aborts;
+        report.not_shared = self.not_shared.lock().unwrap_or_else(PoisonError::into_inner).clone();
         report
     }
 
@@ -259,6 +294,9 @@ impl Registry {
                     None => {}
                 }
                 drop(meets);
+                if room.cause.get().is_none() {
+                    self.share_memory(cx, &room).await?;
+                }
                 Ok(room)
             }
             Err(late) if matches!(late.code(), Code::DeadlineExceeded | Code::Cancelled) => {
@@ -267,6 +305,39 @@ impl Registry {
             }
             Err(error) => Err(error),
         }
+    }
+
+    /// Lets the ranks of one node share memory.
+    async fn share_memory(&self, cx: &CallContext, room: &Arc<Room>) -> Result<()> {
+        if self.sharing == Sharing::Never || room.world_size() == 1 {
+            return Ok(());
+        }
+        let seats = &room.meeting.seats;
+        let why = match seats.iter().find(|seat| seat.node != seats[0].node) {
+            Some(other) => Err(format!(
+                "ranks {} and {} are on the nodes `{}` and `{}`",
+                seats[0].rank, other.rank, seats[0].node, other.node
+            )),
+            None => {
+                let agreed = async { Ok(room.agree_on_memory().await) };
+                match cx.bound(Execution::NotStarted, agreed).await {
+                    Ok(agreed) => agreed,
+                    Err(late) => {
+                        room.leave();
+                        return Err(late);
+                    }
+                }
+            }
+        };
+        let Err(why) = why else { return Ok(()) };
+        if self.sharing == Sharing::Always {
+            room.leave();
+            let text = format!("communication_backend 'shm' needs memory that all ranks share: {why}");
+            return Err(Error::not_started(Code::FailedPrecondition, text));
+        }
+        tracing::debug!(meeting = %room.meeting, why, "ranks do not share memory");
+        *self.not_shared.lock().unwrap_or_else(PoisonError::into_inner) = Some(why);
+        Ok(())
     }
 
     /// Meets another rank, and again if it gives up and joins anew. Returns the cause if the meeting is over.

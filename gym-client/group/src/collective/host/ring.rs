@@ -116,13 +116,13 @@ pub(super) async fn round(
 }
 
 /// Returns the bytes of a slice of a call's buffer.
-fn bytes_of(call: Call, world_size: usize, position: usize) -> Range<usize> {
+pub(super) fn bytes_of(call: Call, world_size: usize, position: usize) -> Range<usize> {
     let slice = slice_of(call.elements, world_size, position);
     slice.start * call.dtype.size()..slice.end * call.dtype.size()
 }
 
 /// Replaces a buffer by one of its slices, in memory of its own.
-fn keep_slice(memory: &mut BytesMut, slice: Range<usize>) {
+pub(super) fn keep_slice(memory: &mut BytesMut, slice: Range<usize>) {
     *memory = BytesMut::from(&memory[slice]);
 }
 

@@ -19,7 +19,11 @@ use tokio::time::Instant;
 use tokio_util::task::AbortOnDropHandle;
 
 use super::Registry;
-use super::wire::{AbortPacket, CallPacket, Called, Cause, ChunkPacket, LeavePacket, Packet, Stream, chunks_max};
+use super::shared::{self, SharedLane};
+use super::wire::{
+    AbortPacket, CallPacket, Called, Cause, ChunkPacket, Fetched, LeavePacket, OfferPacket, Packet, SharePacket,
+    Stream, chunks_max,
+};
 
 /// After a connection has closed, the time in which its peer, or another rank, may tell why.
 const TOLD_WITHIN: Duration = Duration::from_millis(5);
@@ -28,6 +32,8 @@ const ANSWER_WITHIN: Duration = Duration::from_millis(100);
 /// How long a rank has to answer, each time, to what a rank must be told: that another has left, or that the meeting has failed. It is told again if it does not,
 /// because a rank that stood still, or was cut off, would otherwise go on in a meeting that nobody else is in.
 const TELL_WITHIN_SECONDS: [u64; 6] = [1, 2, 4, 8, 16, 30];
+/// The time in which a rank of the same node gets the memory that all share.
+const SHARED_WITHIN: Duration = Duration::from_secs(10);
 /// Calls of one sender that may wait here. A rank calls an operation when every rank has called the one before it.
 const CALLS_MAX: usize = 4;
 
@@ -38,6 +44,8 @@ pub(super) struct Room {
     pub(super) cause: FirstCause,
     /// Set when all ranks have joined.
     peers: OnceLock<Vec<Option<Peer>>>,
+    /// The memory that all ranks share, if they do.
+    shared: OnceLock<SharedLane>,
     /// The tasks that notice closed connections.
     watchers: OnceLock<Vec<AbortOnDropHandle<()>>>,
     runtime: Handle,
@@ -70,6 +78,10 @@ pub(super) struct State {
     failing: bool,
     /// The ranks that this one has met, until all have joined.
     met: Vec<Option<Peer>>,
+    /// The shared memory that this rank has got, until all ranks have.
+    offered: Option<SharedLane>,
+    /// Why the ranks do not share memory, or that they do.
+    sharing: Option<Result<(), String>>,
 }
 
 /// Where a call stands in the order.
@@ -182,12 +194,15 @@ impl Room {
             running: Vec::new(),
             failing: false,
             met: meeting.seats.iter().map(|_| None).collect(),
+            offered: None,
+            sharing: None,
         };
         Self {
             id,
             meeting,
             cause: FirstCause::new(),
             peers: OnceLock::new(),
+            shared: OnceLock::new(),
             watchers: OnceLock::new(),
             runtime: Handle::current(),
             registry,
@@ -330,6 +345,11 @@ impl Room {
             }
             Packet::Abort(packet) => Ok(self.accept_abort(packet)),
             Packet::Where { from, .. } => Ok(answer(text(&self.lock().called_towards(from)))),
+            Packet::Offer(packet) => Ok(self.accept_offer(packet)),
+            Packet::Share(packet) => {
+                self.share(packet.why.map_or(Ok(()), Err));
+                Ok(answer("null"))
+            }
             Packet::Join(_) => Err(Error::internal("a join is answered before its meeting is known")),
         }
     }
@@ -403,6 +423,103 @@ impl Room {
             self.tell(Some(from));
         }
         answer(text(&Cause::of(&first)))
+    }
+
+    // ---- shared memory ----
+
+    /// Returns the memory that the ranks share.
+    pub(super) fn shared(&self) -> Option<&SharedLane> {
+        self.shared.get()
+    }
+
+    /// Gets the memory that the first rank offers, on a thread that may block.
+    fn accept_offer(self: &Arc<Self>, packet: OfferPacket) -> Reply {
+        let (world_size, position) = (self.world_size(), self.position());
+        let deadline = gym_segment::deadline_in(SHARED_WITHIN);
+        let fetching =
+            self.runtime.spawn_blocking(move || shared::fetched(&packet.name, world_size, position, deadline));
+        let room = Arc::clone(self);
+        // A task, because whoever polls the answer has no runtime.
+        let answering = AbortOnDropHandle::new(self.runtime.spawn(async move {
+            let why = match fetching.await {
+                Ok(Ok(lane)) => {
+                    room.lock().offered = Some(lane);
+                    None
+                }
+                Ok(Err(error)) => Some(error.to_string()),
+                Err(error) => Some(error.to_string()),
+            };
+            Ok(Response::json(text(&Fetched { why })))
+        }));
+        let ended = |_| Error::not_started(Code::Unavailable, "the rank is ending");
+        Box::pin(async move { answering.await.map_err(ended)? })
+    }
+
+    /// Takes what the first rank says: whether all ranks have the memory.
+    fn share(&self, sharing: Result<(), String>) {
+        {
+            let mut state = self.lock();
+            let offered = state.offered.take();
+            if let (Ok(()), Some(lane)) = (&sharing, offered) {
+                drop(self.shared.set(lane));
+            }
+            state.sharing = Some(sharing);
+        }
+        self.changed.notify_waiters();
+    }
+
+    /// Agrees with the other ranks whether they share memory. The first one creates it, and decides.
+    ///
+    /// # Errors
+    /// The reason why they do not.
+    pub(super) async fn agree_on_memory(self: &Arc<Self>) -> Result<(), String> {
+        if self.position() == 0 {
+            let sharing = self.offer().await;
+            let told = self.others().filter_map(|other| self.peer(other)).map(|peer| {
+                let packet = Packet::Share(SharePacket { to: peer.id, why: sharing.clone().err() });
+                async move { peer.ask(SHARED_WITHIN, &packet).await }
+            });
+            join_all(told).await;
+            self.share(sharing);
+        }
+        let failed = async {
+            self.cause.wait().await;
+            Err("the meeting has failed".to_owned())
+        };
+        tokio::select! { biased;
+            sharing = self.wait_until(|state| state.sharing.clone()) => sharing,
+            failed = failed => failed,
+        }
+    }
+
+    /// Creates the memory and offers it to all other ranks.
+    async fn offer(self: &Arc<Self>) -> Result<(), String> {
+        let world_size = self.world_size();
+        let text_of = |error: &dyn fmt::Display| error.to_string();
+        let created = self.runtime.spawn_blocking(move || shared::create(world_size)).await;
+        let (lane, offer) = created.map_err(|error| text_of(&error))?.map_err(|error| text_of(&error))?;
+        let name = offer.name().to_owned();
+        let serving = self.runtime.spawn_blocking(move || {
+            offer.serve(world_size - 1, gym_segment::deadline_in(SHARED_WITHIN)).map_err(|error| error.to_string())
+        });
+        let fetched = self.others().filter_map(|other| Some((other, self.peer(other)?))).map(|(other, peer)| {
+            let packet = Packet::Offer(OfferPacket { to: peer.id, name: name.clone() });
+            async move {
+                let answer = peer.ask(SHARED_WITHIN, &packet).await;
+                let fetched = answer.and_then(|answer| serde_json::from_slice::<Fetched>(&answer).ok());
+                let why = fetched.map_or_else(|| Some("it does not answer".to_owned()), |fetched| fetched.why);
+                why.map_or(Ok(()), |why| Err(format!("rank {}: {why}", self.rank_at(other))))
+            }
+        });
+        let fetched: Result<(), String> = join_all(fetched).await.into_iter().collect();
+        if fetched.is_err() {
+            // Ends the offer, too.
+            lane.abort();
+        }
+        let served = serving.await.map_err(|error| text_of(&error))?;
+        fetched.and(served)?;
+        self.lock().offered = Some(lane);
+        Ok(())
     }
 
     // ---- sending ----
@@ -479,6 +596,15 @@ impl Room {
             return Some(self.gone(position, Some(lost)));
         }
         seat.left.filter(|left| called(*left) <= number).map(|_| self.gone(position, None))
+    }
+
+    /// Returns the error of a rank that will not come to a collective operation in shared memory. One that has left after it needs no connection.
+    pub(super) fn gone_from(&self, state: &State, position: usize, number: u64) -> Option<Error> {
+        let seat = &state.seats[position];
+        match (seat.left, &seat.lost) {
+            (Some(left), _) => (left.rounds <= number).then(|| self.gone(position, None)),
+            (None, lost) => lost.as_deref().map(|lost| self.gone(position, Some(lost))),
+        }
     }
 
     fn gone(&self, position: usize, lost: Option<&str>) -> Error {
@@ -570,6 +696,9 @@ impl Room {
             registry.count_abort();
         }
         self.cause.set(why);
+        if let Some(shared) = self.shared.get() {
+            shared.abort();
+        }
         self.changed.notify_waiters();
     }
 
@@ -652,7 +781,11 @@ impl Room {
     pub(super) fn ended(&self, operation: Collective, place: Place, moved: Option<&Moving>) {
         self.lock().running.retain(|running| running.place != place);
         if let (Some(moved), Some(registry)) = (moved, self.registry.upgrade()) {
-            registry.count(operation.name(), self.path(), moved);
+            let path = match place {
+                Place::Round(_) if self.shared.get().is_some() => "shm",
+                _ => self.path(),
+            };
+            registry.count(operation.name(), path, moved);
         }
     }
 
@@ -684,6 +817,9 @@ impl Room {
         match place {
             // What was heard is taken when all have been.
             Place::Round(number) if state.heard > number => Vec::new(),
+            Place::Round(_) if self.shared.get().is_some() => {
+                self.shared.get().map(SharedLane::behind).unwrap_or_default()
+            }
             Place::Round(number) => {
                 let unheard = |position: &usize| Self::call_of(state, *position, Stream::Round, number).is_none();
                 self.others().filter(unheard).collect()

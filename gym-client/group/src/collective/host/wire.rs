@@ -37,6 +37,10 @@ pub(super) enum Packet {
     Leave(LeavePacket),
     /// The meeting has failed. Answered with the first cause that the receiver knows.
     Abort(AbortPacket),
+    /// The first rank offers memory to the others of its node. Answered with [`Fetched`].
+    Offer(OfferPacket),
+    /// The first rank says whether all ranks have that memory.
+    Share(SharePacket),
     /// Answered with [`Called`].
     Where { to: u64, from: usize },
 }
@@ -117,6 +121,26 @@ pub(super) struct AbortPacket {
     pub(super) cause: Cause,
     /// Whether the receiver decides which cause was the first, and tells the other ranks.
     pub(super) decide: bool,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) struct OfferPacket {
+    pub(super) to: u64,
+    /// The name of the socket at which the memory is.
+    pub(super) name: String,
+}
+
+/// Whether a rank has got the memory, or why not.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) struct Fetched {
+    pub(super) why: Option<String>,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) struct SharePacket {
+    pub(super) to: u64,
+    /// Why not all have it.
+    pub(super) why: Option<String>,
 }
 
 /// An error on the wire.

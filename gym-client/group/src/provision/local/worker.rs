@@ -95,7 +95,11 @@ impl Workers {
         env.node_rank = node_rank;
         env.incarnation = Incarnation(incarnation);
         env.variables = process_variables();
-        env.peers = collectives.peers(&env.group, rank, Arc::new(HostCollectives::new(transports.clone())));
+        env.peers = collectives.peers(
+            &env.group,
+            rank,
+            Arc::new(HostCollectives::sharing(transports.clone(), collectives.sharing())),
+        );
         let host = self.kind(&worker)?.start(env, init).await?;
         let control = serve_status(address.for_control(&self.transports()), self.transports(), host.clone()).await?;
         host.set_control(control);
