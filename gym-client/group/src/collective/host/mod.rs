@@ -51,13 +51,16 @@ const RETRY_PAUSES: [Duration; 2] = [Duration::from_millis(20), Duration::from_m
 #[derive(Clone)]
 pub struct HostCollectives(Arc<Registry>);
 
+/// The connection to each incarnation of a rank.
+type Channels = BTreeMap<(Rank, Incarnation), Arc<OnceCell<Channel>>>;
+
 struct Registry {
     transports: Transports,
     state: Mutex<Meetings>,
     /// Changes with `state`.
     changed: watch::Sender<u64>,
     /// The connection to each rank, which its meetings share.
-    channels: Mutex<BTreeMap<(Rank, Incarnation), Arc<OnceCell<Channel>>>>,
+    channels: Mutex<Channels>,
 }
 
 #[derive(Default)]
@@ -376,7 +379,7 @@ impl Registry {
 
     // ---- connections ----
 
-    fn channels(&self) -> MutexGuard<'_, BTreeMap<(Rank, Incarnation), Arc<OnceCell<Channel>>>> {
+    fn channels(&self) -> MutexGuard<'_, Channels> {
         self.channels.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
