@@ -215,7 +215,7 @@ DEFECTS = [
     ("a-rank-that-stood-still-is-not-told-of-a-failure", f"{HOST}/room.rs",
      "Err(error) if error.code() == Code::DeadlineExceeded => {}", "Err(error) if error.code() == Code::DeadlineExceeded => break,", "-p gym-group --lib collective::host"),
     ("a-refused-message-is-noticed-at-the-deadline", f"{HOST}/ring.rs",
-     "answers.during(room, round.heard(call)).await?", "round.heard(call).await?", SCHEDULES),
+     "answers.during(room, round.heard(call)).await?", "round.heard(call).await?", "-p gym-group --lib collective::host"),
     ("a-queued-operation-has-no-deadline", f"{HOST}/lane.rs",
      "let watch = behind_others.then(|| {", "let watch = (behind_others && operation.memory.len() == usize::MAX).then(|| {", SCHEDULES),
     ("calls-that-differ-in-length-are-added", f"{HOST}/ring.rs",

@@ -53,6 +53,10 @@ impl Handler for Played {
             Packet::Abort(_) if self.told.fetch_add(1, Ordering::Relaxed) == 0 => {
                 return Box::pin(std::future::pending());
             }
+            Packet::Call(_) => {
+                let refused = Error::not_started(Code::FailedPrecondition, "the rank takes part no more");
+                return Box::pin(async move { Err(refused) });
+            }
             _ => b"null".to_vec(),
         };
         Box::pin(async move { Ok(Response::json(text)) })
@@ -186,4 +190,15 @@ async fn a_rank_that_stood_still_is_told_again_that_the_meeting_has_failed() {
     tokio::time::sleep(Duration::from_secs(60)).await;
     assert_eq!(backends.iter().map(HostCollectives::meetings).sum::<usize>(), 0);
     assert_eq!(told.load(Ordering::Relaxed), 2, "it is told until it answers");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_refused_call_is_noticed_while_the_operation_waits() {
+    let (meets, began) = (Meets::new().await, Instant::now());
+    let context = cx();
+    let (first, second) =
+        tokio::join!(meets.communicators[0].barrier(&context), meets.communicators[1].barrier(&context));
+    rejected(first, Code::Unavailable, &["rank 2 has left the meeting: the rank takes part no more"]);
+    rejected(second, Code::Unavailable, &["rank 2 has left the meeting"]);
+    assert!(began.elapsed() < Duration::from_secs(1), "{:?}, by the paused clock", began.elapsed());
 }
