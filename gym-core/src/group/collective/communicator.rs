@@ -54,7 +54,7 @@ pub trait Collectives: fmt::Debug + Send + Sync + 'static {
     ///
     /// # Errors
     /// - `DeadlineExceeded`, `Cancelled`: the error names the ranks that have not joined. The rank may join again.
-    /// - `FailedPrecondition`: another rank has other seats for this name and epoch.
+    /// - `FailedPrecondition`: another rank has other seats for this name and epoch, is in a newer epoch, or has another build.
     /// - `AlreadyExists`: the rank has joined before.
     async fn join(&self, cx: &CallContext, meeting: Meeting) -> Result<Arc<dyn Communicator>>;
 

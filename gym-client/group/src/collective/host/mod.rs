@@ -67,6 +67,9 @@ pub enum Sharing {
     Always,
 }
 
+/// The connection to each incarnation of a rank.
+type Channels = BTreeMap<(Rank, Incarnation), Arc<OnceCell<Channel>>>;
+
 struct Registry {
     transports: Transports,
     sharing: Sharing,
@@ -79,7 +82,7 @@ struct Registry {
     changed: watch::Sender<u64>,
     totals: Mutex<Totals>,
     /// The connection to each rank, which its meetings share.
-    channels: Mutex<BTreeMap<(Rank, Incarnation), Arc<OnceCell<Channel>>>>,
+    channels: Mutex<Channels>,
 }
 
 /// What has succeeded, by operation and path: operations, bytes and microseconds; and the meetings that have failed.
@@ -501,7 +504,7 @@ impl Registry {
 
     // ---- connections ----
 
-    fn channels(&self) -> MutexGuard<'_, BTreeMap<(Rank, Incarnation), Arc<OnceCell<Channel>>>> {
+    fn channels(&self) -> MutexGuard<'_, Channels> {
         self.channels.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

@@ -22,6 +22,8 @@ struct Meets {
     backends: Vec<HostCollectives>,
     communicators: Vec<Arc<dyn Communicator>>,
     ids: Arc<[AtomicU64; 2]>,
+    /// How often the rank of the test was told that the meeting has failed.
+    told: Arc<AtomicU64>,
     _serving: Serving,
 }
 
@@ -33,17 +35,27 @@ impl Drop for Serving {
     }
 }
 
-/// The host of the rank that the test plays.
+/// The host of the rank that the test plays. It stands still when it is first told that the meeting has failed.
 #[derive(Debug)]
-struct Played(Arc<[AtomicU64; 2]>);
+struct Played {
+    ids: Arc<[AtomicU64; 2]>,
+    told: Arc<AtomicU64>,
+}
 
 impl Handler for Played {
     fn handle(&self, request: Request) -> BoxFuture<'static, Result<Response>> {
         let packet = serde_json::from_slice(&request.message.head.to_bytes()).unwrap();
         let text = match packet {
             Packet::Join(join) => {
-                self.0[join.from as usize].store(join.id, Ordering::Relaxed);
+                self.ids[join.from as usize].store(join.id, Ordering::Relaxed);
                 text(&Joined::Here(PLAYED))
+            }
+            Packet::Abort(_) if self.told.fetch_add(1, Ordering::Relaxed) == 0 => {
+                return Box::pin(std::future::pending());
+            }
+            Packet::Call(_) => {
+                let refused = Error::not_started(Code::FailedPrecondition, "the rank takes part no more");
+                return Box::pin(async move { Err(refused) });
             }
             _ => b"null".to_vec(),
         };
@@ -59,11 +71,11 @@ impl Meets {
     async fn new() -> Self {
         let (network, ended) = (InProcess::new(), CancelToken::new());
         let transports = Transports::from(network);
-        let ids: Arc<[AtomicU64; 2]> = Arc::default();
+        let (ids, told): (Arc<[AtomicU64; 2]>, Arc<AtomicU64>) = Default::default();
         let backends: Vec<HostCollectives> = (0..2).map(|_| HostCollectives::new(transports.clone())).collect();
         let mut handlers: Vec<Arc<dyn Handler>> = Vec::new();
         handlers.extend(backends.iter().map(|backend| Arc::new(backend.clone()) as Arc<dyn Handler>));
-        handlers.push(Arc::new(Played(Arc::clone(&ids))));
+        handlers.push(Arc::new(Played { ids: Arc::clone(&ids), told: Arc::clone(&told) }));
         let mut seats = Vec::new();
         for (rank, handler) in handlers.into_iter().enumerate() {
             let options = ListenOptions::named(format!("rank-{rank}"));
@@ -76,7 +88,7 @@ impl Meets {
             backend.join(&context, Meeting::new("policy", 3, rank as Rank, seats.clone()).unwrap())
         });
         let communicators = try_join_all(joins).await.unwrap();
-        Self { backends, communicators, ids, _serving: Serving(ended) }
+        Self { backends, communicators, ids, told, _serving: Serving(ended) }
     }
 
     fn id_at(&self, rank: usize) -> u64 {
@@ -165,4 +177,28 @@ async fn a_rank_that_gives_up_when_the_others_have_met_has_left() {
         rejected(first, Code::Unavailable, &["barrier 0 of meeting", "rank 2 has left the meeting"]);
         rejected(second, Code::Unavailable, &["rank 2 has left the meeting"]);
     }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_rank_that_stood_still_is_told_again_that_the_meeting_has_failed() {
+    let meets = Meets::new().await;
+    meets.communicators[0].abort(Error::internal("disk full"));
+    assert_eq!(meets.communicators[1].closed().await.message(), "disk full");
+    // Nobody waits for it: the meeting may be forgotten before it goes on.
+    let Meets { communicators, backends, told, _serving, .. } = meets;
+    drop(communicators);
+    tokio::time::sleep(Duration::from_secs(60)).await;
+    assert_eq!(backends.iter().map(HostCollectives::meetings).sum::<usize>(), 0);
+    assert_eq!(told.load(Ordering::Relaxed), 2, "it is told until it answers");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_refused_call_is_noticed_while_the_operation_waits() {
+    let (meets, began) = (Meets::new().await, Instant::now());
+    let context = cx();
+    let (first, second) =
+        tokio::join!(meets.communicators[0].barrier(&context), meets.communicators[1].barrier(&context));
+    rejected(first, Code::Unavailable, &["rank 2 has left the meeting: the rank takes part no more"]);
+    rejected(second, Code::Unavailable, &["rank 2 has left the meeting"]);
+    assert!(began.elapsed() < Duration::from_secs(1), "{:?}, by the paused clock", began.elapsed());
 }
