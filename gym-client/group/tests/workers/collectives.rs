@@ -2,7 +2,7 @@
 //!
 //! `GYM_COLLECTIVE_KILLS` says how often a rank is killed (10 unless set), `GYM_KILL_SEED` where the seeds begin.
 
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::Duration;
 
 use futures_util::future::join_all;
 use gym_core::transport::TransportPolicy;
@@ -11,6 +11,7 @@ use gym_group::collective::{CollectiveOptions, CommunicatorExt as _, Peers, Redu
 use gym_group::placement::CommunicationBackend;
 use gym_group::{Dispatch, Group, Payload, Rank, RankLayout, Tensor, WorkerEnv, WorkerGroupExt as _};
 use rustix::process::Signal;
+use rustix::time::{ClockId, clock_gettime};
 use tokio::time::{Instant, sleep};
 
 use super::types::Init;
@@ -48,7 +49,7 @@ worker! {
             let third = Tensor::from_vec([1], vec![1.0_f32 / 3.0])?;
             Ok(data.all_reduce(cx, third, ReduceOp::Sum).await?.view::<f32>()?[0].into())
         }
-        /// Sums this many elements again and again, each time with this deadline. Returns how that failed, when, in microseconds since 1970, and how long
+        /// Sums this many elements again and again, each time with this deadline. Returns how that failed, when, in microseconds of the machine, and how long
         /// the last sum took, in microseconds.
         exclusive async fn endure(&mut self, cx: &CallContext, call: Payload<(usize, u64)>) -> Result<Payload<(String, u64, u64)>> {
             let (peers, (elements, deadline)) = (self.peers.all(cx).await?, call.value);
@@ -64,8 +65,10 @@ worker! {
     }
 }
 
+/// The clock that processes of a machine have in common.
 fn micros() -> u64 {
-    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_micros() as u64)
+    let now = clock_gettime(ClockId::Monotonic);
+    now.tv_sec as u64 * 1_000_000 + now.tv_nsec as u64 / 1_000
 }
 
 async fn summing(restarts: u32) -> Group {
@@ -78,7 +81,7 @@ async fn summing_with(restarts: u32, collectives: CollectiveOptions) -> Group {
 
 async fn summing_over(restarts: u32, collectives: CollectiveOptions, policy: Option<TransportPolicy>) -> Group {
     let mut options = options().restarting(restarts);
-    options.heartbeat = Duration::from_millis(200);
+    options.heartbeat = Duration::from_millis(50);
     options.layout = Some(RankLayout::new([("data", 2), ("tensor", 2)]).expect("a layout"));
     let mut spec = spec("summing", RANKS);
     spec.collectives = collectives;
@@ -171,6 +174,14 @@ pub(crate) async fn kill_ranks(kills: u64, policy: Option<TransportPolicy>) {
             let call = group.call(summing::endure, (elements, 30_000)).dispatch(Dispatch::rank(rank)).deadline(LONG);
             calls.push(call.start().await.expect("handed over"));
         }
+        // A rank that asks for its peers when one of them is lost waits for the restart.
+        until("all ranks sum", || {
+            let sums = |rank| {
+                status(&group, rank).running.iter().any(|call| call.method == "summing.endure" && call.progress > 0)
+            };
+            (0..RANKS).all(sums)
+        })
+        .await;
         sleep(Duration::from_micros(random.u64(1_000..60_000))).await;
         let at = micros();
         signal(pid(&group, killed), Signal::KILL);

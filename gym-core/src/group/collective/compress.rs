@@ -53,7 +53,7 @@ impl Communicator for CompressedCommunicator {
 
     fn start(&self, cx: &CallContext, operation: Collective, buffer: Buffer) -> Transfer {
         let adds = matches!(operation.reduce_op(), Some(ReduceOp::Sum | ReduceOp::Mean));
-        let compresses = adds && buffer.dtype == DType::F32 && buffer.bytes() % size_of::<f32>() == 0;
+        let compresses = adds && buffer.dtype == DType::F32 && buffer.bytes().is_multiple_of(size_of::<f32>());
         let mut memory = match buffer.memory {
             Memory::Host(memory) if compresses => memory,
             memory => return self.inner.start(cx, operation, Buffer::new(buffer.dtype, memory)),

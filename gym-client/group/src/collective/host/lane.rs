@@ -28,10 +28,12 @@ const AFTER_DEADLINE: std::time::Duration = std::time::Duration::from_secs(5);
 /// The time in which a rank that has ended an operation in shared memory tells why.
 const TOLD_WITHIN: std::time::Duration = std::time::Duration::from_millis(500);
 
-/// A call that has its place in the order.
+/// Operations of one kind that a rank may have called and not ended.
+const OPERATIONS_MAX: usize = 4_096;
+
+/// A call.
 pub(super) struct Operation {
     pub(super) call: Call,
-    pub(super) place: Place,
     pub(super) memory: BytesMut,
     pub(super) completion: Completion,
     pub(super) cx: CallContext,
@@ -40,12 +42,13 @@ pub(super) struct Operation {
 
 /// The queue of a lane. Its task ends when this is dropped, after the operations in it.
 pub(super) struct Lane {
-    queue: mpsc::UnboundedSender<Queued>,
+    queue: mpsc::Sender<Queued>,
     waiting: Arc<AtomicUsize>,
 }
 
 struct Queued {
     operation: Operation,
+    place: Place,
     /// Ends the meeting at the deadline of an operation that waits for those before it.
     _watch: Option<AbortOnDropHandle<()>>,
 }
@@ -53,34 +56,33 @@ struct Queued {
 impl Lane {
     /// Starts the task of a lane.
     pub(super) fn new(room: &Arc<Room>) -> Self {
-        let (queue, operations) = mpsc::unbounded_channel();
+        let (queue, operations) = mpsc::channel(OPERATIONS_MAX);
         let waiting = Arc::new(AtomicUsize::new(0));
         room.runtime().spawn(run(Arc::clone(room), operations, Arc::clone(&waiting)));
         Self { queue, waiting }
     }
 
-    /// Adds an operation.
-    pub(super) fn push(&self, room: &Arc<Room>, operation: Operation) {
+    /// Adds an operation, at the place that `place` takes for it. Rejects it if too many wait; it takes no place then.
+    pub(super) fn push(&self, room: &Arc<Room>, operation: Operation, place: impl FnOnce() -> Place) {
+        let Ok(queued) = self.queue.try_reserve() else {
+            let name = operation.call.operation.name();
+            let why = format!("{OPERATIONS_MAX} operations of this rank wait; await them before more are called");
+            let error = Error::not_started(Code::ResourceExhausted, why).about(format!("{name} of {}", room.meeting));
+            return operation.completion.finish(Buffer::host(operation.call.dtype, operation.memory), Err(error));
+        };
+        let place = place();
         let behind_others = self.waiting.fetch_add(1, Ordering::AcqRel) > 0;
         let watch = behind_others.then(|| {
-            let (room, cx) = (Arc::downgrade(room), operation.cx.clone());
-            let (place, collective) = (operation.place, operation.call.operation);
-            tokio_handle(&room).map(|runtime| {
-                AbortOnDropHandle::new(runtime.spawn(async move {
-                    let late = late(&cx).await;
-                    if let Some(room) = room.upgrade() {
-                        expire(&room, collective, place, &late).await;
-                    }
-                }))
-            })
+            let (weak, cx, collective) = (Arc::downgrade(room), operation.cx.clone(), operation.call.operation);
+            AbortOnDropHandle::new(room.runtime().spawn(async move {
+                let late = late(&cx).await;
+                if let Some(room) = weak.upgrade() {
+                    expire(&room, collective, place, &late).await;
+                }
+            }))
         });
-        // The task ends only with its queue, or with its runtime, which also ends everybody who waits.
-        drop(self.queue.send(Queued { operation, _watch: watch.flatten() }));
+        queued.send(Queued { operation, place, _watch: watch });
     }
-}
-
-fn tokio_handle(room: &std::sync::Weak<Room>) -> Option<tokio::runtime::Handle> {
-    room.upgrade().map(|room| room.runtime().clone())
 }
 
 /// Waits for the deadline or the cancellation of a call.
@@ -93,18 +95,18 @@ async fn late(cx: &CallContext) -> Error {
     ended.expect_err("only the bounds end this wait")
 }
 
-async fn run(room: Arc<Room>, mut operations: mpsc::UnboundedReceiver<Queued>, waiting: Arc<AtomicUsize>) {
+async fn run(room: Arc<Room>, mut operations: mpsc::Receiver<Queued>, waiting: Arc<AtomicUsize>) {
     let mut answers = Answers::default();
     loop {
         let queued = tokio::select! { biased;
             queued = operations.recv() => queued,
             () = answers.next(&room), if !answers.is_empty() => continue,
         };
-        let Some(Queued { operation, _watch: watch }) = queued else { break };
+        let Some(Queued { operation, place, _watch: watch }) = queued else { break };
         drop(watch);
-        let (call, number, trace) = (operation.call, operation.place.number(), operation.cx.trace);
+        let (call, number, trace) = (operation.call, place.number(), operation.cx.trace);
         let span = tracing::info_span!("collective", operation = %call, number, meeting = %room.meeting, trace_id = %trace.trace());
-        perform(&room, operation, &mut answers).instrument(span).await;
+        perform(&room, operation, place, &mut answers).instrument(span).await;
         waiting.fetch_sub(1, Ordering::AcqRel);
     }
     // What was sent must arrive, although nobody calls any more.
@@ -112,8 +114,8 @@ async fn run(room: Arc<Room>, mut operations: mpsc::UnboundedReceiver<Queued>, w
 }
 
 /// Performs an operation, within the first cause of a failure and the bounds of its call, and gives its buffer back.
-async fn perform(room: &Arc<Room>, operation: Operation, answers: &mut Answers) {
-    let Operation { call, place, mut memory, completion, cx, began } = operation;
+async fn perform(room: &Arc<Room>, operation: Operation, place: Place, answers: &mut Answers) {
+    let Operation { call, mut memory, completion, cx, began } = operation;
     let bytes = memory.len();
     room.begin(call.operation, place, began);
     let moved = match (place, room.shared()) {

@@ -17,7 +17,7 @@ mod wire;
 
 use std::collections::{BTreeMap, VecDeque};
 use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -113,7 +113,7 @@ struct Entry {
 /// One rank's communicator. Dropping it leaves the meeting.
 struct HostCommunicator {
     room: Arc<Room>,
-    rounds: OnceLock<Lane>,
+    rounds: Mutex<Option<Lane>>,
     pairs: Mutex<BTreeMap<(Direction, usize), Lane>>,
 }
 
@@ -168,7 +168,7 @@ impl Collectives for HostCollectives {
     async fn join(&self, cx: &CallContext, meeting: Meeting) -> Result<Arc<dyn Communicator>> {
         let subject = format!("join {meeting} as rank {}", meeting.rank);
         match self.0.join(cx, meeting).await {
-            Ok(room) => Ok(Arc::new(HostCommunicator { room, rounds: OnceLock::new(), pairs: Mutex::default() })),
+            Ok(room) => Ok(Arc::new(HostCommunicator { room, rounds: Mutex::default(), pairs: Mutex::default() })),
             Err(error) => Err(error.about(subject)),
         }
     }
@@ -597,28 +597,29 @@ impl Communicator for HostCommunicator {
         match accepted {
             Err((buffer, error)) => completion.finish(buffer, Err(error)),
             Ok((call, memory)) => {
-                let push = |lane: &Lane, place| {
-                    lane.push(&self.room, Operation { call, place, memory, completion, cx: cx.clone(), began });
-                };
-                let other = operation.named_rank().and_then(|rank| meeting.position_of(rank));
-                match (operation, other) {
+                let operation = Operation { call, memory, completion, cx: cx.clone(), began };
+                let other = call.operation.named_rank().and_then(|rank| meeting.position_of(rank));
+                // Each lock is held from the place to the queue, so that two threads keep the order of their places.
+                match (call.operation, other) {
                     (Collective::Send { .. }, Some(to)) => {
+                        let place = || Place::Send { to, number: next(self.room.lock().sent.entry(to).or_default()) };
                         let mut lanes = self.pairs();
-                        let number = next(self.room.lock().sent.entry(to).or_default());
                         let lane = lanes.entry((Direction::Sends, to)).or_insert_with(|| Lane::new(&self.room));
-                        push(lane, Place::Send { to, number });
+                        lane.push(&self.room, operation, place);
                     }
                     (Collective::Receive { .. }, Some(from)) => {
+                        let place = || Place::Receive {
+                            from,
+                            number: next(self.room.lock().received.entry(from).or_default()),
+                        };
                         let mut lanes = self.pairs();
-                        let number = next(self.room.lock().received.entry(from).or_default());
                         let lane = lanes.entry((Direction::Receives, from)).or_insert_with(|| Lane::new(&self.room));
-                        push(lane, Place::Receive { from, number });
+                        lane.push(&self.room, operation, place);
                     }
                     _ => {
-                        let lane = self.rounds.get_or_init(|| Lane::new(&self.room));
-                        // In one step, so that two threads keep the order of their numbers.
-                        let mut state = self.room.lock();
-                        push(lane, Place::Round(next(&mut state.called)));
+                        let mut rounds = self.rounds.lock().unwrap_or_else(PoisonError::into_inner);
+                        let lane = rounds.get_or_insert_with(|| Lane::new(&self.room));
+                        lane.push(&self.room, operation, || Place::Round(next(&mut self.room.lock().called)));
                     }
                 }
             }

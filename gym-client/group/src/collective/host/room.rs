@@ -331,8 +331,8 @@ impl Room {
     /// Accepts a message of another rank, in the order of arrival. The answer may wait until the message was taken.
     pub(super) fn accept(self: &Arc<Self>, packet: Packet, elements: Bytes) -> Result<Reply> {
         match packet {
-            Packet::Call(packet) => self.accept_call(packet, elements),
-            Packet::Chunk(packet) => self.accept_chunk(packet, elements),
+            Packet::Call(packet) => self.accept_call(&packet, elements),
+            Packet::Chunk(packet) => self.accept_chunk(&packet, elements),
             Packet::Leave(packet) => {
                 let met = self.peers.get().map(|peers| peers.get(packet.from).and_then(Option::as_ref));
                 self.seat(packet.from, |seat| match (packet.gave_up, met) {
@@ -354,8 +354,8 @@ impl Room {
         }
     }
 
-    fn accept_call(&self, packet: CallPacket, elements: Bytes) -> Result<Reply> {
-        let CallPacket { from, stream, number, call, .. } = packet;
+    fn accept_call(&self, packet: &CallPacket, elements: Bytes) -> Result<Reply> {
+        let CallPacket { from, stream, number, call, .. } = *packet;
         // A send ends when it was received.
         let (taken, waiting) = match stream {
             Stream::Round => (None, None),
@@ -378,8 +378,8 @@ impl Room {
         Ok(answer_when(waiting))
     }
 
-    fn accept_chunk(&self, packet: ChunkPacket, elements: Bytes) -> Result<Reply> {
-        let ChunkPacket { from, stream, number, at, waits, .. } = packet;
+    fn accept_chunk(&self, packet: &ChunkPacket, elements: Bytes) -> Result<Reply> {
+        let ChunkPacket { from, stream, number, at, waits, .. } = *packet;
         let (taken, waiting) = oneshot::channel();
         let chunks_max = chunks_max(self.world_size());
         let put = |seat: &mut SeatState| {
