@@ -8,7 +8,7 @@ use gym_core::group::collective::{Collectives, Communicator, Meeting, Peers};
 use gym_core::{CallContext, Code, Error, Result};
 use serde::{Deserialize, Serialize};
 
-use crate::collective::Sharing;
+use super::host::Sharing;
 use crate::placement::CommunicationBackend;
 
 /// How the ranks of a group meet for collective operations.

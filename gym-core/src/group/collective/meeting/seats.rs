@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-use crate::group::collective::meeting::Seat;
+use super::Seat;
 use crate::group::layout::{Rank, RankLayout};
 
 /// The ranks of a group in one epoch.
@@ -38,7 +38,7 @@ impl Seats {
     }
 
     /// Says which of these ranks have been lost or replaced since, and how each of them ended. `None` if none has.
-    pub(super) fn changes(&self, before: &[Seat]) -> Option<String> {
+    pub(in crate::group::collective) fn changes(&self, before: &[Seat]) -> Option<String> {
         let change = |seat: &Seat| {
             self.end_of(seat.rank).or_else(|| {
                 let now = self.seats.iter().find(|now| now.rank == seat.rank)?;
@@ -51,11 +51,11 @@ impl Seats {
     }
 
     /// Says how a rank has ended, if it is lost.
-    pub(super) fn end_of(&self, rank: Rank) -> Option<String> {
+    pub(in crate::group::collective) fn end_of(&self, rank: Rank) -> Option<String> {
         self.lost.get(&rank).map(|end| format!("rank {rank} {end}"))
     }
 
-    pub(super) fn of(&self, ranks: &[Rank]) -> Vec<Seat> {
+    pub(in crate::group::collective) fn of(&self, ranks: &[Rank]) -> Vec<Seat> {
         self.seats.iter().filter(|seat| ranks.contains(&seat.rank)).cloned().collect()
     }
 }

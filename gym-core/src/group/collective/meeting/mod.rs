@@ -1,5 +1,7 @@
 //! The ranks that call collective operations together.
 
+mod seats;
+
 use std::fmt;
 use std::sync::Arc;
 
@@ -12,6 +14,8 @@ use crate::group::collective::reduction::{Reduction, check_dtype};
 use crate::group::layout::Rank;
 use crate::message::Incarnation;
 use crate::transport::Endpoint;
+
+pub use seats::Seats;
 
 /// The ranks of one communicator, in one epoch, as one of them sees it.
 #[derive(Clone, Debug, PartialEq, Eq)]
