@@ -5,8 +5,6 @@
 import json, os, resource, sys, time
 
 rank, world, port = (int(word) for word in sys.argv[1:4])
-if os.environ.get("PIN"):
-    os.sched_setaffinity(0, {rank % os.cpu_count()})
 os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
 import torch, torch.distributed as dist
 

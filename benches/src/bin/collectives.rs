@@ -247,7 +247,7 @@ impl RawRing {
 struct Gloo(Vec<(Child, ChildStdin, BufReader<ChildStdout>)>, String);
 
 impl Gloo {
-    fn start(python: &Path, world_size: u32, pinned: bool) -> Result<Self> {
+    fn start(python: &Path, world_size: u32) -> Result<Self> {
         let port = TcpListener::bind("127.0.0.1:0")?.local_addr()?.port();
         let mut ranks = Vec::new();
         for rank in 0..world_size {
@@ -260,9 +260,6 @@ impl Gloo {
                 &port.to_string(),
             ]);
             command.env("OMP_NUM_THREADS", "1").stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::null());
-            if pinned {
-                command.env("PIN", "1");
-            }
             let mut child = command.spawn().with_context(|| format!("cannot start {}", python.display()))?;
             let (input, output) = (child.stdin.take().context("no input")?, child.stdout.take().context("no output")?);
             ranks.push((child, input, BufReader::new(output)));
@@ -348,7 +345,7 @@ async fn bench(options: Options) -> Result<()> {
 async fn one_size(options: &Options, name: &str, world_size: u32, bytes: usize, count: usize) -> Result<()> {
     let tight = bytes <= 1 << 16;
     let deadline = Duration::from_secs(120);
-    let mut gloo = options.torch.as_deref().map(|python| Gloo::start(python, world_size, false)).transpose()?;
+    let mut gloo = options.torch.as_deref().map(|python| Gloo::start(python, world_size)).transpose()?;
     let mut groups = Vec::new();
     for (path, backend, tcp) in [("unix", CommunicationBackend::Auto, false), ("tcp", CommunicationBackend::Tcp, true)]
     {

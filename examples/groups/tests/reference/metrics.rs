@@ -29,16 +29,11 @@ use crate::page::{Page, code, workspace};
 const PATIENCE: Duration = Duration::from_secs(60);
 
 /// The labels of each metric. The name is that of the samples, except for the suffixes of a histogram.
-const LABELS: [(&str, &[&str]); 66] = [
+const LABELS: [(&str, &[&str]); 71] = [
     ("gym_cluster_round_trip_seconds", &[]),
     ("gym_cluster_worker_round_trip_seconds", &["worker"]),
     ("gym_cluster_workers", &["state"]),
     ("gym_cluster_workers_expected", &[]),
-    ("gym_collective_aborts_total", RANK),
-    ("gym_collective_moved_bytes_total", COLLECTIVE),
-    ("gym_collective_operations_total", COLLECTIVE),
-    ("gym_collective_time_seconds_total", COLLECTIVE),
-    ("gym_collective_waiting_seconds", RANK),
     ("gym_collect_attempts_total", &["class"]),
     ("gym_collect_done", &[]),
     ("gym_collect_in_flight", &[]),
@@ -46,6 +41,11 @@ const LABELS: [(&str, &[&str]); 66] = [
     ("gym_collect_oldest_seconds", &[]),
     ("gym_collect_requested", &[]),
     ("gym_collect_rollouts_total", &["outcome"]),
+    ("gym_collective_aborts_total", RANK),
+    ("gym_collective_moved_bytes_total", COLLECTIVE),
+    ("gym_collective_operations_total", COLLECTIVE),
+    ("gym_collective_time_seconds_total", COLLECTIVE),
+    ("gym_collective_waiting_seconds", RANK),
     ("gym_completions_unverified_total", &["server"]),
     ("gym_gpu_memory_capacity_bytes", GPU),
     ("gym_gpu_memory_used_bytes", GPU),
