@@ -195,17 +195,17 @@ const SET: [(&str, &str, &str); 23] = [
 ];
 
 /// Variables of tests, benchmarks and fuzzing. No program of a user reads them.
-const OF_TESTS: [&str; 50] = [
+const OF_TESTS: [&str; 54] = [
     "CONDA_PREFIX",
     "GYM_ABSENT",
     "GYM_AFFINITY_SEEDS",
     "GYM_AFFINITY_TRACE",
     "GYM_BAD_INPUT_CASE",
     "GYM_BAD_INPUT_TABLE",
-    "GYM_DATA_PYTHON",
     "GYM_COLLECTIVE_KILLS",
     "GYM_COLLECTIVE_SEED",
     "GYM_COLLECTIVE_SEEDS",
+    "GYM_DATA_PYTHON",
     "GYM_FAULT_SEED",
     "GYM_FUZZ_TARGET",
     "GYM_KILLS",
