@@ -72,11 +72,6 @@ pub(crate) fn cases() -> Vec<Case> {
             "cluster: {bundle_ct_per_node_list: [2]}\npolicy:\n  load_balancing_strategy: fastest\n",
             &["cluster.yaml:3: policy.load_balancing_strategy", "round_robin"],
         ),
-        file(
-            "gradient compression",
-            "cluster: {bundle_ct_per_node_list: [2]}\npolicy:\n  enable_gradient_compression: true\n",
-            &["cluster.yaml:3: policy.enable_gradient_compression", "not supported yet"],
-        ),
         file("half a file", "cluster: {bundle_ct_per_node_list: [2]\npolicy:\n", &["cluster.yaml:", "malformed YAML"]),
         file("a list", "- 2\n", &["cluster.yaml:1", "not a mapping"]),
     ];

@@ -70,10 +70,6 @@ pub(crate) fn cases() -> Vec<Case> {
         place("an unregistered worker type", "refused: not_found", &["group policy", "`obedeint`"], |request| {
             request.worker = "obedeint".to_owned();
         }),
-        place("gradient compression", "refused: unimplemented", &["enable_gradient_compression"], |request| {
-            let config = serde_json::from_str(r#"{"enable_gradient_compression": true}"#);
-            request.config = Some(config.expect("a configuration"));
-        }),
         Case::new(
             PLACE,
             "a memory limit within one process",
