@@ -1,5 +1,5 @@
-//! Measures all_reduce of 32-bit floats between ranks in processes of this machine: over Unix sockets and TCP, beside a ring over bare sockets in the same
-//! processes, beside Gloo (`--torch PYTHON`), and beside the sum of the same arrays in one process.
+//! Measures all_reduce of 32-bit floats between ranks in processes of this machine: in shared memory, over Unix sockets and over TCP, beside a ring over bare
+//! sockets in the same processes, beside Gloo (`--torch PYTHON`), and beside the sum of the same arrays in one process.
 //!
 //! The contenders take turns in every round. `_cpu` is the CPU time of all ranks for one operation, which decides: with few cores, wall time is that of the
 //! rank that another program has pushed aside. `_wall` is the time of the slowest rank after a barrier, and `_p50` of a tight loop.
@@ -21,9 +21,9 @@ use gym_client::Transports;
 use gym_core::{Error, worker};
 use gym_group::collective::reduction::{Reduction, order_of, slice_of};
 use gym_group::collective::{Buffer, Collective, CommunicatorExt as _, Memory, Peers, ReduceOp};
-use gym_group::placement::{ClusterSpec, CommunicationBackend};
+use gym_group::placement::CommunicationBackend;
 use gym_group::prelude::*;
-use gym_group::{DType, Group, GroupOptions, GroupRequest, Local, VirtualCluster, WorkerKind, Workers};
+use gym_group::{DType, Group, GroupOptions, LaunchSpec, Local, RankPlace, WorkerKind, Workers};
 use rustix::time::{ClockId, clock_gettime};
 use serde::{Deserialize, Serialize};
 
@@ -96,6 +96,34 @@ worker! {
                 moved.result?;
                 let Memory::Host(back) = moved.buffer.memory else { return Err(Error::internal("another memory came back")) };
                 memory = back;
+            }
+            data.barrier(cx).await?;
+            times.cpu = cpu() - used;
+            Ok(times.into())
+        }
+        /// The same with a tensor that lives in memory that the ranks share.
+        exclusive async fn reduce_shared(&mut self, cx: &CallContext, call: Payload<(usize, usize)>) -> gym_core::Result<Payload<Times>> {
+            let ((bytes, count), data) = (call.value, self.peers.all(cx).await?);
+            let mut buffer = data.allocate(DType::F32, bytes / 4);
+            if !matches!(buffer.memory, Memory::Shared(_)) {
+                return Err(Error::internal("the ranks share no memory for tensors"));
+            }
+            let place = buffer.host_bytes_mut().unwrap_or_default();
+            place.copy_from_slice(&numbers(bytes, self.rank));
+            let sum = Collective::AllReduce(ReduceOp::Sum);
+            let moved = data.start(cx, sum, buffer).await;
+            moved.result?;
+            check(moved.buffer.host_bytes().unwrap_or_default(), self.world_size)?;
+            buffer = moved.buffer;
+            buffer.host_bytes_mut().unwrap_or_default().fill(0);
+            let (mut times, used) = (Times::default(), cpu());
+            for _ in 0..count {
+                data.barrier(cx).await?;
+                let began = Instant::now();
+                let moved = data.start(cx, sum, buffer).await;
+                times.wall.push(began.elapsed().as_secs_f64());
+                moved.result?;
+                buffer = moved.buffer;
             }
             data.barrier(cx).await?;
             times.cpu = cpu() - used;
@@ -297,13 +325,48 @@ impl Drop for Gloo {
 
 // ---- the figures ----
 
-async fn group(world_size: u32, backend: CommunicationBackend) -> Result<(VirtualCluster, Group)> {
-    let mut spec = ClusterSpec::new([world_size]);
-    spec.communication_backend = backend;
-    let cluster = VirtualCluster::new(spec, Local::new(workers()))?.simulate_nodes(&[world_size]);
-    let request = GroupRequest::new("bench", "reducer", &(), GroupOptions::new(Transports::standard()))?;
-    let group = cluster.start(&CallContext::within(Duration::from_secs(60)), request).await?;
-    Ok((cluster, group))
+async fn group(world_size: u32, way: Way) -> Result<Group> {
+    let places = (0..world_size).map(|rank| RankPlace::on_one_node(rank, world_size)).collect();
+    let mut spec = LaunchSpec::new("bench", "reducer", serde_json::value::to_raw_value(&())?, places);
+    spec.collectives.share_memory = matches!(way, Way::Private | Way::Shared);
+    spec.collectives.shared_bytes = if matches!(way, Way::Shared) { LARGE } else { 0 };
+    if matches!(way, Way::Tcp) {
+        spec.collectives.backend = CommunicationBackend::Tcp;
+    }
+    let cx = CallContext::within(Duration::from_secs(60));
+    Ok(Group::start(&cx, &Local::new(workers()), spec, GroupOptions::new(Transports::standard())).await?)
+}
+
+/// How the ranks of a group meet.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Way {
+    /// Private tensors, through shared memory.
+    Private,
+    /// Tensors in shared memory.
+    Shared,
+    Unix,
+    Tcp,
+}
+
+impl Way {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Private => "shm",
+            Self::Shared => "shm_tensors",
+            Self::Unix => "unix",
+            Self::Tcp => "tcp",
+        }
+    }
+}
+
+/// The ranks that meet in one way, and what they took.
+struct Contender {
+    way: Way,
+    group: Group,
+    folder: PathBuf,
+    ours: Rounds,
+    /// A ring over bare sockets of the same kind, in the same processes.
+    raw: Rounds,
 }
 
 /// CPU time of all ranks for one operation, and the wall time: of the slowest rank, or of rank 0 in a tight loop. In milliseconds.
@@ -346,20 +409,34 @@ async fn one_size(options: &Options, name: &str, world_size: u32, bytes: usize, 
     let tight = bytes <= 1 << 16;
     let deadline = Duration::from_secs(120);
     let mut gloo = options.torch.as_deref().map(|python| Gloo::start(python, world_size)).transpose()?;
+<<<<<<< HEAD
     let mut groups = Vec::new();
     for (path, backend, tcp) in [("unix", CommunicationBackend::Auto, false), ("tcp", CommunicationBackend::Tcp, true)]
     {
         let folder = temporary(&format!("{name}-{path}"))?;
         groups.push((path, group(world_size, backend).await?, tcp, folder, Rounds::default(), Rounds::default()));
+=======
+    let mut contenders = Vec::new();
+    for way in [Way::Private, Way::Shared, Way::Unix, Way::Tcp] {
+        let selected = options.wants(&format!("{name}_{}", way.name())) || options.wants(name);
+        if selected && !(tight && way == Way::Shared) {
+            let (group, folder) = (group(world_size, way).await?, temporary(&format!("{name}-{}", way.name()))?);
+            contenders.push(Contender { way, group, folder, ours: Rounds::default(), raw: Rounds::default() });
+        }
+>>>>>>> shm
     }
     let (mut of_gloo, mut sums) = (Rounds::default(), Vec::new());
     for _ in 0..options.rounds() {
-        for (_, (_, group), tcp, folder, ours, raw) in &mut groups {
-            let times = group.call(reducer::reduce, (bytes, count)).deadline(deadline).await?.into_values();
-            ours.add(&times, tight);
-            let place = folder.to_string_lossy().into_owned();
-            let times = group.call(reducer::raw, (place, *tcp, bytes, count)).deadline(deadline).await?.into_values();
-            raw.add(&times, tight);
+        for Contender { way, group, folder, ours, raw } in &mut contenders {
+            let times = match way {
+                Way::Shared => group.call(reducer::reduce_shared, (bytes, count)).deadline(deadline).await?,
+                _ => group.call(reducer::reduce, (bytes, count)).deadline(deadline).await?,
+            };
+            ours.add(&times.into_values(), tight);
+            if matches!(way, Way::Unix | Way::Tcp) {
+                let arguments = (folder.to_string_lossy().into_owned(), *way == Way::Tcp, bytes, count);
+                raw.add(&group.call(reducer::raw, arguments).deadline(deadline).await?.into_values(), tight);
+            }
         }
         if let Some(gloo) = &mut gloo {
             of_gloo.add(&gloo.all_reduce(bytes, count)?, tight);
@@ -370,23 +447,25 @@ async fn one_size(options: &Options, name: &str, world_size: u32, bytes: usize, 
     }
     let version = gloo.as_ref().map(|gloo| format!("gloo of torch {}", gloo.1)).unwrap_or_default();
     let wall = if tight { "p50" } else { "wall" };
-    for (path, _, _, _, ours, raw) in &groups {
-        let raw_peer = |values| Peer { name: "a ring over bare sockets", values };
-        compared(options, &format!("{name}_{path}_cpu"), "ms", &ours.cpu, &raw_peer(&raw.cpu));
-        compared(options, &format!("{name}_{path}_{wall}"), "ms", &ours.wall, &raw_peer(&raw.wall));
+    for Contender { way, group, folder, ours, raw } in contenders {
+        let figure = |what: &str| format!("{name}_{}_{what}", way.name());
+        if !raw.cpu.is_empty() {
+            let peer = |values| Peer { name: "a ring over bare sockets", values };
+            compared(options, &figure("cpu"), "ms", &ours.cpu, &peer(&raw.cpu));
+            compared(options, &figure(wall), "ms", &ours.wall, &peer(&raw.wall));
+        }
         if gloo.is_some() {
-            let gloo_peer = |values| Peer { name: &version, values };
-            compared(options, &format!("{name}_{path}_gloo_cpu"), "ms", &ours.cpu, &gloo_peer(&of_gloo.cpu));
-            compared(options, &format!("{name}_{path}_gloo_{wall}"), "ms", &ours.wall, &gloo_peer(&of_gloo.wall));
+            let peer = |values| Peer { name: &version, values };
+            compared(options, &figure("gloo_cpu"), "ms", &ours.cpu, &peer(&of_gloo.cpu));
+            compared(options, &figure(&format!("gloo_{wall}")), "ms", &ours.wall, &peer(&of_gloo.wall));
         }
         if !tight {
             let peer = Peer { name: "the same arrays summed in one process", values: &sums };
-            compared(options, &format!("{name}_{path}_limit_cpu"), "ms", &ours.cpu, &peer);
+            compared(options, &figure("limit_cpu"), "ms", &ours.cpu, &peer);
+        } else if gloo.is_none() && raw.cpu.is_empty() {
+            println!("{} {:.1} us", figure(wall), measure::median(&ours.wall) * 1e3);
         }
-    }
-    for (_, (cluster, group), _, folder, ..) in groups {
         group.shutdown(Duration::from_secs(5)).await?;
-        cluster.shutdown(Duration::from_secs(5)).await?;
         std::fs::remove_dir_all(folder)?;
     }
     Ok(())

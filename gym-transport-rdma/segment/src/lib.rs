@@ -74,5 +74,5 @@ pub use failure::Failure;
 pub use layout::Sizes;
 pub use offer::{FdOffer, fetch};
 pub use segment::Segment;
-pub use shared::SharedBuffer;
+pub use shared::{SharedBuffer, SharedSpace};
 pub use time::deadline_in;

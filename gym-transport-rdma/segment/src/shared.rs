@@ -4,6 +4,7 @@ use std::fmt;
 use std::ops::{Deref, DerefMut, Range};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use gym_core::group::collective::SharedMemory;
 use gym_core::{Code, Error, Result};
 
 use crate::layout::PAGE;
@@ -29,6 +30,36 @@ enum Place {
         bytes: usize,
     },
     Private(Vec<u8>),
+}
+
+/// The space of one rank for tensors. Clones share it.
+#[derive(Clone, Debug)]
+pub struct SharedSpace {
+    pub(crate) segment: Arc<Segment>,
+    pub(crate) space: Arc<Space>,
+    pub(crate) position: usize,
+}
+
+impl SharedSpace {
+    /// Creates a tensor of zeros. It takes whole pages of 4,096 bytes.
+    ///
+    /// # Errors
+    /// `ResourceExhausted` if no free range of the space is long enough.
+    pub fn buffer(&self, bytes: usize) -> Result<SharedBuffer> {
+        let mut buffer = SharedBuffer::new(&self.segment, &self.space, self.position, bytes)?;
+        buffer.fill(0);
+        Ok(buffer)
+    }
+}
+
+impl SharedMemory for SharedBuffer {
+    fn bytes(&self) -> &[u8] {
+        self
+    }
+
+    fn bytes_mut(&mut self) -> &mut [u8] {
+        self
+    }
 }
 
 impl SharedBuffer {
@@ -112,6 +143,7 @@ impl fmt::Debug for SharedBuffer {
 }
 
 /// What is free of the space of a rank, in whole pages.
+#[derive(Debug)]
 pub(crate) struct Space {
     total: usize,
     /// In order, and no two of them touch.

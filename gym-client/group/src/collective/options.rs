@@ -12,7 +12,7 @@ use super::host::Sharing;
 use crate::placement::CommunicationBackend;
 
 /// How the ranks of a group meet for collective operations.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 #[non_exhaustive]
 pub struct CollectiveOptions {
@@ -20,6 +20,18 @@ pub struct CollectiveOptions {
     pub backend: CommunicationBackend,
     /// Lets [`Peers::gradients`] send sums of `F32` as bf16. Default: `false`.
     pub compress_gradients: bool,
+    /// Lets ranks of one node meet in memory that they share, if the backend is `auto` or `host`. Default: `true`.
+    pub share_memory: bool,
+    /// The bytes of memory that each rank shares with the other ranks of its node for tensors, in each meeting: what
+    /// [`Communicator::allocate`](gym_core::group::collective::Communicator::allocate) gives. Default: 0, so that it gives private memory.
+    pub shared_bytes: usize,
+}
+
+impl Default for CollectiveOptions {
+    fn default() -> Self {
+        let backend = CommunicationBackend::default();
+        Self { backend, compress_gradients: false, share_memory: true, shared_bytes: 0 }
+    }
 }
 
 impl CollectiveOptions {
@@ -35,9 +47,9 @@ impl CollectiveOptions {
     /// Returns whether ranks of one node share memory.
     pub(crate) fn sharing(self) -> Sharing {
         match self.backend {
-            CommunicationBackend::Auto | CommunicationBackend::Host => Sharing::IfPossible,
+            CommunicationBackend::Auto | CommunicationBackend::Host if self.share_memory => Sharing::IfPossible,
             CommunicationBackend::Shm => Sharing::Always,
-            CommunicationBackend::Tcp | CommunicationBackend::Ucx | CommunicationBackend::Nccl => Sharing::Never,
+            _ => Sharing::Never,
         }
     }
 

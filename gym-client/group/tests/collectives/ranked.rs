@@ -40,7 +40,7 @@ impl Ranked {
         if let Some(known) = self.ranks.lock().unwrap().get(&rank) {
             return known.clone();
         }
-        let backend = HostCollectives::sharing(self.transports.clone(), self.sharing);
+        let backend = HostCollectives::sharing(self.transports.clone(), self.sharing, 4 << 20);
         let handler = backend.handler().unwrap();
         let (listener, handler) = self.transports.listen((self.options)(rank), handler, &[]).await.unwrap();
         let endpoints = listener.endpoints().to_vec();

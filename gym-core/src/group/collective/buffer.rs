@@ -3,7 +3,7 @@
 use std::any::Any;
 use std::fmt;
 
-use bytes::BytesMut;
+use bytes::{Bytes, BytesMut};
 
 use crate::base::error::{Code, Error, Result};
 use crate::group::batch::tensor::{DType, Tensor};
@@ -23,14 +23,35 @@ pub struct Buffer {
 pub enum Memory {
     /// Host memory: row-major, little-endian elements, of any alignment.
     Host(BytesMut),
+    /// Host memory that the ranks of one node share, from [`Communicator::allocate`](super::Communicator::allocate). Another backend or another meeting
+    /// copies it, and may return the result in private memory.
+    Shared(Box<dyn SharedMemory>),
     /// Memory of a device, which only its own backend takes.
     Device(Box<dyn DeviceMemory>),
+}
+
+/// Memory that the ranks of one node share. A backend gets its own type back with `Box<dyn Any>::downcast`.
+pub trait SharedMemory: Any + fmt::Debug + Send + Sync {
+    /// Returns the bytes.
+    fn bytes(&self) -> &[u8];
+
+    /// Returns the bytes, to write to.
+    fn bytes_mut(&mut self) -> &mut [u8];
 }
 
 /// Memory of a device. A backend gets its own type back with `Box<dyn Any>::downcast`.
 pub trait DeviceMemory: Any + fmt::Debug + Send {
     /// Returns the number of bytes.
     fn bytes(&self) -> usize;
+}
+
+/// The owner of the bytes of a tensor.
+struct Shared(Box<dyn SharedMemory>);
+
+impl AsRef<[u8]> for Shared {
+    fn as_ref(&self) -> &[u8] {
+        self.0.bytes()
+    }
 }
 
 impl Buffer {
@@ -67,6 +88,7 @@ impl Buffer {
     pub fn into_tensor(self, shape: impl Into<Vec<usize>>) -> Result<Tensor> {
         match self.memory {
             Memory::Host(bytes) => Tensor::new(self.dtype, shape, bytes.freeze()),
+            Memory::Shared(memory) => Tensor::new(self.dtype, shape, Bytes::from_owner(Shared(memory))),
             Memory::Device(memory) => {
                 Err(Error::invalid(format!("{memory:?} is not in host memory; copy it there first")))
             }
@@ -80,6 +102,7 @@ impl Buffer {
     pub fn into_host(self, backend: &str) -> Result<BytesMut, (Self, Error)> {
         match self.memory {
             Memory::Host(bytes) => Ok(bytes),
+            Memory::Shared(memory) => Ok(BytesMut::from(memory.bytes())),
             memory @ Memory::Device(_) => {
                 let why =
                     format!("the backend `{backend}` moves host memory only, not {memory:?}; copy it to the host");
@@ -93,6 +116,7 @@ impl Buffer {
     pub fn bytes(&self) -> usize {
         match &self.memory {
             Memory::Host(bytes) => bytes.len(),
+            Memory::Shared(memory) => memory.bytes().len(),
             Memory::Device(memory) => memory.bytes(),
         }
     }
@@ -103,11 +127,22 @@ impl Buffer {
         self.bytes() / self.dtype.size()
     }
 
+    /// Returns the bytes in host memory, to write to; `None` if they are elsewhere.
+    #[must_use]
+    pub fn host_bytes_mut(&mut self) -> Option<&mut [u8]> {
+        match &mut self.memory {
+            Memory::Host(bytes) => Some(bytes),
+            Memory::Shared(memory) => Some(memory.bytes_mut()),
+            Memory::Device(_) => None,
+        }
+    }
+
     /// Returns the bytes in host memory; `None` if they are elsewhere.
     #[must_use]
     pub fn host_bytes(&self) -> Option<&[u8]> {
         match &self.memory {
             Memory::Host(bytes) => Some(bytes),
+            Memory::Shared(memory) => Some(memory.bytes()),
             Memory::Device(_) => None,
         }
     }
@@ -117,6 +152,7 @@ impl fmt::Debug for Memory {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Host(bytes) => write!(f, "Host({} bytes)", bytes.len()),
+            Self::Shared(memory) => f.debug_tuple("Shared").field(memory).finish(),
             Self::Device(memory) => f.debug_tuple("Device").field(memory).finish(),
         }
     }

@@ -4,8 +4,10 @@ use std::fmt;
 use std::sync::Arc;
 
 use async_trait::async_trait;
+use bytes::BytesMut;
 
 use crate::base::error::{Error, Result};
+use crate::group::batch::tensor::DType;
 use crate::group::collective::buffer::Buffer;
 use crate::group::collective::meeting::Meeting;
 use crate::group::collective::operation::Collective;
@@ -35,6 +37,12 @@ pub trait Communicator: fmt::Debug + Send + Sync + 'static {
     /// The deadline and the cancellation of `cx` end the whole meeting, with the ranks that have not called. The transfer returns the
     /// buffer, also after an error. A call that [`Meeting::check`] or the backend rejects takes no place in the order and aborts nothing.
     fn start(&self, cx: &CallContext, operation: Collective, buffer: Buffer) -> Transfer;
+
+    /// Returns memory of zeros for this meeting. If the ranks share memory, and there is room, it lies there, and a sum needs no copy. The default is private
+    /// memory.
+    fn allocate(&self, dtype: DType, elements: usize) -> Buffer {
+        Buffer::host(dtype, BytesMut::zeroed(elements * dtype.size()))
+    }
 
     /// Ends every transfer of every rank of the meeting with `why`. Later calls end with it at once. Does nothing if the meeting has failed
     /// before: the first cause stays.

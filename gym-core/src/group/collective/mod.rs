@@ -53,7 +53,7 @@ pub mod reduction;
 mod report;
 mod transfer;
 
-pub use buffer::{Buffer, DeviceMemory, Memory};
+pub use buffer::{Buffer, DeviceMemory, Memory, SharedMemory};
 pub use cause::FirstCause;
 pub use communicator::{Collectives, Communicator};
 pub use compress::CompressedCommunicator;

@@ -16,7 +16,7 @@ use crate::control::Announced;
 use crate::failure::Failure;
 use crate::layout::{Half, Layout};
 use crate::segment::Segment;
-use crate::shared::{SharedBuffer, Space};
+use crate::shared::{SharedBuffer, SharedSpace, Space};
 
 /// The operations of one rank. Each blocks its thread until all ranks have called it, and so each rank has a thread.
 ///
@@ -96,6 +96,13 @@ impl SegmentCommunicator {
     #[must_use]
     pub fn world_size(&self) -> usize {
         self.segment.world_size()
+    }
+
+    /// Returns the space of this rank for tensors, for other threads.
+    #[must_use]
+    pub fn space(&self) -> SharedSpace {
+        let (segment, space) = (Arc::clone(&self.segment), Arc::clone(&self.space));
+        SharedSpace { segment, space, position: self.position }
     }
 
     /// Creates a tensor in the space of this rank, which [`Sizes::shared_bytes`](crate::Sizes::shared_bytes) bounds. It

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use bytes::BytesMut;
-use gym_core::group::collective::{Buffer, Call, Collective, Completion, Moving, different_calls};
+use gym_core::group::collective::{Call, Collective, Completion, Moving, different_calls};
 use gym_core::{CallContext, Code, Error, Execution, Result};
 use gym_segment::Failure;
 use tokio::sync::mpsc;
@@ -16,7 +16,7 @@ use tracing::Instrument as _;
 
 use super::answers::Answers;
 use super::room::{Place, Room, State};
-use super::shared::{Done, SharedLane};
+use super::shared::{Done, Lent, SharedLane};
 use super::wire::Called;
 use super::{pair, ring};
 
@@ -34,7 +34,7 @@ const OPERATIONS_MAX: usize = 4_096;
 /// A call.
 pub(super) struct Operation {
     pub(super) call: Call,
-    pub(super) memory: BytesMut,
+    pub(super) memory: Lent,
     pub(super) completion: Completion,
     pub(super) cx: CallContext,
     pub(super) began: Instant,
@@ -68,7 +68,7 @@ impl Lane {
             let name = operation.call.operation.name();
             let why = format!("{OPERATIONS_MAX} operations of this rank wait; await them before more are called");
             let error = Error::not_started(Code::ResourceExhausted, why).about(format!("{name} of {}", room.meeting));
-            return operation.completion.finish(Buffer::host(operation.call.dtype, operation.memory), Err(error));
+            return operation.completion.finish(operation.memory.into_buffer(operation.call.dtype), Err(error));
         };
         let place = place();
         let behind_others = self.waiting.fetch_add(1, Ordering::AcqRel) > 0;
@@ -120,7 +120,21 @@ async fn perform(room: &Arc<Room>, operation: Operation, place: Place, answers: 
     room.begin(call.operation, place, began);
     let moved = match (place, room.shared()) {
         (Place::Round(number), Some(shared)) => in_shared_memory(room, shared, &cx, call, number, &mut memory).await,
-        _ => over_channels(room, &cx, call, place, &mut memory, answers).await,
+        _ => {
+            let (mut private, shared) = match std::mem::take(&mut memory) {
+                Lent::Private(bytes) => (bytes, None),
+                Lent::Shared(shared) => (BytesMut::from(&shared[..]), Some(shared)),
+            };
+            let moved = over_channels(room, &cx, call, place, &mut private, answers).await;
+            memory = match shared {
+                Some(mut shared) if shared.len() == private.len() => {
+                    shared.copy_from_slice(&private);
+                    Lent::Shared(shared)
+                }
+                _ => Lent::Private(private),
+            };
+            moved
+        }
     };
     let result = match moved {
         Ok(()) => Ok(Moving::new(bytes.max(memory.len()) as u64, began.elapsed())),
@@ -135,7 +149,7 @@ async fn perform(room: &Arc<Room>, operation: Operation, place: Place, answers: 
         }
     };
     room.ended(call.operation, place, result.as_ref().ok());
-    completion.finish(Buffer::host(call.dtype, memory), result);
+    completion.finish(memory.into_buffer(call.dtype), result);
 }
 
 async fn over_channels(
@@ -167,8 +181,12 @@ async fn in_shared_memory(
     cx: &CallContext,
     call: Call,
     number: u64,
-    memory: &mut BytesMut,
+    memory: &mut Lent,
 ) -> Result<(), Ended> {
+    // The thread would come to an operation that is over for this rank.
+    if let Err(late) = cx.check() {
+        return Err(Ended::Late(late));
+    }
     let root = call.operation.named_rank().and_then(|rank| room.meeting.position_of(rank)).unwrap_or_default();
     // The bounds of the call are looked at here, where the error can name the ranks.
     let last = cx.deadline.into_std() + AFTER_DEADLINE;
@@ -201,7 +219,8 @@ async fn in_shared_memory(
         Ok(()) => {
             room.lock().heard = number + 1;
             if let Collective::ReduceScatter(_) = call.operation {
-                ring::keep_slice(memory, ring::bytes_of(call, room.world_size(), room.position()));
+                let slice = ring::bytes_of(call, room.world_size(), room.position());
+                *memory = Lent::Private(BytesMut::from(&memory.bytes()[slice]));
             }
             Ok(())
         }

@@ -21,16 +21,17 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
 use async_trait::async_trait;
+use bytes::BytesMut;
 use futures_util::StreamExt as _;
 use futures_util::future::BoxFuture;
 use futures_util::stream::FuturesUnordered;
 use gym_client::transport::Transports;
 use gym_core::base::watch;
-use gym_core::group::Rank;
 use gym_core::group::collective::{
     Buffer, Collective, CollectiveReport, Collectives, Communicator, Meeting, Moving, OperationTotals, Seat, Transfer,
     has, identities,
 };
+use gym_core::group::{DType, Rank};
 use gym_core::transport::ConnectOptions;
 use gym_core::{CallContext, Channel, Code, Error, Execution, Handler, Incarnation, Request, Response, Result};
 use tokio::runtime::Handle;
@@ -40,6 +41,7 @@ use tokio_util::task::AbortOnDropHandle;
 
 use lane::{Lane, Operation};
 use room::{Peer, Place, Room, text};
+use shared::Lent;
 use wire::{BUILD, Cause, Join, Joined, Packet};
 
 /// Joins of other ranks that may wait for this rank.
@@ -73,6 +75,7 @@ type Channels = BTreeMap<(Rank, Incarnation), Arc<OnceCell<Channel>>>;
 struct Registry {
     transports: Transports,
     sharing: Sharing,
+    shared_bytes: usize,
     /// Why the ranks of the last meeting that could not share memory did not.
     not_shared: Mutex<Option<String>>,
     /// Answers joins, whichever thread polls the answer.
@@ -130,18 +133,20 @@ impl HostCollectives {
     /// Outside of a tokio runtime.
     #[must_use]
     pub fn new(transports: Transports) -> Self {
-        Self::sharing(transports, Sharing::Never)
+        Self::sharing(transports, Sharing::Never, 0)
     }
 
-    /// Creates the backend of one rank, whose ranks of one node meet in memory that they share.
+    /// Creates the backend of one rank, whose ranks of one node meet in memory that they share. Each rank has `shared_bytes` of it for
+    /// [tensors](Communicator::allocate), besides what the operations need.
     ///
     /// # Panics
     /// Outside of a tokio runtime.
     #[must_use]
-    pub fn sharing(transports: Transports, sharing: Sharing) -> Self {
+    pub fn sharing(transports: Transports, sharing: Sharing, shared_bytes: usize) -> Self {
         let registry = Registry {
             transports,
             sharing,
+            shared_bytes,
             not_shared: Mutex::default(),
             runtime: Handle::current(),
             state: Mutex::default(),
@@ -322,7 +327,7 @@ impl Registry {
                 seats[0].rank, other.rank, seats[0].node, other.node
             )),
             None => {
-                let agreed = async { Ok(room.agree_on_memory().await) };
+                let agreed = async { Ok(room.agree_on_memory(self.shared_bytes).await) };
                 match cx.bound(Execution::NotStarted, agreed).await {
                     Ok(agreed) => agreed,
                     Err(late) => {
@@ -589,7 +594,7 @@ impl Communicator for HostCommunicator {
         let accepted = match (self.room.cause.get(), meeting.check(operation, &buffer)) {
             (Some(cause), _) => Err((buffer, cause)),
             (None, Err(error)) => Err((buffer, self.about(operation, error))),
-            (None, Ok(call)) => match buffer.into_host("host") {
+            (None, Ok(call)) => match Lent::of(buffer) {
                 Ok(memory) => Ok((call, memory)),
                 Err((buffer, error)) => Err((buffer, self.about(operation, error))),
             },
@@ -625,6 +630,14 @@ impl Communicator for HostCommunicator {
             }
         }
         transfer
+    }
+
+    fn allocate(&self, dtype: DType, elements: usize) -> Buffer {
+        let bytes = elements * dtype.size();
+        match self.room.shared().and_then(|shared| shared.allocate(bytes)) {
+            Some(shared) => Lent::Shared(shared).into_buffer(dtype),
+            None => Buffer::host(dtype, BytesMut::zeroed(bytes)),
+        }
     }
 
     fn abort(&self, why: Error) {

@@ -122,7 +122,7 @@ pub(super) fn bytes_of(call: Call, world_size: usize, position: usize) -> Range<
 }
 
 /// Replaces a buffer by one of its slices, in memory of its own.
-pub(super) fn keep_slice(memory: &mut BytesMut, slice: Range<usize>) {
+fn keep_slice(memory: &mut BytesMut, slice: Range<usize>) {
     *memory = BytesMut::from(&memory[slice]);
 }
 

@@ -472,9 +472,9 @@ impl Room {
     ///
     /// # Errors
     /// The reason why they do not.
-    pub(super) async fn agree_on_memory(self: &Arc<Self>) -> Result<(), String> {
+    pub(super) async fn agree_on_memory(self: &Arc<Self>, shared_bytes: usize) -> Result<(), String> {
         if self.position() == 0 {
-            let sharing = self.offer().await;
+            let sharing = self.offer(shared_bytes).await;
             let told = self.others().filter_map(|other| self.peer(other)).map(|peer| {
                 let packet = Packet::Share(SharePacket { to: peer.id, why: sharing.clone().err() });
                 async move { peer.ask(SHARED_WITHIN, &packet).await }
@@ -493,10 +493,10 @@ impl Room {
     }
 
     /// Creates the memory and offers it to all other ranks.
-    async fn offer(self: &Arc<Self>) -> Result<(), String> {
+    async fn offer(self: &Arc<Self>, shared_bytes: usize) -> Result<(), String> {
         let world_size = self.world_size();
         let text_of = |error: &dyn fmt::Display| error.to_string();
-        let created = self.runtime.spawn_blocking(move || shared::create(world_size)).await;
+        let created = self.runtime.spawn_blocking(move || shared::create(world_size, shared_bytes)).await;
         let (lane, offer) = created.map_err(|error| text_of(&error))?.map_err(|error| text_of(&error))?;
         let name = offer.name().to_owned();
         let serving = self.runtime.spawn_blocking(move || {

@@ -1,40 +1,96 @@
 //! The memory that ranks of one node share: one rank creates it and offers it to the others, and a thread of each rank performs its operations.
 
+use std::any::Any;
 use std::fmt;
 use std::sync::{Arc, mpsc};
 use std::time::Instant;
 
 use bytes::BytesMut;
-use gym_core::group::collective::{Call, Collective};
+use gym_core::group::DType;
+use gym_core::group::collective::{Buffer, Call, Collective, Memory};
 use gym_core::{Error, Result};
-use gym_segment::{Failure, FdOffer, Segment, SegmentCommunicator, Sizes, fetch};
+use gym_segment::{Failure, FdOffer, Segment, SegmentCommunicator, SharedBuffer, SharedSpace, Sizes, fetch};
 use tokio::sync::oneshot;
 
 /// The collective operations of one rank in a segment. Its thread ends when this is dropped.
 pub(super) struct SharedLane {
     segment: Arc<Segment>,
     position: usize,
+    space: SharedSpace,
     jobs: mpsc::Sender<Job>,
+}
+
+/// The memory of an operation.
+pub(super) enum Lent {
+    Private(BytesMut),
+    Shared(SharedBuffer),
+}
+
+impl Lent {
+    /// Takes the memory out of a buffer.
+    ///
+    /// # Errors
+    /// The buffer, if its memory is not in the host.
+    pub(super) fn of(buffer: Buffer) -> Result<Self, (Buffer, Error)> {
+        match buffer.memory {
+            Memory::Shared(memory) if (&*memory as &dyn Any).is::<SharedBuffer>() => {
+                let memory: Box<dyn Any> = memory;
+                Ok(Self::Shared(*memory.downcast().expect("the type was looked at")))
+            }
+            memory => Buffer::new(buffer.dtype, memory).into_host("host").map(Self::Private),
+        }
+    }
+
+    pub(super) fn into_buffer(self, dtype: DType) -> Buffer {
+        match self {
+            Self::Private(bytes) => Buffer::host(dtype, bytes),
+            Self::Shared(shared) => Buffer::new(dtype, Memory::Shared(Box::new(shared))),
+        }
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.bytes().len()
+    }
+
+    pub(super) fn bytes(&self) -> &[u8] {
+        match self {
+            Self::Private(bytes) => bytes,
+            Self::Shared(shared) => shared,
+        }
+    }
+
+    fn bytes_mut(&mut self) -> &mut [u8] {
+        match self {
+            Self::Private(bytes) => bytes,
+            Self::Shared(shared) => shared,
+        }
+    }
+}
+
+impl Default for Lent {
+    fn default() -> Self {
+        Self::Private(BytesMut::new())
+    }
 }
 
 struct Job {
     call: Call,
     /// The position of the root of a broadcast.
     root: usize,
-    memory: BytesMut,
+    memory: Lent,
     deadline: Instant,
     done: oneshot::Sender<Done>,
 }
 
 /// The end of an operation: the memory comes back, whatever has happened.
 pub(super) struct Done {
-    pub(super) memory: BytesMut,
+    pub(super) memory: Lent,
     pub(super) result: Result<(), Failure>,
 }
 
-/// Creates the segment of a meeting. Blocks its thread.
-pub(super) fn create(world_size: usize) -> Result<(SharedLane, FdOffer)> {
-    let segment = Arc::new(Segment::create(world_size, Sizes::default())?);
+/// Creates the segment of a meeting, with this many bytes for the tensors of each rank. Blocks its thread.
+pub(super) fn create(world_size: usize, shared_bytes: usize) -> Result<(SharedLane, FdOffer)> {
+    let segment = Arc::new(Segment::create(world_size, Sizes { shared_bytes, ..Sizes::default() })?);
     let offer = FdOffer::new(&segment)?;
     Ok((SharedLane::start(&segment, 0)?, offer))
 }
@@ -48,21 +104,15 @@ pub(super) fn fetched(name: &str, world_size: usize, position: usize, deadline: 
 impl SharedLane {
     fn start(segment: &Arc<Segment>, position: usize) -> Result<Self> {
         let communicator = SegmentCommunicator::join(segment, position)?;
-        let (jobs, queue) = mpsc::channel();
+        let (space, (jobs, queue)) = (communicator.space(), mpsc::channel());
         let thread = std::thread::Builder::new().name("gym-collective".to_owned());
         let started = thread.spawn(move || run(communicator, &queue));
         started.map_err(|error| Error::internal("cannot start a thread for collective operations").caused_by(error))?;
-        Ok(Self { segment: Arc::clone(segment), position, jobs })
+        Ok(Self { segment: Arc::clone(segment), position, space, jobs })
     }
 
     /// Begins an operation. One is performed at a time.
-    pub(super) fn perform(
-        &self,
-        call: Call,
-        root: usize,
-        memory: BytesMut,
-        deadline: Instant,
-    ) -> oneshot::Receiver<Done> {
+    pub(super) fn perform(&self, call: Call, root: usize, memory: Lent, deadline: Instant) -> oneshot::Receiver<Done> {
         let (done, receiver) = oneshot::channel();
         let job = Job { call, root, memory, deadline, done };
         if let Err(mpsc::SendError(Job { memory, done, .. })) = self.jobs.send(job) {
@@ -71,6 +121,11 @@ impl SharedLane {
             drop(done.send(Done { memory, result }));
         }
         receiver
+    }
+
+    /// Returns memory for a tensor in the segment, if there is room.
+    pub(super) fn allocate(&self, bytes: usize) -> Option<SharedBuffer> {
+        self.space.buffer(bytes).ok()
     }
 
     /// Ends every wait of every rank.
@@ -98,18 +153,19 @@ fn perform(
     own: &mut SegmentCommunicator,
     call: Call,
     root: usize,
-    memory: &mut BytesMut,
+    memory: &mut Lent,
     deadline: Instant,
 ) -> Result<(), Failure> {
-    match call.operation {
-        Collective::AllReduce(op) => own.all_reduce(call.dtype, op, memory, deadline),
-        Collective::ReduceScatter(op) => own.reduce_scatter(call.dtype, op, memory, deadline),
-        Collective::Broadcast { .. } => own.broadcast(call.dtype, root, memory, deadline),
-        Collective::AllGather => {
-            let lengths = own.lengths(call.dtype, memory, deadline)?;
+    match (call.operation, &mut *memory) {
+        (Collective::AllReduce(op), Lent::Shared(shared)) => own.all_reduce_shared(call.dtype, op, shared, deadline),
+        (Collective::AllReduce(op), Lent::Private(bytes)) => own.all_reduce(call.dtype, op, bytes, deadline),
+        (Collective::ReduceScatter(op), memory) => own.reduce_scatter(call.dtype, op, memory.bytes_mut(), deadline),
+        (Collective::Broadcast { .. }, memory) => own.broadcast(call.dtype, root, memory.bytes_mut(), deadline),
+        (Collective::AllGather, part) => {
+            let lengths = own.lengths(call.dtype, part.bytes(), deadline)?;
             let mut whole = BytesMut::zeroed(lengths.iter().sum());
-            own.all_gather(call.dtype, memory, &lengths, &mut whole, deadline)?;
-            *memory = whole;
+            own.all_gather(call.dtype, part.bytes(), &lengths, &mut whole, deadline)?;
+            *memory = Lent::Private(whole);
             Ok(())
         }
         _ => own.barrier(deadline),

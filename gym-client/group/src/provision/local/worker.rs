@@ -98,7 +98,7 @@ impl Workers {
         env.peers = collectives.peers(
             &env.group,
             rank,
-            Arc::new(HostCollectives::sharing(transports.clone(), collectives.sharing())),
+            Arc::new(HostCollectives::sharing(transports.clone(), collectives.sharing(), collectives.shared_bytes)),
         );
         let host = self.kind(&worker)?.start(env, init).await?;
         let control = serve_status(address.for_control(&self.transports()), self.transports(), host.clone()).await?;

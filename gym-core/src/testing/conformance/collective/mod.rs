@@ -60,6 +60,7 @@ pub async fn collectives(fixture: &dyn CollectiveFixture, seed: u64) {
         joins::ranks_with_other_seats_do_not_meet,
         values::every_operation_gives_the_bits_of_the_reference,
         values::large_buffers_give_the_bits_of_the_reference,
+        values::allocated_memory_gives_the_bits_of_the_reference,
         values::special_values_are_the_same_on_every_rank,
         values::tensors_keep_their_shapes,
         order::ranks_that_pause_get_the_same_results,

@@ -14,8 +14,14 @@ const WORLD_SIZE_MAX: usize = 8;
 
 /// Calls an operation on all ranks, and checks the bits on each. The inputs repeat after `period` elements.
 async fn check(ranks: &Ranks, operation: Collective, dtype: DType, inputs: &[Vec<u8>], period: usize) {
-    let cx = cx();
-    let transfers = ranks.iter().zip(inputs).map(|(rank, bytes)| rank.start(&cx, operation, buffer(dtype, bytes)));
+    let buffers = inputs.iter().map(|bytes| buffer(dtype, bytes)).collect();
+    check_buffers(ranks, operation, inputs, buffers, period).await;
+}
+
+/// Does the same with these buffers, which have the inputs.
+async fn check_buffers(ranks: &Ranks, operation: Collective, inputs: &[Vec<u8>], buffers: Vec<Buffer>, period: usize) {
+    let (cx, dtype) = (cx(), buffers[0].dtype);
+    let transfers = ranks.iter().zip(buffers).map(|(rank, buffer)| rank.start(&cx, operation, buffer));
     let transfers: Vec<_> = transfers.collect();
     let numbers: Vec<u32> = ranks.iter().map(|rank| rank.meeting().rank).collect();
     let expected = expected(operation, dtype, &numbers, inputs, period);
@@ -90,6 +96,38 @@ pub(super) async fn large_buffers_give_the_bits_of_the_reference(fixture: &dyn C
             check(&meeting(fixture, world_size).await, operation, dtype, &inputs, PERIOD).await;
         }
     }
+}
+
+/// Memory that the meeting has allocated, and some that is private, at every rank or at some; and memory of another meeting.
+pub(super) async fn allocated_memory_gives_the_bits_of_the_reference(fixture: &dyn CollectiveFixture, seed: u64) {
+    let mut generator = fastrand::Rng::with_seed(seed);
+    let other = meeting(fixture, 1).await;
+    for world_size in [1, 2, 4] {
+        let communicators = meeting(fixture, world_size).await;
+        for dtype in DTYPES {
+            for elements in [1, 97, 100_003] {
+                for operation in operations(dtype, &ranks(world_size), world_size - 1) {
+                    let inputs = inputs(&mut generator, operation, dtype, elements, world_size);
+                    let buffers = communicators.iter().zip(&inputs).map(|(rank, bytes)| {
+                        let elements = bytes.len() / dtype.size();
+                        let mut allocated = match generator.u8(0..4) {
+                            0 => buffer(dtype, bytes),
+                            1 => other[0].allocate(dtype, elements),
+                            _ => rank.allocate(dtype, elements),
+                        };
+                        allocated.host_bytes_mut().expect("host memory").copy_from_slice(bytes);
+                        allocated
+                    });
+                    let buffers = buffers.collect();
+                    check_buffers(&communicators, operation, &inputs, buffers, PERIOD).await;
+                }
+            }
+        }
+    }
+    let allocated = other[0].allocate(DType::F32, 6);
+    assert_eq!((allocated.elements(), allocated.host_bytes()), (6, Some(&[0; 24][..])));
+    let tensor = allocated.into_tensor([2, 3]).expect("six elements");
+    assert_eq!(tensor.to_f64s().expect("F32"), [0.0; 6]);
 }
 
 /// NaN, infinities, zeros of both signs, subnormal and extreme numbers, and sums that overflow.
