@@ -409,13 +409,6 @@ async fn one_size(options: &Options, name: &str, world_size: u32, bytes: usize, 
     let tight = bytes <= 1 << 16;
     let deadline = Duration::from_secs(120);
     let mut gloo = options.torch.as_deref().map(|python| Gloo::start(python, world_size)).transpose()?;
-<<<<<<< HEAD
-    let mut groups = Vec::new();
-    for (path, backend, tcp) in [("unix", CommunicationBackend::Auto, false), ("tcp", CommunicationBackend::Tcp, true)]
-    {
-        let folder = temporary(&format!("{name}-{path}"))?;
-        groups.push((path, group(world_size, backend).await?, tcp, folder, Rounds::default(), Rounds::default()));
-=======
     let mut contenders = Vec::new();
     for way in [Way::Private, Way::Shared, Way::Unix, Way::Tcp] {
         let selected = options.wants(&format!("{name}_{}", way.name())) || options.wants(name);
@@ -423,7 +416,6 @@ async fn one_size(options: &Options, name: &str, world_size: u32, bytes: usize, 
             let (group, folder) = (group(world_size, way).await?, temporary(&format!("{name}-{}", way.name()))?);
             contenders.push(Contender { way, group, folder, ours: Rounds::default(), raw: Rounds::default() });
         }
->>>>>>> shm
     }
     let (mut of_gloo, mut sums) = (Rounds::default(), Vec::new());
     for _ in 0..options.rounds() {
