@@ -10,7 +10,7 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, ChildStdout, Command, ExitCode, Stdio};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
 use bytes::BytesMut;
@@ -26,6 +26,7 @@ use gym_group::prelude::*;
 use gym_group::{DType, Group, GroupOptions, LaunchSpec, Local, RankPlace, WorkerKind, Workers};
 use rustix::time::{ClockId, clock_gettime};
 use serde::{Deserialize, Serialize};
+use tokio::time::Instant;
 
 const LARGE: usize = 64 << 20;
 const SMALL: usize = 64;
@@ -204,7 +205,7 @@ impl RawRing {
         let until = Instant::now() + Duration::from_secs(30);
         let retry = |error: std::io::Error| -> Result<()> {
             ensure!(Instant::now() < until, "rank {after} does not listen: {error}");
-            std::thread::sleep(Duration::from_millis(2));
+            std::thread::park_timeout(Duration::from_millis(2));
             Ok(())
         };
         let (next, previous): (Box<dyn Socket>, Box<dyn Socket>) = if tcp {
