@@ -236,10 +236,13 @@ pub(crate) async fn an_operation_that_waits_tells_for_whom() {
     assert!(told.starts_with("waits in all_reduce 1 of meeting policy (epoch 1): ranks 0, 1, 3 have not"), "{told}");
     let mut registry = prometheus_client::registry::Registry::default();
     registry.register_collector(Box::new(group.metrics()));
-    let mut text = String::new();
-    prometheus_client::encoding::text::encode(&mut text, &registry).expect("encodes");
     let operations = r#"gym_collective_operations_total{group="policy",rank="0",operation="all_reduce",path=""#;
-    assert!(text.lines().any(|line| line.starts_with(operations) && line.ends_with(" 1")), "{text}");
+    until("the metrics have the first sum", || {
+        let mut text = String::new();
+        prometheus_client::encoding::text::encode(&mut text, &registry).expect("encodes");
+        text.lines().any(|line| line.starts_with(operations) && line.ends_with(" 1"))
+    })
+    .await;
     drop(other);
     group.kill(0).await.expect("kills");
     stop(&group).await;
