@@ -1,15 +1,16 @@
 //! One rank's side of a meeting: what the other ranks have sent, who has gone, and the first failure.
 
+mod failure;
+mod memory;
+mod report;
+
 use std::collections::{BTreeMap, VecDeque};
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::Duration;
 
 use bytes::Bytes;
-use futures_util::future::join_all;
-use gym_core::group::collective::{
-    Call, Collective, FirstCause, Meeting, Moving, WaitingOperation, different_calls, has, named,
-};
+use gym_core::group::collective::{Call, Collective, FirstCause, Meeting, different_calls};
 use gym_core::group::{COLLECTIVE_ROUTE, Rank};
 use gym_core::transport::Reply;
 use gym_core::{CallContext, Channel, Code, Error, Incarnation, Request, Response, Result, Route};
@@ -19,11 +20,8 @@ use tokio::time::Instant;
 use tokio_util::task::AbortOnDropHandle;
 
 use super::Registry;
-use super::shared::{self, SharedLane};
-use super::wire::{
-    AbortPacket, CallPacket, Called, Cause, ChunkPacket, Fetched, LeavePacket, OfferPacket, Packet, SharePacket,
-    Stream, chunks_max,
-};
+use super::shared::SharedLane;
+use super::wire::{AbortPacket, CallPacket, Called, Cause, ChunkPacket, LeavePacket, Packet, Stream, chunks_max};
 
 /// After a connection has closed, the time in which its peer, or another rank, may tell why.
 const TOLD_WITHIN: Duration = Duration::from_millis(5);
@@ -425,103 +423,6 @@ impl Room {
         answer(text(&Cause::of(&first)))
     }
 
-    // ---- shared memory ----
-
-    /// Returns the memory that the ranks share.
-    pub(super) fn shared(&self) -> Option<&SharedLane> {
-        self.shared.get()
-    }
-
-    /// Gets the memory that the first rank offers, on a thread that may block.
-    fn accept_offer(self: &Arc<Self>, packet: OfferPacket) -> Reply {
-        let (world_size, position) = (self.world_size(), self.position());
-        let deadline = gym_segment::deadline_in(SHARED_WITHIN);
-        let fetching =
-            self.runtime.spawn_blocking(move || shared::fetched(&packet.name, world_size, position, deadline));
-        let room = Arc::clone(self);
-        // A task, because whoever polls the answer has no runtime.
-        let answering = AbortOnDropHandle::new(self.runtime.spawn(async move {
-            let why = match fetching.await {
-                Ok(Ok(lane)) => {
-                    room.lock().offered = Some(lane);
-                    None
-                }
-                Ok(Err(error)) => Some(error.to_string()),
-                Err(error) => Some(error.to_string()),
-            };
-            Ok(Response::json(text(&Fetched { why })))
-        }));
-        let ended = |_| Error::not_started(Code::Unavailable, "the rank is ending");
-        Box::pin(async move { answering.await.map_err(ended)? })
-    }
-
-    /// Takes what the first rank says: whether all ranks have the memory.
-    fn share(&self, sharing: Result<(), String>) {
-        {
-            let mut state = self.lock();
-            let offered = state.offered.take();
-            if let (Ok(()), Some(lane)) = (&sharing, offered) {
-                drop(self.shared.set(lane));
-            }
-            state.sharing = Some(sharing);
-        }
-        self.changed.notify_waiters();
-    }
-
-    /// Agrees with the other ranks whether they share memory. The first one creates it, and decides.
-    ///
-    /// # Errors
-    /// The reason why they do not.
-    pub(super) async fn agree_on_memory(self: &Arc<Self>, shared_bytes: usize) -> Result<(), String> {
-        if self.position() == 0 {
-            let sharing = self.offer(shared_bytes).await;
-            let told = self.others().filter_map(|other| self.peer(other)).map(|peer| {
-                let packet = Packet::Share(SharePacket { to: peer.id, why: sharing.clone().err() });
-                async move { peer.ask(SHARED_WITHIN, &packet).await }
-            });
-            join_all(told).await;
-            self.share(sharing);
-        }
-        let failed = async {
-            self.cause.wait().await;
-            Err("the meeting has failed".to_owned())
-        };
-        tokio::select! { biased;
-            sharing = self.wait_until(|state| state.sharing.clone()) => sharing,
-            failed = failed => failed,
-        }
-    }
-
-    /// Creates the memory and offers it to all other ranks.
-    async fn offer(self: &Arc<Self>, shared_bytes: usize) -> Result<(), String> {
-        let world_size = self.world_size();
-        let text_of = |error: &dyn fmt::Display| error.to_string();
-        let created = self.runtime.spawn_blocking(move || shared::create(world_size, shared_bytes)).await;
-        let (lane, offer) = created.map_err(|error| text_of(&error))?.map_err(|error| text_of(&error))?;
-        let name = offer.name().to_owned();
-        let serving = self.runtime.spawn_blocking(move || {
-            offer.serve(world_size - 1, gym_segment::deadline_in(SHARED_WITHIN)).map_err(|error| error.to_string())
-        });
-        let fetched = self.others().filter_map(|other| Some((other, self.peer(other)?))).map(|(other, peer)| {
-            let packet = Packet::Offer(OfferPacket { to: peer.id, name: name.clone() });
-            async move {
-                let answer = peer.ask(SHARED_WITHIN, &packet).await;
-                let fetched = answer.and_then(|answer| serde_json::from_slice::<Fetched>(&answer).ok());
-                let why = fetched.map_or_else(|| Some("it does not answer".to_owned()), |fetched| fetched.why);
-                why.map_or(Ok(()), |why| Err(format!("rank {}: {why}", self.rank_at(other))))
-            }
-        });
-        let fetched: Result<(), String> = join_all(fetched).await.into_iter().collect();
-        if fetched.is_err() {
-            // Ends the offer, too.
-            lane.abort();
-        }
-        let served = serving.await.map_err(|error| text_of(&error))?;
-        fetched.and(served)?;
-        self.lock().offered = Some(lane);
-        Ok(())
-    }
-
     // ---- sending ----
 
     /// Sends a message to another rank, or puts it into this rank's own place. Returns when the transport has accepted it; `None` if the other rank
@@ -630,202 +531,6 @@ impl Room {
     fn forget_channel(&self, position: usize) {
         if let (Some(registry), Some(peer)) = (self.registry.upgrade(), self.peer(position)) {
             registry.forget_channel(self.rank_at(position), &peer.channel);
-        }
-    }
-
-    // ---- failure ----
-
-    /// Ends the meeting with a cause, unless it has failed. The lowest rank that lives decides which of several causes was the first, so that all ranks
-    /// have the same.
-    pub(super) fn fail(self: &Arc<Self>, why: Error) {
-        if std::mem::replace(&mut self.lock().failing, true) {
-            return;
-        }
-        if self.decider().is_some() {
-            drop(self.runtime.spawn(Arc::clone(self).agree(why)));
-        } else {
-            self.adopt(why);
-            self.tell(None);
-        }
-    }
-
-    /// Returns the lowest of the ranks that live; `None` if it is this one.
-    fn decider(&self) -> Option<(usize, Peer)> {
-        let position = self.living(0..self.position()).into_iter().next()?;
-        Some((position, self.peer(position)?.clone()))
-    }
-
-    /// Returns the positions of those ranks that have neither gone nor failed to answer.
-    fn living(&self, positions: impl IntoIterator<Item = usize>) -> Vec<usize> {
-        let state = self.lock();
-        let lives = |seat: &SeatState| seat.left.is_none() && seat.lost.is_none() && !seat.silent;
-        positions.into_iter().filter(|position| lives(&state.seats[*position])).collect()
-    }
-
-    /// Adopts what the lowest rank that lives decides. If that rank does not answer, others may be silent, too: all are asked at once, and the lowest
-    /// that answers decides. Otherwise two ranks that find two causes while it stands still would end with one each.
-    async fn agree(self: Arc<Self>, why: Error) {
-        for asks_all in [true, false] {
-            let Some((position, peer)) = self.decider() else { break };
-            if let Some(first) = self.ask_decider(&peer, &why).await {
-                return self.adopt(first);
-            }
-            self.lock().seats[position].silent = true;
-            if asks_all {
-                self.ask_where(&self.living(self.others())).await;
-            }
-        }
-        if self.cause.get().is_none() {
-            self.adopt(why);
-            self.tell(None);
-        }
-    }
-
-    async fn ask_decider(&self, peer: &Peer, why: &Error) -> Option<Error> {
-        let (from, cause) = (self.position(), Cause::of(why));
-        let packet = Packet::Abort(AbortPacket { to: peer.id, from, cause, decide: true });
-        let answer = peer.ask(ANSWER_WITHIN, &packet).await?;
-        Some(serde_json::from_slice::<Cause>(&answer).ok()?.into_error())
-    }
-
-    fn adopt(&self, why: Error) {
-        self.lock().failing = true;
-        if self.cause.get().is_none()
-            && let Some(registry) = self.registry.upgrade()
-        {
-            registry.count_abort();
-        }
-        self.cause.set(why);
-        if let Some(shared) = self.shared.get() {
-            shared.abort();
-        }
-        self.changed.notify_waiters();
-    }
-
-    /// Tells all other ranks the cause.
-    pub(super) fn tell(&self, except: Option<usize>) {
-        let (Some(peers), Some(first)) = (self.peers.get(), self.cause.get()) else { return };
-        let others = peers.iter().enumerate().filter(|(position, _)| Some(*position) != except);
-        let told = others.filter_map(|(_, peer)| peer.clone()).map(|peer| {
-            let (to, from, cause) = (peer.id, self.position(), Cause::of(&first));
-            (peer, Packet::Abort(AbortPacket { to, from, cause, decide: false }))
-        });
-        tell(&self.runtime, told.collect());
-    }
-
-    /// Ends the meeting because a call still waits at its deadline, or was cancelled. Asks those of the ranks that have not been heard to call it where
-    /// they are, or else all of them: the error names those that have not called it, and those that do not answer.
-    pub(super) async fn expire(
-        self: &Arc<Self>,
-        late: &Error,
-        subject: String,
-        place: Place,
-        has_called: impl Fn(Called) -> bool + Send,
-    ) {
-        let unheard = self.unheard(&self.lock(), place);
-        let asked: Vec<usize> = if unheard.is_empty() { self.others().collect() } else { unheard };
-        let (mut missing, mut silent): (Vec<Rank>, Vec<Rank>) = (Vec::new(), Vec::new());
-        for (position, called) in self.ask_where(&asked).await {
-            match called {
-                Some(called) if has_called(called) => {}
-                Some(_) => missing.push(self.rank_at(position)),
-                None => silent.push(self.rank_at(position)),
-            }
-        }
-        missing.sort_unstable();
-        silent.sort_unstable();
-        let mut why = late.message().to_owned();
-        if !missing.is_empty() {
-            why += &format!("; {} not called it", has(&missing));
-        }
-        if !silent.is_empty() {
-            let verb = if silent.len() == 1 { "does" } else { "do" };
-            let own = self.meeting.rank;
-            why += &format!("; {} {verb} not answer rank {own}: stopped, or cut off", named(&silent));
-        }
-        if missing.is_empty() && silent.is_empty() {
-            why += "; all ranks have called it, and it was not over";
-        }
-        self.fail(Error::unknown(late.code(), why).about(subject));
-    }
-
-    /// Asks ranks what they have called. One that does not answer takes no part in the agreement on the cause.
-    async fn ask_where(&self, positions: &[usize]) -> Vec<(usize, Option<Called>)> {
-        let own = self.position();
-        let asked = positions.iter().map(|position| async move {
-            if *position == own {
-                return (own, Some(self.lock().called_towards(own)));
-            }
-            let peer = self.peer(*position);
-            let answer = match peer {
-                Some(peer) => peer.ask(ANSWER_WITHIN, &Packet::Where { to: peer.id, from: own }).await,
-                None => None,
-            };
-            (*position, answer.and_then(|answer| serde_json::from_slice(&answer).ok()))
-        });
-        let answers = join_all(asked).await;
-        let mut state = self.lock();
-        let silent = answers.iter().filter(|(_, called)| called.is_none());
-        silent.for_each(|(position, _)| state.seats[*position].silent = true);
-        answers
-    }
-
-    // ---- what it tells of itself ----
-
-    /// Records that an operation begins.
-    pub(super) fn begin(&self, operation: Collective, place: Place, began: Instant) {
-        self.lock().running.push(Running { operation, place, began });
-    }
-
-    /// Records the end of an operation, and what it has moved, if it succeeded.
-    pub(super) fn ended(&self, operation: Collective, place: Place, moved: Option<&Moving>) {
-        self.lock().running.retain(|running| running.place != place);
-        if let (Some(moved), Some(registry)) = (moved, self.registry.upgrade()) {
-            let path = match place {
-                Place::Round(_) if self.shared.get().is_some() => "shm",
-                _ => self.path(),
-            };
-            registry.count(operation.name(), path, moved);
-        }
-    }
-
-    /// Returns the scheme or the transport over which the elements go.
-    fn path(&self) -> &'static str {
-        let next = self.others().next().and_then(|next| self.peer(next));
-        next.map_or("none", |peer| {
-            let path = peer.channel.path();
-            path.transport.map_or(path.scheme, |transport| transport.as_str())
-        })
-    }
-
-    /// Returns the operations under way.
-    pub(super) fn waiting(&self) -> Vec<WaitingOperation> {
-        let state = self.lock();
-        let waiting = state.running.iter().map(|running| {
-            let subject = self.meeting.subject(running.operation, running.place.number());
-            let elapsed = u64::try_from(running.began.elapsed().as_millis()).unwrap_or(u64::MAX);
-            let mut missing: Vec<Rank> =
-                self.unheard(&state, running.place).into_iter().map(|position| self.rank_at(position)).collect();
-            missing.sort_unstable();
-            WaitingOperation::new(subject, elapsed, missing)
-        });
-        waiting.collect()
-    }
-
-    /// Returns the positions that have not been heard to call an operation.
-    pub(super) fn unheard(&self, state: &State, place: Place) -> Vec<usize> {
-        match place {
-            // What was heard is taken when all have been.
-            Place::Round(number) if state.heard > number => Vec::new(),
-            Place::Round(_) if self.shared.get().is_some() => {
-                self.shared.get().map(SharedLane::behind).unwrap_or_default()
-            }
-            Place::Round(number) => {
-                let unheard = |position: &usize| Self::call_of(state, *position, Stream::Round, number).is_none();
-                self.others().filter(unheard).collect()
-            }
-            Place::Send { to, .. } => vec![to],
-            Place::Receive { from, .. } => vec![from],
         }
     }
 

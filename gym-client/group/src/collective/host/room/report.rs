@@ -1,0 +1,68 @@
+//! What a meeting tells of its operations.
+
+use gym_core::group::Rank;
+use gym_core::group::collective::{Collective, Moving, WaitingOperation};
+use tokio::time::Instant;
+
+use super::super::shared::SharedLane;
+use super::super::wire::Stream;
+use super::{Place, Room, Running, State};
+
+impl Room {
+    /// Records that an operation begins.
+    pub(in crate::collective::host) fn begin(&self, operation: Collective, place: Place, began: Instant) {
+        self.lock().running.push(Running { operation, place, began });
+    }
+
+    /// Records the end of an operation, and what it has moved, if it succeeded.
+    pub(in crate::collective::host) fn ended(&self, operation: Collective, place: Place, moved: Option<&Moving>) {
+        self.lock().running.retain(|running| running.place != place);
+        if let (Some(moved), Some(registry)) = (moved, self.registry.upgrade()) {
+            let path = match place {
+                Place::Round(_) if self.shared.get().is_some() => "shm",
+                _ => self.path(),
+            };
+            registry.count(operation.name(), path, moved);
+        }
+    }
+
+    /// Returns the scheme or the transport over which the elements go.
+    pub(super) fn path(&self) -> &'static str {
+        let next = self.others().next().and_then(|next| self.peer(next));
+        next.map_or("none", |peer| {
+            let path = peer.channel.path();
+            path.transport.map_or(path.scheme, |transport| transport.as_str())
+        })
+    }
+
+    /// Returns the operations under way.
+    pub(in crate::collective::host) fn waiting(&self) -> Vec<WaitingOperation> {
+        let state = self.lock();
+        let waiting = state.running.iter().map(|running| {
+            let subject = self.meeting.subject(running.operation, running.place.number());
+            let elapsed = u64::try_from(running.began.elapsed().as_millis()).unwrap_or(u64::MAX);
+            let mut missing: Vec<Rank> =
+                self.unheard(&state, running.place).into_iter().map(|position| self.rank_at(position)).collect();
+            missing.sort_unstable();
+            WaitingOperation::new(subject, elapsed, missing)
+        });
+        waiting.collect()
+    }
+
+    /// Returns the positions that have not been heard to call an operation.
+    pub(in crate::collective::host) fn unheard(&self, state: &State, place: Place) -> Vec<usize> {
+        match place {
+            // What was heard is taken when all have been.
+            Place::Round(number) if state.heard > number => Vec::new(),
+            Place::Round(_) if self.shared.get().is_some() => {
+                self.shared.get().map(SharedLane::behind).unwrap_or_default()
+            }
+            Place::Round(number) => {
+                let unheard = |position: &usize| Self::call_of(state, *position, Stream::Round, number).is_none();
+                self.others().filter(unheard).collect()
+            }
+            Place::Send { to, .. } => vec![to],
+            Place::Receive { from, .. } => vec![from],
+        }
+    }
+}
