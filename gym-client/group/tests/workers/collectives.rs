@@ -240,7 +240,7 @@ pub(crate) async fn an_operation_that_waits_tells_for_whom() {
     until("the metrics have the first sum", || {
         let mut text = String::new();
         prometheus_client::encoding::text::encode(&mut text, &registry).expect("encodes");
-        text.lines().any(|line| line.starts_with(operations) && line.ends_with(" 1"))
+        text.lines().any(|line| line.starts_with(operations) && line.ends_with(" 1.0"))
     })
     .await;
     drop(other);

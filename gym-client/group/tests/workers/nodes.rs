@@ -504,8 +504,10 @@ pub(crate) async fn killed_nodes_leave_no_orphan_and_no_second_incarnation() {
         );
         // Those that were not hit, too: on a busy machine, a rank may be found silent for a moment.
         until("all ranks serve", || group.worker_status().iter().all(|rank| rank.state == RankState::Healthy)).await;
-        let answered =
-            group.call(Describe, ()).deadline(LONG).await.unwrap_or_else(|error| panic!("seed {seed}: {error}"));
+        let answered = group.call(Describe, ()).deadline(LONG).await.unwrap_or_else(|error| {
+            let ends = group.worker_status().into_iter().map(|rank| (rank.rank, rank.incarnation, rank.last_error));
+            panic!("seed {seed}: {error}; {:?}", ends.collect::<Vec<_>>())
+        });
         assert_eq!(answered.into_values().len(), 4, "seed {seed}");
         let mut agents = agents.lock().await;
         match how {
