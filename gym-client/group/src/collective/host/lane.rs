@@ -138,15 +138,7 @@ async fn perform(room: &Arc<Room>, operation: Operation, place: Place, answers: 
     };
     let result = match moved {
         Ok(()) => Ok(Moving::new(bytes.max(memory.len()) as u64, began.elapsed())),
-        Err(Ended::Failed(cause)) => Err(cause),
-        Err(Ended::Late(late)) => {
-            expire(room, call.operation, place, &late).await;
-            Err(room.cause.wait().await)
-        }
-        Err(Ended::Own(error)) => {
-            room.fail(error.about(room.meeting.subject(call.operation, place.number())));
-            Err(room.cause.wait().await)
-        }
+        Err(ended) => Err(end(room, call.operation, place, ended).await),
     };
     room.ended(call.operation, place, result.as_ref().ok());
     completion.finish(memory.into_buffer(call.dtype), result);
@@ -202,12 +194,10 @@ async fn in_shared_memory(
     let (done, ended) = match ended {
         Ok(done) => (done, Ok(())),
         Err(ended) => {
-            if !matches!(ended, Ended::Failed(_)) {
-                // Not before the ranks behind this one are known.
-                end(room, call.operation, number, &ended).await;
-            }
+            // An abort hides which ranks are behind this one, so it comes after the cause.
+            let cause = end(room, call.operation, Place::Round(number), ended).await;
             shared.abort();
-            (done.await, Err(Ended::Failed(room.cause.wait().await)))
+            (done.await, Err(Ended::Failed(cause)))
         }
     };
     let Ok(Done { memory: back, result }) = done else {
@@ -246,16 +236,14 @@ async fn in_shared_memory(
     }
 }
 
-/// Begins to end the meeting because of an operation.
-async fn end(room: &Arc<Room>, operation: Collective, number: u64, ended: &Ended) {
+/// Ends the meeting because of an operation. Returns the first cause.
+async fn end(room: &Arc<Room>, operation: Collective, place: Place, ended: Ended) -> Error {
     match ended {
-        Ended::Failed(_) => {}
-        Ended::Late(late) => expire(room, operation, Place::Round(number), late).await,
-        Ended::Own(error) => {
-            let why = Error::unknown(error.code(), error.message().to_owned());
-            room.fail(why.about(room.meeting.subject(operation, number)));
-        }
+        Ended::Failed(cause) => return cause,
+        Ended::Late(late) => expire(room, operation, place, &late).await,
+        Ended::Own(error) => room.fail(error.about(room.meeting.subject(operation, place.number()))),
     }
+    room.cause.wait().await
 }
 
 /// Why an operation did not succeed.

@@ -37,10 +37,9 @@ use gym_core::{CallContext, Channel, Code, Error, Execution, Handler, Incarnatio
 use tokio::runtime::Handle;
 use tokio::sync::OnceCell;
 use tokio::time::Instant;
-use tokio_util::task::AbortOnDropHandle;
 
 use lane::{Lane, Operation};
-use room::{Peer, Place, Room, text};
+use room::{Peer, Place, Room, answer_of, text};
 use shared::Lent;
 use wire::{BUILD, Cause, Join, Joined, Packet};
 
@@ -197,10 +196,7 @@ impl Handler for HostCollectives {
             }
         };
         if let Packet::Join(join) = packet {
-            let answer = Arc::clone(&self.0).answer_join(request.context, join);
-            let answering = AbortOnDropHandle::new(self.0.runtime.spawn(answer));
-            let ended = |_| Error::not_started(Code::Unavailable, "the rank is ending");
-            return Box::pin(async move { answering.await.map_err(ended)? });
+            return answer_of(&self.0.runtime, Arc::clone(&self.0).answer_join(request.context, join));
         }
         let elements = request.message.segments.pop().unwrap_or_default();
         match self.0.room_of(&packet).and_then(|room| room.accept(packet, elements)) {

@@ -17,7 +17,7 @@ pub(super) struct SharedLane {
     segment: Arc<Segment>,
     position: usize,
     space: SharedSpace,
-    jobs: mpsc::Sender<Job>,
+    jobs: mpsc::SyncSender<Job>,
 }
 
 /// The memory of an operation.
@@ -104,7 +104,8 @@ pub(super) fn fetched(name: &str, world_size: usize, position: usize, deadline: 
 impl SharedLane {
     fn start(segment: &Arc<Segment>, position: usize) -> Result<Self> {
         let communicator = SegmentCommunicator::join(segment, position)?;
-        let (space, (jobs, queue)) = (communicator.space(), mpsc::channel());
+        // The lane of the rank waits for each operation before the next.
+        let (space, (jobs, queue)) = (communicator.space(), mpsc::sync_channel(1));
         let thread = std::thread::Builder::new().name("gym-collective".to_owned());
         let started = thread.spawn(move || run(communicator, &queue));
         started.map_err(|error| Error::internal("cannot start a thread for collective operations").caused_by(error))?;

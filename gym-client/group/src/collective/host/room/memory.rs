@@ -4,13 +4,12 @@ use std::fmt;
 use std::sync::Arc;
 
 use futures_util::future::join_all;
+use gym_core::Response;
 use gym_core::transport::Reply;
-use gym_core::{Code, Error, Response};
-use tokio_util::task::AbortOnDropHandle;
 
 use super::super::shared::{self, SharedLane};
 use super::super::wire::{Fetched, OfferPacket, Packet, SharePacket};
-use super::{Room, SHARED_WITHIN, State, text};
+use super::{Room, SHARED_WITHIN, State, answer_of, text};
 
 impl Room {
     /// Returns the memory that the ranks share.
@@ -25,8 +24,7 @@ impl Room {
         let fetching =
             self.runtime.spawn_blocking(move || shared::fetched(&packet.name, world_size, position, deadline));
         let room = Arc::clone(self);
-        // A task, because whoever polls the answer has no runtime.
-        let answering = AbortOnDropHandle::new(self.runtime.spawn(async move {
+        answer_of(&self.runtime, async move {
             let why = match fetching.await {
                 Ok(Ok(lane)) => {
                     room.lock().offered = Some(lane);
@@ -36,9 +34,7 @@ impl Room {
                 Err(error) => Some(error.to_string()),
             };
             Ok(Response::json(text(&Fetched { why })))
-        }));
-        let ended = |_| Error::not_started(Code::Unavailable, "the rank is ending");
-        Box::pin(async move { answering.await.map_err(ended)? })
+        })
     }
 
     /// Takes what the first rank says: whether all ranks have the memory.

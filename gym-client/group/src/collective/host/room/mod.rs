@@ -638,6 +638,13 @@ pub(super) fn answer(text: impl Into<Bytes>) -> Reply {
     Box::pin(async move { Ok(response) })
 }
 
+/// Answers with what a task returns, whichever thread polls the answer. Dropping the answer ends the task.
+pub(super) fn answer_of(runtime: &Handle, task: impl Future<Output = Result<Response>> + Send + 'static) -> Reply {
+    let answering = AbortOnDropHandle::new(runtime.spawn(task));
+    let ended = |_| Error::not_started(Code::Unavailable, "the rank is ending");
+    Box::pin(async move { answering.await.map_err(ended)? })
+}
+
 /// Answers at once, or when what was sent has been taken.
 fn answer_when(taken: Option<oneshot::Receiver<()>>) -> Reply {
     Box::pin(async move {

@@ -4,7 +4,6 @@ use gym_core::group::Rank;
 use gym_core::group::collective::{Collective, Moving, WaitingOperation};
 use tokio::time::Instant;
 
-use super::super::shared::SharedLane;
 use super::super::wire::Stream;
 use super::{Place, Room, Running, State};
 
@@ -19,7 +18,7 @@ impl Room {
         self.lock().running.retain(|running| running.place != place);
         if let (Some(moved), Some(registry)) = (moved, self.registry.upgrade()) {
             let path = match place {
-                Place::Round(_) if self.shared.get().is_some() => "shm",
+                Place::Round(_) if self.shared().is_some() => "shm",
                 _ => self.path(),
             };
             registry.count(operation.name(), path, moved);
@@ -54,13 +53,13 @@ impl Room {
         match place {
             // What was heard is taken when all have been.
             Place::Round(number) if state.heard > number => Vec::new(),
-            Place::Round(_) if self.shared.get().is_some() => {
-                self.shared.get().map(SharedLane::behind).unwrap_or_default()
-            }
-            Place::Round(number) => {
-                let unheard = |position: &usize| Self::call_of(state, *position, Stream::Round, number).is_none();
-                self.others().filter(unheard).collect()
-            }
+            Place::Round(number) => match self.shared() {
+                Some(shared) => shared.behind(),
+                None => {
+                    let unheard = |position: &usize| Self::call_of(state, *position, Stream::Round, number).is_none();
+                    self.others().filter(unheard).collect()
+                }
+            },
             Place::Send { to, .. } => vec![to],
             Place::Receive { from, .. } => vec![from],
         }
