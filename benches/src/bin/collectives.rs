@@ -2,7 +2,8 @@
 //! sockets in the same processes, beside Gloo (`--torch PYTHON`), and beside the sum of the same arrays in one process.
 //!
 //! The contenders take turns in every round. `_cpu` is the CPU time of all ranks for one operation, which decides: with few cores, wall time is that of the
-//! rank that another program has pushed aside. `_wall` is the time of the slowest rank after a barrier, and `_p50` of a tight loop.
+//! rank that another program has pushed aside. `_wall` is the time of the slowest rank after a barrier, and `_p50` of a tight loop. `_pinned`: every thread of
+//! rank r runs on core r.
 
 use std::io::{BufRead as _, BufReader, Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -24,6 +25,7 @@ use gym_group::collective::{Buffer, Collective, CommunicatorExt as _, Memory, Pe
 use gym_group::placement::CommunicationBackend;
 use gym_group::prelude::*;
 use gym_group::{DType, Group, GroupOptions, LaunchSpec, Local, RankPlace, WorkerKind, Workers};
+use rustix::thread::{CpuSet, Pid, sched_setaffinity};
 use rustix::time::{ClockId, clock_gettime};
 use serde::{Deserialize, Serialize};
 use tokio::time::Instant;
@@ -77,26 +79,39 @@ worker! {
             let (rank, world_size) = (env.rank as usize, env.world_size as usize);
             Ok(Self { rank, world_size, peers: env.peers, raw: Arc::default() })
         }
+        /// Keeps all threads on one core.
+        exclusive fn pin(&mut self, _: &CallContext, _: ()) -> gym_core::Result<()> {
+            let mut core = CpuSet::new();
+            core.set(self.rank);
+            let pinned = || -> Result<()> {
+                for thread in std::fs::read_dir("/proc/self/task")? {
+                    let id = thread?.file_name().to_string_lossy().parse()?;
+                    sched_setaffinity(Pid::from_raw(id), &core)?;
+                }
+                Ok(())
+            };
+            pinned().map_err(|error| Error::internal(format!("cannot run on core {}: {error:#}", self.rank)))
+        }
         /// Sums this many bytes, this often.
         exclusive async fn reduce(&mut self, cx: &CallContext, call: Payload<(usize, usize)>) -> gym_core::Result<Payload<Times>> {
             let ((bytes, count), data) = (call.value, self.peers.all(cx).await?);
-            let mut memory = numbers(bytes, self.rank);
             let sum = Collective::AllReduce(ReduceOp::Sum);
-            let moved = data.start(cx, sum, Buffer::host(DType::F32, memory)).await;
+            let moved = data.start(cx, sum, Buffer::host(DType::F32, numbers(bytes, self.rank))).await;
             moved.result?;
             check(moved.buffer.host_bytes().unwrap_or_default(), self.world_size)?;
-            memory = BytesMut::zeroed(bytes);
+            // The same memory, as the peers have: fresh memory has the kernel clear each page.
+            let mut buffer = moved.buffer;
+            buffer.host_bytes_mut().unwrap_or_default().fill(0);
             let (mut times, used) = (Times::default(), cpu());
             for _ in 0..count {
                 if bytes > 1 << 16 {
                     data.barrier(cx).await?;
                 }
                 let began = Instant::now();
-                let moved = data.start(cx, sum, Buffer::host(DType::F32, memory)).await;
+                let moved = data.start(cx, sum, buffer).await;
                 times.wall.push(began.elapsed().as_secs_f64());
                 moved.result?;
-                let Memory::Host(back) = moved.buffer.memory else { return Err(Error::internal("another memory came back")) };
-                memory = back;
+                buffer = moved.buffer;
             }
             data.barrier(cx).await?;
             times.cpu = cpu() - used;
@@ -303,6 +318,19 @@ impl Gloo {
         Ok(Self(ranks, said["torch"].as_str().unwrap_or_default().to_owned()))
     }
 
+    /// Keeps all threads of each rank on one core.
+    fn pin(&mut self) -> Result<()> {
+        self.all_reduce(SMALL, 1)?;
+        for (rank, (child, ..)) in self.0.iter().enumerate() {
+            let mut core = CpuSet::new();
+            core.set(rank);
+            for thread in std::fs::read_dir(format!("/proc/{}/task", child.id()))? {
+                sched_setaffinity(Pid::from_raw(thread?.file_name().to_string_lossy().parse()?), &core)?;
+            }
+        }
+        Ok(())
+    }
+
     fn all_reduce(&mut self, bytes: usize, count: usize) -> Result<Vec<Times>> {
         for (_, input, _) in &mut self.0 {
             writeln!(input, "{bytes} {count}")?;
@@ -397,8 +425,12 @@ async fn bench(options: Options) -> Result<()> {
     if !options.json {
         println!("# load average {:.1}; medians of {} rounds", measure::load_average(), options.rounds());
     }
-    for (name, world_size, bytes, count) in [("all_reduce_64MiB_4", 4, LARGE, 3), ("all_reduce_64B_2", 2, SMALL, 2_000)]
-    {
+    let cases = [
+        ("all_reduce_64MiB_4", 4, LARGE, 3),
+        ("all_reduce_64B_2", 2, SMALL, 2_000),
+        ("all_reduce_64B_2_pinned", 2, SMALL, 2_000),
+    ];
+    for (name, world_size, bytes, count) in cases {
         if options.wants(name) {
             one_size(&options, name, world_size, bytes, if options.quick { 1 } else { count }).await?;
         }
@@ -407,14 +439,22 @@ async fn bench(options: Options) -> Result<()> {
 }
 
 async fn one_size(options: &Options, name: &str, world_size: u32, bytes: usize, count: usize) -> Result<()> {
-    let tight = bytes <= 1 << 16;
+    let (tight, pinned) = (bytes <= 1 << 16, name.ends_with("_pinned"));
     let deadline = Duration::from_secs(120);
     let mut gloo = options.torch.as_deref().map(|python| Gloo::start(python, world_size)).transpose()?;
+    if let (true, Some(gloo)) = (pinned, &mut gloo) {
+        gloo.pin()?;
+    }
     let mut contenders = Vec::new();
     for way in [Way::Private, Way::Shared, Way::Unix, Way::Tcp] {
         let selected = options.wants(&format!("{name}_{}", way.name())) || options.wants(name);
         if selected && !(tight && way == Way::Shared) {
             let (group, folder) = (group(world_size, way).await?, temporary(&format!("{name}-{}", way.name()))?);
+            if pinned {
+                // One operation, so that every thread has started.
+                group.call(reducer::reduce, (bytes, 1)).deadline(deadline).await?;
+                group.call(reducer::pin, ()).deadline(deadline).await?;
+            }
             contenders.push(Contender { way, group, folder, ours: Rounds::default(), raw: Rounds::default() });
         }
     }

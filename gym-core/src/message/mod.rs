@@ -6,6 +6,7 @@ mod context;
 mod failure;
 pub mod frame;
 mod json;
+mod loan;
 mod metadata;
 mod request;
 mod response;
@@ -20,6 +21,7 @@ pub use context::{
 pub use failure::{FAILURE_METADATA, readable, shorten};
 pub use failure::{read as read_failure, write as write_failure};
 pub use json::{Edit, JsonError, JsonFields, RawObject, Rope, push_json_string};
+pub use loan::{Lender, Loan};
 pub use metadata::Metadata;
 pub use request::{PeerInfo, Request, Route, Verb};
 #[doc(hidden)]

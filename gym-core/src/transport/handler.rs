@@ -4,10 +4,11 @@ use std::fmt;
 use std::future::{Future, poll_fn};
 use std::sync::Arc;
 
+use bytes::Bytes;
 use futures_util::future::BoxFuture;
 
 use crate::base::error::{Code, Error, Result};
-use crate::message::{CallContext, Incarnation, Request, Response};
+use crate::message::{CallContext, Incarnation, Loan, Request, Response, Route};
 use crate::transport::INCARNATION_METADATA;
 
 /// Serves calls.
@@ -25,6 +26,16 @@ pub trait Handler: fmt::Debug + Send + Sync + 'static {
     fn only_waits(&self) -> bool {
         false
     }
+
+    /// Names the memory into which a segment of a request is received: called when the segment is about to arrive, with the request's route, its whole head, the
+    /// segment's index and its length. The segment of the request is then that memory, which comes back when the request and its parts are dropped, or when the
+    /// connection ends before all of it has arrived.
+    ///
+    /// The default is `None`: the transport provides memory. So it does where it must: for segments of a few KiB, for a loan of another length, and on paths
+    /// that receive into registered or the sender's memory.
+    fn place(&self, _route: &Route, _head: &Bytes, _segment: usize, _length: usize) -> Option<Loan> {
+        None
+    }
 }
 
 impl<H: Handler + ?Sized> Handler for Arc<H> {
@@ -34,6 +45,10 @@ impl<H: Handler + ?Sized> Handler for Arc<H> {
 
     fn only_waits(&self) -> bool {
         (**self).only_waits()
+    }
+
+    fn place(&self, route: &Route, head: &Bytes, segment: usize, length: usize) -> Option<Loan> {
+        (**self).place(route, head, segment, length)
     }
 }
 
@@ -160,5 +175,9 @@ impl<H: Handler> Handler for Fenced<H> {
             response.metadata.push(INCARNATION_METADATA, incarnation);
             Ok(response)
         })
+    }
+
+    fn place(&self, route: &Route, head: &Bytes, segment: usize, length: usize) -> Option<Loan> {
+        self.handler.place(route, head, segment, length)
     }
 }

@@ -9,6 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use bytes::Bytes;
+use gym_core::message::Loan;
 use gym_core::{Code, Error, Result};
 use tokio::time::Instant;
 
@@ -41,7 +42,7 @@ impl ReceiveBufferPool {
     /// Returns a buffer for `length` bytes.
     pub(crate) fn buffer(self: &Arc<Self>, length: usize) -> Result<ReceiveBuffer> {
         if length == 0 {
-            return Ok(ReceiveBuffer { pool: None, buffer: Vec::new(), start: 0, length });
+            return Ok(ReceiveBuffer::Own(OwnBuffer { pool: None, buffer: Vec::new(), start: 0, length }));
         }
         let needed = length + ALIGNMENT;
         if needed < POOLED_BYTES_MIN {
@@ -118,7 +119,14 @@ fn fresh(needed: usize) -> Result<Vec<u8>> {
 }
 
 /// A buffer that is being filled.
-pub(crate) struct ReceiveBuffer {
+pub(crate) enum ReceiveBuffer {
+    Own(OwnBuffer),
+    /// Memory that the receiver of the message has named.
+    Lent(Loan),
+}
+
+/// A buffer of this transport.
+pub(crate) struct OwnBuffer {
     pool: Option<Arc<ReceiveBufferPool>>,
     buffer: Vec<u8>,
     start: usize,
@@ -128,31 +136,41 @@ pub(crate) struct ReceiveBuffer {
 impl ReceiveBuffer {
     fn new(pool: Option<Arc<ReceiveBufferPool>>, buffer: Vec<u8>, length: usize) -> Self {
         let start = buffer.as_ptr().align_offset(ALIGNMENT).min(ALIGNMENT);
-        Self { pool, buffer, start, length }
+        Self::Own(OwnBuffer { pool, buffer, start, length })
     }
 
     pub(crate) fn len(&self) -> usize {
-        self.length
+        match self {
+            Self::Own(own) => own.length,
+            Self::Lent(loan) => loan.as_ref().len(),
+        }
     }
 
     /// Returns the bytes from `at` on.
     pub(crate) fn from(&mut self, at: usize) -> &mut [u8] {
-        &mut self.buffer[self.start + at..self.start + self.length]
+        match self {
+            Self::Own(OwnBuffer { buffer, start, length, .. }) => &mut buffer[*start + at..*start + *length],
+            Self::Lent(loan) => &mut loan.as_mut()[at..],
+        }
     }
 
-    /// Returns the filled buffer. It goes back to the pool when its last slice is dropped.
+    /// Returns the filled buffer. It goes back to the pool, or to its lender, when its last slice is dropped.
     pub(crate) fn freeze(self) -> Bytes {
-        if self.length == 0 { Bytes::new() } else { Bytes::from_owner(self) }
+        match self {
+            Self::Own(own) if own.length == 0 => Bytes::new(),
+            Self::Own(own) => Bytes::from_owner(own),
+            Self::Lent(loan) => loan.into_bytes(),
+        }
     }
 }
 
-impl AsRef<[u8]> for ReceiveBuffer {
+impl AsRef<[u8]> for OwnBuffer {
     fn as_ref(&self) -> &[u8] {
         &self.buffer[self.start..self.start + self.length]
     }
 }
 
-impl Drop for ReceiveBuffer {
+impl Drop for OwnBuffer {
     fn drop(&mut self) {
         if let Some(pool) = self.pool.take() {
             pool.put_back(std::mem::take(&mut self.buffer));

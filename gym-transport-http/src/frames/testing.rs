@@ -28,13 +28,13 @@ pub fn read_frames(bytes: &[u8], limits: &MessageLimits, at_a_time: usize) -> Re
                         FrameKind::Request => drop(RequestHeader::read(start.header)?),
                         _ => drop(ResponseHeader::read(start.header)?),
                     }
-                    decoder.keep()?;
+                    decoder.keep();
                 }
                 Event::Complete(message) => {
                     complete += message.head.len() + message.segments.iter().map(bytes::Bytes::len).sum::<usize>();
                 }
                 Event::Failed(_, reason) => drop(read_failed(reason)?),
-                Event::Cancel(_) | Event::Heartbeat | Event::Drain => {}
+                Event::Segment(_) | Event::Cancel(_) | Event::Heartbeat | Event::Drain => {}
             }
         }
         let space = decoder.space();

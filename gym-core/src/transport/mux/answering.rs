@@ -21,8 +21,7 @@ use super::sender::{Flush, MessageSender};
 use super::waiting::{Abandon, Respond, WaitingCall};
 use crate::base::cancel::CancelToken;
 use crate::base::error::{Code, Error, Result};
-use crate::message::PeerInfo;
-use crate::message::Response;
+use crate::message::{Loan, PeerInfo, Response};
 use crate::transport::Handler;
 
 /// Number of unread replies that are tolerated beyond twice the peer's concurrent calls. Twice, because a caller that cancels may
@@ -139,6 +138,12 @@ impl<O: MessageSender> AnsweringEnd<O> {
                 Ok(false)
             }
         }
+    }
+
+    /// Returns the memory into which the handler wants a segment of a request that was admitted, if it names any of that length.
+    #[must_use]
+    pub fn place(&self, header: &RequestHeader, head: &Bytes, segment: usize, length: usize) -> Option<Loan> {
+        self.handler.place(&header.route, head, segment, length).filter(|loan| loan.as_ref().len() == length)
     }
 
     /// Passes a complete request to the handler before it returns, so the order of these calls is the order of arrival.

@@ -8,6 +8,7 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use gym_core::Result;
+use gym_core::message::Loan;
 use gym_core::message::frame::{Lengths, MessageLimits};
 use gym_core::transport::mux::malformed;
 
@@ -25,6 +26,9 @@ pub(crate) enum Event {
     Handshake(Bytes),
     /// The start of a message. The message is skipped unless [`Decoder::keep`] is called before the next event.
     Start(MessageStart),
+    /// A large segment of a kept request is about to arrive. It is received into memory of the pool, unless [`Decoder::place`] is called before the next
+    /// event.
+    Segment(SegmentStart),
     /// The kept message is complete.
     Complete(CompleteMessage),
     Cancel(u64),
@@ -42,6 +46,15 @@ pub(crate) struct MessageStart {
     pub(crate) header: Bytes,
     /// Number of bytes of its head and segments.
     pub(crate) total: usize,
+}
+
+/// The start of a segment.
+#[derive(Debug)]
+pub(crate) struct SegmentStart {
+    /// The head of its message, whole.
+    pub(crate) head: Bytes,
+    pub(crate) segment: usize,
+    pub(crate) length: usize,
 }
 
 /// A complete message.
@@ -78,6 +91,10 @@ struct PartialMessage {
     lengths: Lengths,
     left: usize,
     keep: bool,
+    /// Whether the receiver is asked where its large segments are to go.
+    asks: bool,
+    /// The answer for the next segment.
+    asked: Option<Option<Loan>>,
     /// Complete parts: the head, then the segments.
     parts: Vec<Bytes>,
     buffer: Option<ReceiveBuffer>,
@@ -85,23 +102,32 @@ struct PartialMessage {
 }
 
 impl PartialMessage {
-    /// Freezes the full part and allocates the buffer of the next one.
-    fn settle(&mut self, pool: &Arc<ReceiveBufferPool>) -> Result<()> {
+    /// Freezes the full part and allocates the buffer of the next one. Returns a segment whose place must be asked for first.
+    fn settle(&mut self, pool: &Arc<ReceiveBufferPool>) -> Result<Option<SegmentStart>> {
         loop {
             match self.buffer.take() {
                 Some(buffer) if self.filled < buffer.len() => {
                     self.buffer = Some(buffer);
-                    return Ok(());
+                    return Ok(None);
                 }
                 Some(buffer) => {
                     self.parts.push(buffer.freeze());
                     self.filled = 0;
                 }
+                None if self.parts.is_empty() => self.buffer = Some(pool.buffer(self.lengths.head)?),
                 None if self.parts.len() <= self.lengths.segments.len() => {
-                    let next = self.parts.len().checked_sub(1).map(|segment| self.lengths.segments[segment]);
-                    self.buffer = Some(pool.buffer(next.unwrap_or(self.lengths.head))?);
+                    let segment = self.parts.len() - 1;
+                    let length = self.lengths.segments[segment];
+                    if self.asks && length >= DIRECT_BYTES_MIN && self.asked.is_none() {
+                        self.asked = Some(None);
+                        return Ok(Some(SegmentStart { head: self.parts[0].clone(), segment, length }));
+                    }
+                    self.buffer = Some(match self.asked.take().flatten() {
+                        Some(loan) => ReceiveBuffer::Lent(loan),
+                        None => pool.buffer(length)?,
+                    });
                 }
-                None => return Ok(()),
+                None => return Ok(None),
             }
         }
     }
@@ -187,11 +213,18 @@ impl Decoder {
     }
 
     /// Keeps the message whose start was the last event.
-    pub(crate) fn keep(&mut self) -> Result<()> {
-        let Some(partial) = &mut self.partial else { return Ok(()) };
-        partial.keep = true;
-        partial.parts.reserve_exact(1 + partial.lengths.segments.len());
-        partial.settle(&self.pool)
+    pub(crate) fn keep(&mut self) {
+        if let Some(partial) = &mut self.partial {
+            partial.keep = true;
+            partial.parts.reserve_exact(1 + partial.lengths.segments.len());
+        }
+    }
+
+    /// Receives the segment whose start was the last event into this memory, which has its length.
+    pub(crate) fn place(&mut self, memory: Option<Loan>) {
+        if let Some(partial) = &mut self.partial {
+            partial.asked = Some(memory);
+        }
     }
 
     /// Returns the next event of the bytes so far; `None` if more bytes are needed.
@@ -216,8 +249,10 @@ impl Decoder {
                 }
                 Stage::Body => {
                     let Some(partial) = &mut self.partial else { return Err(malformed("a body without a message")) };
-                    if partial.keep {
-                        partial.settle(&self.pool)?;
+                    if partial.keep
+                        && let Some(start) = partial.settle(&self.pool)?
+                    {
+                        return Ok(Some(Event::Segment(start)));
                     }
                     if partial.left == 0 {
                         self.stage = Stage::Frame;
@@ -290,6 +325,8 @@ impl Decoder {
             lengths,
             left: total,
             keep: false,
+            asks: head.kind == FrameKind::Request,
+            asked: None,
             parts: Vec::new(),
             buffer: None,
             filled: 0,

@@ -107,8 +107,12 @@ fn take_event(
             let read = RequestHeader::read(start.header)?;
             if end.on_opening(start.call, &read, start.total)? {
                 *header = Some(read);
-                decoder.keep()?;
+                decoder.keep();
             }
+        }
+        Event::Segment(start) => {
+            let header = header.as_ref().ok_or_else(|| malformed("a segment without its beginning"))?;
+            decoder.place(end.place(header, &start.head, start.segment, start.length));
         }
         Event::Complete(message) => {
             let header = header.take().ok_or_else(|| malformed("a request without its beginning"))?;

@@ -97,7 +97,7 @@ fn take_event(end: &End, decoder: &mut Decoder, header: &mut Option<ResponseHead
         Event::Start(start) if start.kind == FrameKind::Response => {
             if end.on_opening(start.call, start.total)? {
                 *header = Some(ResponseHeader::read(start.header)?);
-                decoder.keep()?;
+                decoder.keep();
             }
         }
         Event::Complete(message) => {
@@ -107,7 +107,7 @@ fn take_event(end: &End, decoder: &mut Decoder, header: &mut Option<ResponseHead
         Event::Failed(call, reason) => end.on_failed(call, reason)?,
         Event::Drain => end.on_drain(),
         Event::Heartbeat => {}
-        Event::Handshake(_) | Event::Start(_) | Event::Cancel(_) => {
+        Event::Handshake(_) | Event::Start(_) | Event::Segment(_) | Event::Cancel(_) => {
             return Err(malformed(format!("{event:?} is not for a caller")));
         }
     }

@@ -12,6 +12,7 @@ use gym_core::transport::mux::{CapacityPermit, Flush, MessageSender, RequestHead
 use gym_core::{Code, Message, Response, Status};
 use proptest::prelude::*;
 
+use super::places::Shelf;
 use super::{request_frame, request_header, response_frame};
 use crate::frames::buffers::ReceiveBufferPool;
 use crate::frames::codec::decoder::{Decoder, Event};
@@ -97,14 +98,20 @@ fn decode(bytes: &[u8], at_a_time: usize, mut take: impl FnMut(&mut Decoder, Eve
 
 /// Returns the kept messages, and the number of skipped ones.
 fn messages(bytes: &[u8], at_a_time: usize, keep: impl Fn(u64) -> bool) -> Vec<(u64, Message)> {
-    let mut landed = Vec::new();
+    let (mut landed, mut lent) = (Vec::new(), 0);
     let at_rest = decode(bytes, at_a_time, |decoder, event| match event {
         Event::Start(start) => {
             RequestHeader::read(start.header).unwrap();
             if keep(start.call) {
-                decoder.keep().unwrap();
+                decoder.keep();
             }
         }
+        // Every other one lands in memory of the receiver.
+        Event::Segment(start) if start.segment % 2 == 0 => {
+            lent += 1;
+            decoder.place(Shelf::new(&[start.length]).lend(0));
+        }
+        Event::Segment(_) => {}
         Event::Complete(message) => {
             let (head, segments) = (message.head.into(), message.segments);
             landed.push((message.call, Message { content_type: ContentType::Json, head, segments }));
@@ -112,6 +119,9 @@ fn messages(bytes: &[u8], at_a_time: usize, keep: impl Fn(u64) -> bool) -> Vec<(
         other => panic!("{other:?}"),
     });
     assert!(at_rest.unwrap(), "nothing is left over");
+    let direct =
+        |(_, message): &(u64, Message)| message.segments.iter().step_by(2).filter(|part| part.len() >= 4_096).count();
+    assert_eq!(lent, landed.iter().map(direct).sum::<usize>(), "the receiver is asked for each large segment");
     landed
 }
 
@@ -210,11 +220,12 @@ async fn what_is_urgent_goes_between_the_chunks_and_no_message_overtakes_another
     let at_rest = decode(&wire, usize::MAX, |decoder, event| {
         seen.push(match event {
             Event::Start(start) => {
-                decoder.keep().unwrap();
+                decoder.keep();
                 format!("opening {}", start.call)
             }
             Event::Complete(message) => format!("landed {}", message.call),
             Event::Cancel(call) => format!("cancel {call}"),
+            Event::Segment(_) => return,
             other => panic!("{other:?}"),
         });
     });
@@ -233,7 +244,7 @@ async fn held_messages_are_written_together_when_one_may_not_wait_or_their_time_
         let mut seen = Vec::new();
         let wire = std::mem::take(&mut sink.wire.lock().unwrap().bytes);
         decode(&wire, usize::MAX, |decoder, event| match event {
-            Event::Start(_) => decoder.keep().unwrap(),
+            Event::Start(_) => decoder.keep(),
             Event::Complete(message) => seen.push(message.call),
             other => panic!("{other:?}"),
         })
@@ -301,9 +312,10 @@ async fn a_request_that_has_not_begun_is_taken_back_and_one_that_has_is_cancelle
     let wire = sink.wire.lock().unwrap().bytes.clone();
     let mut seen = Vec::new();
     decode(&wire, 70_000, |decoder, event| match event {
-        Event::Start(_) => decoder.keep().unwrap(),
+        Event::Start(_) => decoder.keep(),
         Event::Complete(message) => seen.push(("landed", message.call)),
         Event::Cancel(call) => seen.push(("cancel", call)),
+        Event::Segment(_) => {}
         other => panic!("{other:?}"),
     })
     .unwrap();

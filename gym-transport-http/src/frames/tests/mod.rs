@@ -3,6 +3,7 @@
 mod bytes;
 mod capacity;
 mod endings;
+mod places;
 
 use std::sync::Arc;
 use std::time::Duration;

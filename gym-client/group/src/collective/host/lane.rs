@@ -15,6 +15,7 @@ use tokio_util::task::AbortOnDropHandle;
 use tracing::Instrument as _;
 
 use super::answers::Answers;
+use super::pieces::OperationMemory;
 use super::room::{Place, Room, State};
 use super::shared::{Done, Lent, SharedLane};
 use super::wire::Called;
@@ -121,11 +122,13 @@ async fn perform(room: &Arc<Room>, operation: Operation, place: Place, answers: 
     let moved = match (place, room.shared()) {
         (Place::Round(number), Some(shared)) => in_shared_memory(room, shared, &cx, call, number, &mut memory).await,
         _ => {
-            let (mut private, shared) = match std::mem::take(&mut memory) {
+            let (private, shared) = match std::mem::take(&mut memory) {
                 Lent::Private(bytes) => (bytes, None),
                 Lent::Shared(shared) => (BytesMut::from(&shared[..]), Some(shared)),
             };
-            let moved = over_channels(room, &cx, call, place, &mut private, answers).await;
+            let mut held = OperationMemory::new(private);
+            let moved = over_channels(room, &cx, call, place, &mut held, answers).await;
+            let private = if moved.is_ok() { held.whole } else { held.give_up().await };
             memory = match shared {
                 Some(mut shared) if shared.len() == private.len() => {
                     shared.copy_from_slice(&private);
@@ -149,7 +152,7 @@ async fn over_channels(
     cx: &CallContext,
     call: Call,
     place: Place,
-    memory: &mut BytesMut,
+    memory: &mut OperationMemory,
     answers: &mut Answers,
 ) -> Result<(), Ended> {
     let moving = async {

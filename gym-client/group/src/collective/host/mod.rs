@@ -10,6 +10,7 @@
 mod answers;
 mod lane;
 mod pair;
+mod pieces;
 mod ring;
 mod room;
 mod shared;
@@ -21,7 +22,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
 use async_trait::async_trait;
-use bytes::BytesMut;
+use bytes::{Bytes, BytesMut};
 use futures_util::StreamExt as _;
 use futures_util::future::BoxFuture;
 use futures_util::stream::FuturesUnordered;
@@ -32,8 +33,9 @@ use gym_core::group::collective::{
     has, identities,
 };
 use gym_core::group::{DType, Rank};
+use gym_core::message::Loan;
 use gym_core::transport::ConnectOptions;
-use gym_core::{CallContext, Channel, Code, Error, Execution, Handler, Incarnation, Request, Response, Result};
+use gym_core::{CallContext, Channel, Code, Error, Execution, Handler, Incarnation, Request, Response, Result, Route};
 use tokio::runtime::Handle;
 use tokio::sync::OnceCell;
 use tokio::time::Instant;
@@ -207,6 +209,14 @@ impl Handler for HostCollectives {
 
     fn only_waits(&self) -> bool {
         true
+    }
+
+    fn place(&self, _: &Route, head: &Bytes, _: usize, _: usize) -> Option<Loan> {
+        let packet: Packet = serde_json::from_slice(head).ok()?;
+        match (&packet, self.0.room_of(&packet)) {
+            (Packet::Chunk(chunk), Ok(room)) => room.place(chunk),
+            _ => None,
+        }
     }
 }
 

@@ -7,8 +7,9 @@ use gym_core::group::collective::Call;
 use gym_core::{CallContext, Response, Result};
 
 use super::answers::Answers;
-use super::room::{Room, State, differ};
-use super::wire::{CHUNK_BYTES, CallPacket, ChunkPacket, Packet, SMALL_BYTES, Stream, WINDOW};
+use super::pieces::{OperationMemory, chunks_of};
+use super::room::{Expected, Expecting, Room, State, differ};
+use super::wire::{CallPacket, ChunkPacket, Packet, SMALL_BYTES, Stream, WINDOW};
 
 /// Sends a buffer, and waits until it was received.
 pub(super) async fn send(
@@ -17,12 +18,13 @@ pub(super) async fn send(
     call: Call,
     to: usize,
     number: u64,
-    memory: &[u8],
+    memory: &mut OperationMemory,
     answers: &mut Answers,
 ) -> Result<()> {
     let from = room.position();
-    let small = memory.len() <= SMALL_BYTES;
-    let elements = if small { Bytes::copy_from_slice(memory) } else { Bytes::new() };
+    let length = memory.whole.len();
+    let small = length <= SMALL_BYTES;
+    let elements = if small { Bytes::copy_from_slice(&memory.whole) } else { Bytes::new() };
     let packet = |to| Packet::Call(CallPacket { to, from, stream: Stream::Pair, number, call });
     let taken = room.send(cx, to, packet, Some(elements)).await;
     let sending = async {
@@ -36,14 +38,16 @@ pub(super) async fn send(
             std::future::pending::<()>().await;
         }
         if !small {
-            for (at, chunk) in memory.chunks(CHUNK_BYTES).enumerate() {
-                let at = at as u64;
-                let packet =
-                    |to| Packet::Chunk(ChunkPacket { to, from, stream: Stream::Pair, number, at, waits: true });
+            let pieces = memory.cut(chunks_of(length));
+            for at in 0..pieces.count() {
+                let packet = |to| {
+                    Packet::Chunk(ChunkPacket { to, from, stream: Stream::Pair, number, at: at as u64, waits: true })
+                };
                 answers.at_most(room, WINDOW - 1).await;
-                answers.add(to, room.send(cx, to, packet, Some(Bytes::copy_from_slice(chunk))).await);
+                answers.add(to, room.send(cx, to, packet, Some(pieces.send(at).await)).await);
             }
             answers.at_most(room, 0).await;
+            memory.join().await;
         }
     };
     let absent = room.wait_until(|state: &mut State| room.absent(state, to, number, |left| left.receives));
@@ -54,7 +58,13 @@ pub(super) async fn send(
 }
 
 /// Receives a buffer.
-pub(super) async fn receive(room: &Arc<Room>, call: Call, from: usize, number: u64, memory: &mut [u8]) -> Result<()> {
+pub(super) async fn receive(
+    room: &Arc<Room>,
+    call: Call,
+    from: usize,
+    number: u64,
+    memory: &mut OperationMemory,
+) -> Result<()> {
     let announced = room.wait_until(|state: &mut State| {
         let announced = Room::take_call(state, from, Stream::Pair, number);
         announced.map(Ok).or_else(|| room.absent(state, from, number, |left| left.sends).map(Err))
@@ -63,13 +73,19 @@ pub(super) async fn receive(room: &Arc<Room>, call: Call, from: usize, number: u
     if !announced.call.agrees_with(&call) {
         return Err(differ(room, call, from, announced.call));
     }
-    let elements = announced.take();
-    if memory.len() <= SMALL_BYTES {
-        memory.copy_from_slice(&elements);
+    if memory.whole.len() <= SMALL_BYTES {
+        memory.whole.copy_from_slice(&announced.take());
         return Ok(());
     }
-    for (at, place) in memory.chunks_mut(CHUNK_BYTES).enumerate() {
-        place.copy_from_slice(&room.chunk(from, Stream::Pair, number, at as u64).await?);
+    let pieces = memory.cut(chunks_of(memory.whole.len()));
+    let places = (0..pieces.count()).map(Some).collect();
+    let _expecting = Expecting::new(room, from, Stream::Pair, Expected { number, pieces: pieces.clone(), places });
+    // The chunks follow this.
+    drop(announced.take());
+    for at in 0..pieces.count() {
+        let chunk = room.chunk(from, Stream::Pair, number, at as u64, pieces.length(at)).await?;
+        pieces.receive(at, &chunk).await;
     }
+    memory.join().await;
     Ok(())
 }

@@ -20,7 +20,8 @@ use gym_core::group::collective::{Call, Collective, ReduceOp};
 use gym_core::{CallContext, Result};
 
 use super::answers::Answers;
-use super::room::{Room, State, differ};
+use super::pieces::{OperationMemory, Pieces, chunks_of};
+use super::room::{Expected, Expecting, Room, State, differ};
 use super::wire::{CHUNK_BYTES, CallPacket, ChunkPacket, GROUP, Packet, SMALL_BYTES, Stream, WINDOW};
 
 /// One collective operation, as one rank performs it.
@@ -33,31 +34,59 @@ struct Round<'r> {
     received: Vec<u64>,
 }
 
-/// What is under way of a reduction: some chunks of every slice.
-struct Part {
+/// A reduction, and how its memory is cut: each slice in chunks.
+struct Slices {
     reduction: Reduction,
-    slices: Vec<Range<usize>>,
     /// The bytes of an element, and of a partial result.
     size: usize,
     wide: usize,
-    /// The first element of each slice.
+    /// The pieces of each slice.
+    pieces: Vec<Range<usize>>,
+    /// The bytes of each piece.
+    lengths: Vec<usize>,
+}
+
+/// Some chunks of every slice, which are under way together.
+#[derive(Clone, Copy)]
+struct Group<'s> {
+    slices: &'s Slices,
     first: usize,
 }
 
 /// The chunks of one slice that are under way.
 type Chunks = [Bytes; GROUP];
 
-impl Part {
-    /// Returns the elements of a chunk.
-    fn chunk(&self) -> usize {
-        CHUNK_BYTES / self.wide
+impl Slices {
+    fn new(call: Call, op: ReduceOp, world_size: usize) -> Result<Self> {
+        let reduction = Reduction::new(call.dtype, op)?;
+        let (size, wide) = (call.dtype.size(), reduction.partial_dtype().size());
+        let chunk = CHUNK_BYTES / wide * size;
+        let (mut pieces, mut lengths) = (Vec::with_capacity(world_size), Vec::new());
+        for position in 0..world_size {
+            let (first, bytes) = (lengths.len(), bytes_of(call, world_size, position).len());
+            lengths.extend((0..bytes).step_by(chunk).map(|start| chunk.min(bytes - start)));
+            pieces.push(first..lengths.len());
+        }
+        Ok(Self { reduction, size, wide, pieces, lengths })
     }
 
-    /// Returns the bytes of a chunk of a slice; none, if the slice is shorter.
-    fn bytes(&self, slice: usize, at: usize) -> Range<usize> {
-        let slice = &self.slices[slice];
-        let start = (slice.start + self.first + at * self.chunk()).min(slice.end);
-        start * self.size..(start + self.chunk()).min(slice.end) * self.size
+    /// Returns `true` if partial results are elements, so that they can take the place of what was added last.
+    fn adds_in_place(&self) -> bool {
+        self.size == self.wide
+    }
+
+    fn groups(&self) -> impl Iterator<Item = Group<'_>> {
+        let longest = self.pieces.iter().map(ExactSizeIterator::len).max().unwrap_or_default();
+        (0..longest).step_by(GROUP).map(|first| Group { slices: self, first })
+    }
+}
+
+impl Group<'_> {
+    /// Returns the pieces of a slice, each with its place among the chunks.
+    fn of(self, slice: usize) -> impl Iterator<Item = (usize, usize)> {
+        let pieces = &self.slices.pieces[slice];
+        let start = (pieces.start + self.first).min(pieces.end);
+        (start..(start + GROUP).min(pieces.end)).enumerate()
     }
 }
 
@@ -67,10 +96,11 @@ pub(super) async fn round(
     cx: &CallContext,
     call: Call,
     number: u64,
-    memory: &mut BytesMut,
+    held: &mut OperationMemory,
     answers: &mut Answers,
 ) -> Result<()> {
     let mut round = Round { room, cx, number, sent: Vec::new(), received: Vec::new() };
+    let memory = &mut held.whole;
     let (own, small) = (room.position(), memory.len() <= SMALL_BYTES);
     let root = match call.operation {
         Collective::Broadcast { root } => room.meeting.position_of(root),
@@ -83,7 +113,8 @@ pub(super) async fn round(
     match (call.operation, root) {
         (Collective::AllGather, _) => {
             heard[own] = Some((call, elements));
-            round.gather(heard, memory, call.dtype.size(), answers).await
+            *memory = round.gather(heard, memory, call.dtype.size(), answers).await?;
+            Ok(())
         }
         (Collective::AllReduce(op), _) if small => {
             let parts = Parts::of(heard, own);
@@ -98,10 +129,10 @@ pub(super) async fn round(
             keep_slice(memory, bytes_of(call, room.world_size(), own));
             Ok(())
         }
-        (Collective::AllReduce(op), _) => round.reduce(call, op, true, memory, answers).await,
+        (Collective::AllReduce(op), _) => round.reduce(call, op, true, held, answers).await,
         (Collective::ReduceScatter(op), _) => {
-            round.reduce(call, op, false, memory, answers).await?;
-            keep_slice(memory, bytes_of(call, room.world_size(), own));
+            round.reduce(call, op, false, held, answers).await?;
+            keep_slice(&mut held.whole, bytes_of(call, room.world_size(), own));
             Ok(())
         }
         (Collective::Broadcast { .. }, Some(root)) if small => {
@@ -110,7 +141,7 @@ pub(super) async fn round(
             }
             Ok(())
         }
-        (Collective::Broadcast { .. }, Some(root)) => round.broadcast(root, memory, answers).await,
+        (Collective::Broadcast { .. }, Some(root)) => round.broadcast(root, held, answers).await,
         _ => Ok(()),
     }
 }
@@ -223,9 +254,9 @@ impl Round<'_> {
         answers.add(to, self.room.send(self.cx, to, packet, Some(elements)).await);
     }
 
-    async fn receive(&mut self, from: usize) -> Result<Bytes> {
+    async fn receive(&mut self, from: usize, length: usize) -> Result<Bytes> {
         let at = count(&mut self.received, from);
-        self.room.chunk(from, Stream::Round, self.number, at).await
+        self.room.chunk(from, Stream::Round, self.number, at, length).await
     }
 
     /// Reduces a large buffer. With `gather`, every rank gets the whole result; otherwise each has only its own slice.
@@ -234,187 +265,192 @@ impl Round<'_> {
         call: Call,
         op: ReduceOp,
         gather: bool,
-        memory: &mut [u8],
+        held: &mut OperationMemory,
         answers: &mut Answers,
     ) -> Result<()> {
-        let world_size = self.room.world_size();
-        let reduction = Reduction::new(call.dtype, op)?;
-        let slices = (0..world_size).map(|position| slice_of(call.elements, world_size, position)).collect();
-        let mut part =
-            Part { reduction, slices, size: call.dtype.size(), wide: reduction.partial_dtype().size(), first: 0 };
-        let longest = part.slices.iter().map(ExactSizeIterator::len).max().unwrap_or_default();
-        while part.first < longest {
-            let mut chunks = if part.wide == part.size {
-                self.add_round_the_ring(&part, memory, answers).await?
+        let slices = Slices::new(call, op, self.room.world_size())?;
+        let pieces = held.cut(slices.lengths.iter().copied());
+        let room = Arc::clone(self.room);
+        let _expecting = gather.then(|| {
+            let expected =
+                Expected { number: self.number, pieces: pieces.clone(), places: self.places_of_previous(&slices) };
+            Expecting::new(&room, self.previous(), Stream::Round, expected)
+        });
+        for group in slices.groups() {
+            if slices.adds_in_place() {
+                self.add_round_the_ring(group, &pieces, answers).await?;
             } else {
-                self.add_at_the_owner(&part, memory, answers).await?
-            };
-            if gather {
-                self.spread(&part, &mut chunks, memory, answers).await?;
+                self.add_at_the_owner(group, &pieces, answers).await?;
             }
-            part.first += part.chunk() * GROUP;
+            if gather {
+                self.spread(group, &pieces, answers).await?;
+            }
+        }
+        held.join().await;
+        Ok(())
+    }
+
+    /// Returns where the chunks go that the previous rank sends in a reduction, in their order.
+    fn places_of_previous(&self, slices: &Slices) -> Vec<Option<usize>> {
+        let (own, world_size) = (self.room.position(), self.room.world_size());
+        let mut places = Vec::new();
+        for group in slices.groups() {
+            let added = if slices.adds_in_place() {
+                (2..=world_size).map(|steps| group.of(self.back(steps)).count()).sum()
+            } else {
+                group.of(own).count()
+            };
+            places.extend(std::iter::repeat_n(None, added));
+            for step in 1..world_size {
+                places.extend(group.of(self.back(step)).map(|(_, piece)| Some(piece)));
+            }
+        }
+        places
+    }
+
+    /// Passes partial results on, until those of this rank's slice are whole.
+    async fn add_round_the_ring(&mut self, group: Group<'_>, pieces: &Pieces, answers: &mut Answers) -> Result<()> {
+        let (next, previous, world_size) = (self.next(), self.previous(), self.room.world_size());
+        for step in 0..world_size - 1 {
+            for (_, piece) in group.of(self.back(1 + step)) {
+                self.send(next, pieces.send(piece).await, false, answers).await;
+            }
+            for (_, piece) in group.of(self.back(2 + step)) {
+                let partial = self.receive(previous, pieces.length(piece)).await?;
+                let ranks = (step + 2 == world_size).then_some(world_size);
+                pieces.change(piece, |own| group.slices.reduction.fold_into(&partial, own, ranks)).await;
+            }
         }
         Ok(())
     }
 
-    /// Passes partial results on, until those of this rank's slice are whole. Returns them.
-    async fn add_round_the_ring(&mut self, part: &Part, memory: &mut [u8], answers: &mut Answers) -> Result<Chunks> {
-        let (next, previous, world_size) = (self.next(), self.previous(), self.room.world_size());
-        let mut chunks = Chunks::default();
-        for step in 0..world_size - 1 {
-            for (at, chunk) in chunks.iter_mut().enumerate() {
-                let place = part.bytes(self.back(1 + step), at);
-                if !place.is_empty() {
-                    let own = step == 0;
-                    let partial = if own { Bytes::copy_from_slice(&memory[place]) } else { std::mem::take(chunk) };
-                    self.send(next, partial, false, answers).await;
-                }
-            }
-            for (at, chunk) in chunks.iter_mut().enumerate() {
-                let place = part.bytes(self.back(2 + step), at);
-                if place.is_empty() {
-                    continue;
-                }
-                let mut partial = into_mut(self.receive(previous).await?);
-                let place = &mut memory[place];
-                part.reduction.fold(&mut partial, place);
-                *chunk = if step + 2 < world_size {
-                    partial.freeze()
-                } else {
-                    part.reduction.finish(&partial, world_size, place);
-                    Bytes::copy_from_slice(place)
-                };
-            }
-        }
-        Ok(chunks)
-    }
-
-    /// Sends elements to the owners of their slices as they are, because their partial results are twice as long. Returns this rank's.
-    async fn add_at_the_owner(&mut self, part: &Part, memory: &mut [u8], answers: &mut Answers) -> Result<Chunks> {
+    /// Sends elements to the owners of their slices as they are, because their partial results are twice as long.
+    async fn add_at_the_owner(&mut self, group: Group<'_>, pieces: &Pieces, answers: &mut Answers) -> Result<()> {
+        let Slices { reduction, size, wide, .. } = group.slices;
         let (own, world_size) = (self.room.position(), self.room.world_size());
-        let mut chunks = Chunks::default();
         for at in 0..GROUP {
             for to in self.room.others() {
-                let place = part.bytes(to, at);
-                if !place.is_empty() {
-                    self.send(to, Bytes::copy_from_slice(&memory[place]), false, answers).await;
+                if let Some((_, piece)) = group.of(to).nth(at) {
+                    self.send(to, pieces.send(piece).await, false, answers).await;
                 }
             }
         }
-        for (at, chunk) in chunks.iter_mut().enumerate() {
-            let place = part.bytes(own, at);
-            if place.is_empty() {
-                continue;
-            }
-            let mut partial = BytesMut::zeroed(place.len() / part.size * part.wide);
+        for (_, piece) in group.of(own) {
+            let length = pieces.length(piece);
+            let mut partial = vec![0; length / size * wide];
             for (step, position) in order_of(world_size, own).enumerate() {
-                let received = if position == own { Bytes::new() } else { self.receive(position).await? };
-                let elements: &[u8] = if position == own { &memory[place.clone()] } else { &received };
-                match step {
-                    0 => part.reduction.begin(elements, &mut partial),
-                    _ => part.reduction.fold(&mut partial, elements),
+                let add = |elements: &[u8], partial: &mut [u8]| match step {
+                    0 => reduction.begin(elements, partial),
+                    _ => reduction.fold(partial, elements),
+                };
+                if position == own {
+                    pieces.change(piece, |elements| add(elements, &mut partial)).await;
+                } else {
+                    add(&self.receive(position, length).await?, &mut partial);
                 }
             }
-            let place = &mut memory[place];
-            part.reduction.finish(&partial, world_size, place);
-            *chunk = Bytes::copy_from_slice(place);
+            pieces.change(piece, |elements| reduction.finish(&partial, world_size, elements)).await;
         }
-        Ok(chunks)
+        Ok(())
     }
 
     /// Passes the whole chunks of every slice round the ring.
-    async fn spread(
-        &mut self,
-        part: &Part,
-        chunks: &mut Chunks,
-        memory: &mut [u8],
-        answers: &mut Answers,
-    ) -> Result<()> {
-        let (next, previous) = (self.next(), self.previous());
+    async fn spread(&mut self, group: Group<'_>, pieces: &Pieces, answers: &mut Answers) -> Result<()> {
+        let (next, previous, own) = (self.next(), self.previous(), self.room.position());
+        let mut chunks = Chunks::default();
+        for (at, piece) in group.of(own) {
+            chunks[at] = pieces.send(piece).await;
+        }
         for step in 0..self.room.world_size() - 1 {
-            for (at, chunk) in chunks.iter_mut().enumerate() {
-                if !part.bytes(self.back(step), at).is_empty() {
-                    self.send(next, std::mem::take(chunk), false, answers).await;
-                }
+            for (at, _) in group.of(self.back(step)) {
+                self.send(next, std::mem::take(&mut chunks[at]), false, answers).await;
             }
-            for (at, chunk) in chunks.iter_mut().enumerate() {
-                let place = part.bytes(self.back(1 + step), at);
-                if !place.is_empty() {
-                    *chunk = self.receive(previous).await?;
-                    memory[place].copy_from_slice(chunk);
-                }
+            for (at, piece) in group.of(self.back(1 + step)) {
+                chunks[at] = self.receive(previous, pieces.length(piece)).await?;
+                pieces.receive(piece, &chunks[at]).await;
             }
         }
         Ok(())
     }
 
     /// Passes the root's buffer from rank to rank.
-    async fn broadcast(&mut self, root: usize, memory: &mut [u8], answers: &mut Answers) -> Result<()> {
+    async fn broadcast(&mut self, root: usize, held: &mut OperationMemory, answers: &mut Answers) -> Result<()> {
         let next = self.next();
-        let last = next == root;
-        for place in memory.chunks_mut(CHUNK_BYTES) {
-            let chunk = if self.room.position() == root {
-                Bytes::copy_from_slice(place)
+        let (is_root, is_last) = (self.room.position() == root, next == root);
+        let pieces = held.cut(chunks_of(held.whole.len()));
+        let room = Arc::clone(self.room);
+        let places = (0..pieces.count()).map(Some).collect();
+        let expected = Expected { number: self.number, pieces: pieces.clone(), places };
+        let _expecting = (!is_root).then(|| Expecting::new(&room, self.previous(), Stream::Round, expected));
+        for piece in 0..pieces.count() {
+            let chunk = if is_root {
+                pieces.send(piece).await
             } else {
-                let chunk = self.receive(self.previous()).await?;
-                place.copy_from_slice(&chunk);
+                let chunk = self.receive(self.previous(), pieces.length(piece)).await?;
+                pieces.receive(piece, &chunk).await;
                 chunk
             };
-            if !last {
+            if !is_last {
                 answers.at_most(self.room, WINDOW - 1).await;
                 self.send(next, chunk, true, answers).await;
             }
         }
+        held.join().await;
         Ok(())
     }
 
     /// Collects the buffers of all ranks: those that came with the calls, and the larger ones round the ring.
-    async fn gather(&mut self, heard: Heard, memory: &mut BytesMut, size: usize, answers: &mut Answers) -> Result<()> {
+    async fn gather(&mut self, heard: Heard, memory: &[u8], size: usize, answers: &mut Answers) -> Result<BytesMut> {
         let (own, world_size) = (self.room.position(), self.room.world_size());
         let (next, previous) = (self.next(), self.previous());
-        let (mut ends, mut end) = (Vec::with_capacity(world_size), 0);
         let lengths: Vec<usize> = heard.iter().flatten().map(|(call, _)| call.elements * size).collect();
-        for length in &lengths {
-            end += length;
-            ends.push(end);
-        }
-        let mut whole = BytesMut::zeroed(end);
-        let mut longest = 0;
+        let mut whole = BytesMut::zeroed(lengths.iter().sum());
+        let (mut cuts, mut chunked) = (Vec::new(), Vec::with_capacity(world_size));
+        let mut start = 0;
         for (position, (_, elements)) in heard.iter().flatten().enumerate() {
-            let place = ends[position] - lengths[position]..ends[position];
-            if lengths[position] > SMALL_BYTES {
-                longest = longest.max(lengths[position]);
-                if position == own {
-                    whole[place].copy_from_slice(memory);
-                }
+            let (length, first) = (lengths[position], cuts.len());
+            let place = &mut whole[start..start + length];
+            if length <= SMALL_BYTES {
+                place.copy_from_slice(elements);
+                cuts.extend((length > 0).then_some(length));
+                // It has come with the call.
+                chunked.push(first..first);
             } else {
-                whole[place].copy_from_slice(elements);
+                if position == own {
+                    place.copy_from_slice(memory);
+                }
+                cuts.extend(chunks_of(length));
+                chunked.push(first..cuts.len());
             }
+            start += length;
         }
-        for first in (0..longest).step_by(CHUNK_BYTES) {
-            // The chunk of a rank's buffer; empty if it came with the call.
-            let bytes = |position: usize| {
-                let length = if lengths[position] > SMALL_BYTES { lengths[position] } else { 0 };
-                let start = ends[position] - lengths[position];
-                start + first.min(length)..start + (first + CHUNK_BYTES).min(length)
+        let mut gathered = OperationMemory::new(whole);
+        let pieces = gathered.cut(cuts);
+        let longest = chunked.iter().map(ExactSizeIterator::len).max().unwrap_or_default();
+        // The chunk of a rank's buffer.
+        let chunk_of = |at: usize, position: usize| chunked[position].clone().nth(at);
+        let room = Arc::clone(self.room);
+        let places = (0..longest).flat_map(|at| (1..world_size).map(move |step| (at, step)));
+        let places = places.filter_map(|(at, step)| chunk_of(at, self.back(step))).map(Some).collect();
+        let expected = Expected { number: self.number, pieces: pieces.clone(), places };
+        let _expecting = Expecting::new(&room, previous, Stream::Round, expected);
+        for at in 0..longest {
+            let mut underway = match chunk_of(at, own) {
+                Some(piece) => pieces.send(piece).await,
+                None => Bytes::new(),
             };
-            let mut underway = Bytes::new();
             for step in 0..world_size - 1 {
-                let part = bytes(self.back(step));
-                if !part.is_empty() {
-                    let chunk =
-                        if step == 0 { Bytes::copy_from_slice(&whole[part]) } else { std::mem::take(&mut underway) };
-                    self.send(next, chunk, false, answers).await;
+                if chunk_of(at, self.back(step)).is_some() {
+                    self.send(next, std::mem::take(&mut underway), false, answers).await;
                 }
-                let part = bytes(self.back(1 + step));
-                if !part.is_empty() {
-                    underway = self.receive(previous).await?;
-                    whole[part].copy_from_slice(&underway);
+                if let Some(piece) = chunk_of(at, self.back(1 + step)) {
+                    underway = self.receive(previous, pieces.length(piece)).await?;
+                    pieces.receive(piece, &underway).await;
                 }
             }
         }
-        *memory = whole;
-        Ok(())
+        gathered.join().await;
+        Ok(gathered.whole)
     }
 }
 
@@ -425,9 +461,4 @@ fn count(chunks: &mut Vec<u64>, position: usize) -> u64 {
     }
     chunks[position] += 1;
     chunks[position] - 1
-}
-
-/// Returns received bytes as memory to write to: themselves, if nobody else has them.
-fn into_mut(bytes: Bytes) -> BytesMut {
-    bytes.try_into_mut().unwrap_or_else(|shared| BytesMut::from(&shared[..]))
 }

@@ -6,12 +6,12 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use bytes::Bytes;
 use futures_util::future::try_join_all;
-use gym_core::group::collective::{Call, CommunicatorExt as _};
+use gym_core::group::collective::{Call, CommunicatorExt as _, Moved};
 use gym_core::group::{COLLECTIVE_ROUTE, DType};
 use gym_core::transport::{InProcess, ListenOptions, serve};
 use gym_core::{CancelToken, Route};
 
-use super::wire::{CallPacket, Called, LeavePacket, Stream};
+use super::wire::{CHUNK_BYTES, CallPacket, Called, ChunkPacket, LeavePacket, Stream};
 use super::*;
 
 /// The number under which the rank of the test takes part.
@@ -201,4 +201,66 @@ async fn a_refused_call_is_noticed_while_the_operation_waits() {
     rejected(first, Code::Unavailable, &["rank 2 has left the meeting: the rank takes part no more"]);
     rejected(second, Code::Unavailable, &["rank 2 has left the meeting"]);
     assert!(began.elapsed() < Duration::from_secs(1), "{:?}, by the paused clock", began.elapsed());
+}
+
+/// A receive of rank 1 from the rank of the test, which has announced it. Returns the transfer, the address of its memory, and the number of the meeting.
+async fn receives(meets: &Meets, bytes: usize) -> (Transfer, usize, u64) {
+    let memory = BytesMut::zeroed(bytes);
+    let address = memory.as_ptr().addr();
+    let receive = Collective::Receive { from: 2 };
+    let transfer = meets.communicators[1].start(&cx(), receive, Buffer::host(DType::U8, memory));
+    let to = meets.id_at(1);
+    let call = Call { operation: Collective::Send { to: 1 }, dtype: DType::U8, elements: bytes };
+    let announced = Packet::Call(CallPacket { to, from: 2, stream: Stream::Pair, number: 0, call });
+    meets.answer(1, &announced).await.unwrap();
+    (transfer, address, to)
+}
+
+fn chunk(to: u64, number: u64, at: u64) -> Bytes {
+    text(&Packet::Chunk(ChunkPacket { to, from: 2, stream: Stream::Pair, number, at, waits: true })).into()
+}
+
+#[tokio::test(start_paused = true)]
+async fn chunks_are_received_in_the_memory_of_the_operation() {
+    let meets = Meets::new().await;
+    let (backend, route) = (&meets.backends[1], Route::from_static(COLLECTIVE_ROUTE));
+    let (transfer, address, to) = receives(&meets, 2 * CHUNK_BYTES + 10).await;
+    let place = |number, at| backend.place(&route, &chunk(to, number, at), 0, CHUNK_BYTES);
+    for (number, at) in [(1, 0), (0, 3), (0, u64::MAX)] {
+        assert!(place(number, at).is_none(), "chunk {at} of operation {number} is not expected");
+    }
+    let mut first = place(0, 0).unwrap();
+    assert_eq!((first.as_ref().as_ptr().addr(), first.as_ref().len()), (address, CHUNK_BYTES));
+    assert!(place(0, 0).is_none(), "it is lent");
+    first.as_mut().fill(1);
+    // The transport provided memory for the second one, and its connection ended within the third one.
+    drop(place(0, 2).unwrap());
+    for (at, elements) in [first.into_bytes(), vec![2; CHUNK_BYTES].into(), vec![3; 10].into()].into_iter().enumerate()
+    {
+        let mut request = Request::post(cx(), route.clone(), chunk(to, 0, at as u64).to_vec());
+        request.message.segments.push(elements);
+        backend.handle(request).await.unwrap();
+    }
+    let Moved { buffer, result } = transfer.await;
+    assert_eq!(result.unwrap().bytes as usize, 2 * CHUNK_BYTES + 10);
+    let bytes = buffer.host_bytes().unwrap();
+    assert_eq!(bytes.as_ptr().addr(), address, "the memory of the call comes back");
+    let expected = |at: usize| [1, 2, 3][at / CHUNK_BYTES];
+    assert!(bytes.iter().enumerate().all(|(at, byte)| *byte == expected(at)));
+    assert!(place(0, 0).is_none(), "the operation is over");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_buffer_comes_back_although_a_connection_holds_a_part_of_it() {
+    let meets = Meets::new().await;
+    let (transfer, _, to) = receives(&meets, CHUNK_BYTES + 10).await;
+    let held = meets.backends[1].place(&Route::from_static(COLLECTIVE_ROUTE), &chunk(to, 0, 0), 0, CHUNK_BYTES);
+    // A chunk of another length.
+    let mut request = Request::post(cx(), Route::from_static(COLLECTIVE_ROUTE), chunk(to, 0, 0).to_vec());
+    request.message.segments.push(Bytes::from_static(b"short"));
+    drop(meets.backends[1].handle(request).await);
+    let Moved { buffer, result } = transfer.await;
+    rejected(result, Code::DataLoss, &["rank 2 sent 5 bytes as chunk 0 of operation 0, and 262144 bytes of chunk 0"]);
+    assert_eq!(buffer.host_bytes().unwrap().len(), CHUNK_BYTES + 10);
+    assert!(held.is_some());
 }

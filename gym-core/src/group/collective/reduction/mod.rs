@@ -63,7 +63,7 @@ pub(super) fn check_dtype(dtype: DType) -> Result<()> {
 ///
 /// A backend that has the parts of all ranks at hand calls [`reduce`](Self::reduce) or [`reduce_into_all`](Self::reduce_into_all). One that passes
 /// partial results from rank to rank calls [`begin`](Self::begin) at the first rank of the order, [`fold`](Self::fold) at each further one, and
-/// [`finish`](Self::finish) at the last. The bits are the same. Bytes may have any alignment.
+/// [`finish`](Self::finish) at the last; or [`fold_into`](Self::fold_into), which needs no memory of its own. The bits are the same. Bytes may have any alignment.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct Reduction {
     dtype: DType,
@@ -141,6 +141,28 @@ impl Reduction {
     /// If the number of elements differs.
     pub fn fold(&self, partial: &mut [u8], part: &[u8]) {
         with_number!(self.dtype, N => partial_blocks::<N>(part, partial, |part, sums| fold::<N>(self.op, sums, part)));
+    }
+
+    /// Adds the next part of the order to a partial result of its own type, and replaces the part by the sum. The last rank of the order gives the number of
+    /// `ranks`, and gets the result.
+    ///
+    /// # Panics
+    /// If the number of elements differs, or if the partial result has another [type](Self::partial_dtype) than the part.
+    pub fn fold_into(&self, partial: &[u8], part: &mut [u8], ranks: Option<usize>) {
+        assert_eq!(partial.len(), part.len(), "a partial result has the bytes of its parts");
+        with_number!(self.dtype, N => {
+            let mut sums = [<N as Number>::Sum::default(); BLOCK];
+            assert_eq!(size_of::<<N as Number>::Sum>(), N::SIZE, "partial results of {} are no elements", self.dtype);
+            for (partial, part) in partial.chunks(BLOCK * N::SIZE).zip(part.chunks_mut(BLOCK * N::SIZE)) {
+                let sums = &mut sums[..part.len() / N::SIZE];
+                bytemuck::cast_slice_mut::<_, u8>(sums).copy_from_slice(partial);
+                fold::<N>(self.op, sums, part);
+                if let Some(ranks) = ranks {
+                    divide::<N>(self.op, sums, ranks);
+                }
+                part.copy_from_slice(bytemuck::cast_slice(sums));
+            }
+        });
     }
 
     /// Writes the result of the last partial result of `world_size` ranks to `result`.

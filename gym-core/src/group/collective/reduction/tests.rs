@@ -111,6 +111,15 @@ proptest! {
             prop_assert!(whole.iter().all(|other| *other == result), "{:?}", reduction);
             prop_assert_eq!(&last[world_size - 1], &result);
             prop_assert_eq!(&last[..world_size - 1], &parts[..world_size - 1]);
+            if reduction.partial_dtype() == dtype && world_size > 1 {
+                let mut passed = parts;
+                for position in 1..world_size {
+                    let (before, from) = passed.split_at_mut(position);
+                    let ranks = (position + 1 == world_size).then_some(world_size);
+                    reduction.fold_into(&before[position - 1], &mut from[0], ranks);
+                }
+                prop_assert_eq!(&passed[world_size - 1], &result);
+            }
         }
     }
 }

@@ -21,6 +21,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
+use bytes::Bytes;
 use futures_util::future::BoxFuture;
 
 pub(crate) use async_executor::launch as launch_async;
@@ -38,7 +39,7 @@ use crate::base::cancel::CancelToken;
 use crate::base::error::{Code, Error, Result};
 use crate::group::collective::Seats;
 use crate::group::worker::{Methods, PREFIX, Worker, WorkerEnv};
-use crate::message::{Request, Response, Verb};
+use crate::message::{Loan, Request, Response, Route, Verb};
 use crate::transport::{Endpoint, Handler};
 
 /// The route of the [`WorkerStatus`] as JSON, which the host returns at once, whatever the worker is doing.
@@ -329,6 +330,11 @@ impl Handler for WorkerHost {
     fn only_waits(&self) -> bool {
         // The other executor's futures have timers, which must be polled within a runtime.
         self.0.kind == ExecutorKind::Async
+    }
+
+    fn place(&self, route: &Route, head: &Bytes, segment: usize, length: usize) -> Option<Loan> {
+        let handler = (route.path() == COLLECTIVE_ROUTE).then(|| self.0.env.peers.handler())??;
+        handler.place(route, head, segment, length)
     }
 }
 

@@ -12,6 +12,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use gym_core::group::collective::{Call, Collective, FirstCause, Meeting, different_calls};
 use gym_core::group::{COLLECTIVE_ROUTE, Rank};
+use gym_core::message::Loan;
 use gym_core::transport::Reply;
 use gym_core::{CallContext, Channel, Code, Error, Incarnation, Request, Response, Result, Route};
 use tokio::runtime::Handle;
@@ -20,6 +21,7 @@ use tokio::time::Instant;
 use tokio_util::task::AbortOnDropHandle;
 
 use super::Registry;
+use super::pieces::Pieces;
 use super::shared::SharedLane;
 use super::wire::{AbortPacket, CallPacket, Called, Cause, ChunkPacket, LeavePacket, Packet, Stream, chunks_max};
 
@@ -126,6 +128,37 @@ pub(super) struct SeatState {
 struct Arrivals {
     calls: VecDeque<Announced>,
     chunks: VecDeque<Chunk>,
+    /// Where the chunks of the operation under way go.
+    expected: Option<Expected>,
+}
+
+/// Where the chunks that one rank sends in an operation go.
+#[derive(Debug)]
+pub(super) struct Expected {
+    pub(super) number: u64,
+    pub(super) pieces: Pieces,
+    /// The piece of each chunk; `None` for a chunk that is added to one.
+    pub(super) places: Vec<Option<usize>>,
+}
+
+/// While it lives, the transport receives the chunks of a rank in an operation where they belong.
+pub(super) struct Expecting<'r> {
+    room: &'r Room,
+    from: usize,
+    stream: Stream,
+}
+
+impl<'r> Expecting<'r> {
+    pub(super) fn new(room: &'r Room, from: usize, stream: Stream, expected: Expected) -> Self {
+        room.expect(from, stream, Some(expected));
+        Self { room, from, stream }
+    }
+}
+
+impl Drop for Expecting<'_> {
+    fn drop(&mut self) {
+        self.room.expect(self.from, self.stream, None);
+    }
 }
 
 /// What another rank calls.
@@ -394,6 +427,20 @@ impl Room {
         Ok(answer_when(waits.then_some(waiting)))
     }
 
+    fn expect(&self, from: usize, stream: Stream, expected: Option<Expected>) {
+        let before = std::mem::replace(&mut self.lock().seats[from].arrivals(stream).expected, expected);
+        // Outside of the lock, because its memory may be freed.
+        drop(before);
+    }
+
+    /// Returns the memory into which a chunk is received, if it is expected and its place is free.
+    pub(super) fn place(&self, packet: &ChunkPacket) -> Option<Loan> {
+        let state = self.lock();
+        let expected = state.seats.get(packet.from)?.arrivals_of(packet.stream).expected.as_ref()?;
+        let piece = expected.places.get(usize::try_from(packet.at).ok()?).copied()??;
+        (expected.number == packet.number).then(|| expected.pieces.lend(piece))?
+    }
+
     fn full(&self, from: usize, what: &str) -> Error {
         let (rank, own) = (self.rank_at(from), self.meeting.rank);
         let why = format!("rank {rank} has sent more {what} than rank {own} keeps");
@@ -459,8 +506,15 @@ impl Room {
         calls.front().filter(|call| call.number == number).map(|call| call.call)
     }
 
-    /// Waits for the next chunk of an operation.
-    pub(super) async fn chunk(&self, from: usize, stream: Stream, number: u64, at: u64) -> Result<Bytes> {
+    /// Waits for the next chunk of an operation, which has this length.
+    pub(super) async fn chunk(
+        &self,
+        from: usize,
+        stream: Stream,
+        number: u64,
+        at: u64,
+        length: usize,
+    ) -> Result<Bytes> {
         let chunk = self
             .wait_until(|state| {
                 let seat = &mut state.seats[from];
@@ -470,10 +524,12 @@ impl Room {
                 seat.lost.as_deref().map(|lost| Err(self.gone(from, Some(lost))))
             })
             .await?;
-        if (chunk.number, chunk.at) != (number, at) {
-            let (rank, had) = (self.rank_at(from), (chunk.number, chunk.at));
-            let why =
-                format!("rank {rank} sent chunk {} of operation {}, and chunk {at} of {number} was due", had.1, had.0);
+        let had = (chunk.number, chunk.at, chunk.elements.len());
+        if had != (number, at, length) {
+            let (rank, (had_number, had_at, had_length)) = (self.rank_at(from), had);
+            let why = format!(
+                "rank {rank} sent {had_length} bytes as chunk {had_at} of operation {had_number}, and {length} bytes of chunk {at} of {number} were due"
+            );
             return Err(Error::unknown(Code::DataLoss, why));
         }
         if let Some(taken) = chunk.taken {
