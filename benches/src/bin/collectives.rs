@@ -80,7 +80,7 @@ worker! {
             Ok(Self { rank, world_size, peers: env.peers, raw: Arc::default() })
         }
         /// Keeps all threads on one core.
-        exclusive fn pin(&mut self, _: &CallContext, _: ()) -> gym_core::Result<()> {
+        exclusive async fn pin(&mut self, _: &CallContext, _: Payload<()>) -> gym_core::Result<Payload<()>> {
             let mut core = CpuSet::new();
             core.set(self.rank);
             let pinned = || -> Result<()> {
@@ -90,7 +90,8 @@ worker! {
                 }
                 Ok(())
             };
-            pinned().map_err(|error| Error::internal(format!("cannot run on core {}: {error:#}", self.rank)))
+            pinned().map_err(|error| Error::internal(format!("cannot run on core {}: {error:#}", self.rank)))?;
+            Ok(().into())
         }
         /// Sums this many bytes, this often.
         exclusive async fn reduce(&mut self, cx: &CallContext, call: Payload<(usize, usize)>) -> gym_core::Result<Payload<Times>> {
