@@ -3,7 +3,7 @@
 
     tests/defects.py                  all defects
     tests/defects.py WORD…            those whose name contains a word
-    tests/defects.py --list           the names, each with what has its tests: the gate or a tier
+    tests/defects.py --list           the names, each with what has its tests: the gate or a tier; exit status 1 if a text is no longer in its file
 
 A defect is one replaced text in one file, or several if two places guard against it, and the tests that must then fail. For the simulation, the
 report says how many cases it took, and how many faults were left after shrinking. The script works on a copy of the last commit in a separate work
@@ -208,11 +208,11 @@ DEFECTS = [
      "(1..=world_size).map(move |step|", "(0..world_size).map(move |step|", "-p gym-core --test collectives"),
     ("the-second-cause-of-a-failure-wins", "gym-core/src/group/collective/cause.rs",
      "let first = cause.is_none();", "let first = true;", "-p gym-core --test collectives"),
-    ("a-rank-keeps-its-own-cause-of-a-failure", f"{HOST}/room.rs",
+    ("a-rank-keeps-its-own-cause-of-a-failure", f"{HOST}/room/failure.rs",
      "return self.adopt(first);", "drop(first);\n                return self.adopt(why);", SCHEDULES),
-    ("the-cause-is-not-agreed-on-while-the-first-rank-stands-still", f"{HOST}/room.rs",
+    ("the-cause-is-not-agreed-on-while-the-first-rank-stands-still", f"{HOST}/room/failure.rs",
      "for asks_all in [true, false] {", "for asks_all in [false] {", SCHEDULES),
-    ("a-rank-that-stood-still-is-not-told-of-a-failure", f"{HOST}/room.rs",
+    ("a-rank-that-stood-still-is-not-told-of-a-failure", f"{HOST}/room/mod.rs",
      "Err(error) if error.code() == Code::DeadlineExceeded => {}", "Err(error) if error.code() == Code::DeadlineExceeded => break,", "-p gym-group --lib collective::host"),
     ("a-refused-message-is-noticed-at-the-deadline", f"{HOST}/ring.rs",
      "answers.during(room, round.heard(call)).await?", "round.heard(call).await?", "-p gym-group --lib collective::host"),
@@ -220,9 +220,15 @@ DEFECTS = [
      "let watch = behind_others.then(|| {", "let watch = (behind_others && operation.memory.len() == usize::MAX).then(|| {", SCHEDULES),
     ("calls-that-differ-in-length-are-added", f"{HOST}/ring.rs",
      "Some(call) if !call.agrees_with(&own) =>", "Some(call) if call.operation != own.operation =>", "-p gym-group --test collectives in_one_thread"),
-    ("the-ring-skips-an-element-between-chunks", f"{HOST}/ring.rs",
-     "for first in (0..longest).step_by(chunk * GROUP) {", "for first in (0..longest).step_by(chunk * GROUP + 1) {", "-p gym-group --test collectives in_one_thread"),
-    ("a-rank-that-gave-up-its-join-has-left", f"{HOST}/room.rs",
+    ("the-ring-skips-a-chunk-between-groups", f"{HOST}/ring.rs",
+     "(0..longest).step_by(GROUP).map(|first|", "(0..longest).step_by(GROUP + 1).map(|first|", "-p gym-group --test collectives in_one_thread"),
+    ("a-chunk-that-the-transport-received-elsewhere-is-lost", f"{HOST}/pieces.rs",
+     "if self.0.places[at].address != chunk.as_ptr().addr() {", "if self.0.places[at].length != chunk.len() {", "-p gym-group --test collectives in_one_thread"),
+    ("a-chunk-is-received-in-the-memory-of-another-operation", f"{HOST}/room/mod.rs",
+     "(expected.number == packet.number).then(|| expected.pieces.lend(piece))?", "expected.pieces.lend(piece)", "-p gym-group --lib collective::host"),
+    ("a-buffer-waits-for-a-connection-that-holds-a-part-of-it", f"{HOST}/pieces.rs",
+     "drop(timeout(BACK_WITHIN, self.join()).await);", "self.join().await;", "-p gym-group --lib collective::host"),
+    ("a-rank-that-gave-up-its-join-has-left", f"{HOST}/room/mod.rs",
      "(Some(id), None) => seat.gave_up = seat.gave_up.max(Some(id)),", "(Some(_), None) if false => {}", "-p gym-group --test collectives in_one_thread"),
     ("a-sent-call-did-not-start", "gym-client/group/src/call/gather/mod.rs",
      "if self.sent[index].load(Ordering::Acquire) { Execution::Unknown } else { Execution::NotStarted }", "Execution::NotStarted", GROUPS),
@@ -257,16 +263,28 @@ def found_by(output: str) -> str:
     return ", ".join(names) or "\n".join(output.splitlines()[-5:])
 
 
+def changes(old: str | tuple, new: str | tuple) -> list[tuple[str, str]]:
+    return list(zip(old, new)) if isinstance(old, tuple) else [(old, new)]
+
+
+def stale_in(tree: Path, defect: tuple) -> str | None:
+    """Says that the text of a defect is no longer in its file, or more than once."""
+    name, file, old, new, _ = defect
+    text = (tree / file).read_text() if (tree / file).exists() else ""
+    for was, _ in changes(old, new):
+        if text.count(was) != 1:
+            return f"{name}: STALE: {file} has {text.count(was)} places with the text of this defect; update the defect"
+    return None
+
+
 def check(tree: Path, defect: tuple, environment: dict[str, str]) -> bool:
     name, file, old, new, arguments = defect
+    if stale := stale_in(tree, defect):
+        print(stale, flush=True)
+        return False
     path = tree / file
-    text = path.read_text()
-    changes = list(zip(old, new)) if isinstance(old, tuple) else [(old, new)]
-    defective = text
-    for was, becomes in changes:
-        if text.count(was) != 1:
-            print(f"{name}: STALE: {file} has {text.count(was)} places with the text of this defect; update the defect", flush=True)
-            return False
+    text = defective = path.read_text()
+    for was, becomes in changes(old, new):
         defective = defective.replace(was, becomes)
     begun = time.monotonic()
     path.write_text(defective)
@@ -295,9 +313,11 @@ def check(tree: Path, defect: tuple, environment: dict[str, str]) -> bool:
 def main() -> int:
     words = sys.argv[1:]
     if words == ["--list"]:
+        stale = [place for place in (stale_in(ROOT, defect) for defect in DEFECTS) if place]
         for defect in DEFECTS:
             print(f"{'tier simulation' if '--profile simulation' in defect[-1] else 'gate':16} {defect[0]}")
-        return 0
+        print("\n".join(stale), end="\n" if stale else "")
+        return 1 if stale else 0
     if any(word.startswith("-") for word in words):
         print(__doc__)
         return 2
