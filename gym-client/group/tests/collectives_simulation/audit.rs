@@ -122,13 +122,15 @@ impl Audit {
         let right = match fault.kind {
             // A rank that asks after the failure waits for the next meeting, which the others join in the next step.
             _ if fault.kind.is_of_program() && failure.is_join => true,
+            // One that was not told of the new epoch yet hears of it from one that was.
+            _ if fault.kind.ends() && failure.is_join && error.code() == Code::FailedPrecondition => true,
             FaultKind::Abort => error.message().contains("on purpose"),
             FaultKind::Cancel => error.code() == Code::Cancelled,
             FaultKind::Differ => error.code() == Code::FailedPrecondition && named.contains(&fault.rank),
             FaultKind::AbortUnheard if failure.is_join || error.message().contains("on purpose") => true,
-            // Ranks that a loss does not concern are told of the new epoch.
+            // Ranks that a loss does not concern are told of the new epoch. One that asks in it waits for the others, which join in the next step.
             _ if !concerned && !fault.kind.is_of_program() => {
-                fault.kind.ends() && error.code() == Code::FailedPrecondition
+                fault.kind.ends() && (failure.is_join || error.code() == Code::FailedPrecondition)
             }
             FaultKind::Crash | FaultKind::End if !failure.is_join => {
                 error.code() == Code::Unavailable && named == BTreeSet::from([fault.rank])

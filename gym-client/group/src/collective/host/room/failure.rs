@@ -89,8 +89,8 @@ impl Room {
         tell(&self.runtime, told.collect());
     }
 
-    /// Ends the meeting because a call still waits at its deadline, or was cancelled. Asks those of the ranks that have not been heard to call it where
-    /// they are, or else all of them: the error names those that have not called it, and those that do not answer.
+    /// Ends the meeting because a call still waits at its deadline, or was cancelled. Asks all ranks where they are: the error names those that were not
+    /// heard and have not called it, and those that do not answer, for which the others may be waiting in another operation.
     pub(in crate::collective::host) async fn expire(
         self: &Arc<Self>,
         late: &Error,
@@ -99,12 +99,13 @@ impl Room {
         has_called: impl Fn(Called) -> bool + Send,
     ) {
         let unheard = self.unheard(&self.lock(), place);
-        let asked: Vec<usize> = if unheard.is_empty() { self.others().collect() } else { unheard };
+        let others: Vec<usize> = self.others().collect();
         let (mut missing, mut silent): (Vec<Rank>, Vec<Rank>) = (Vec::new(), Vec::new());
-        for (position, called) in self.ask_where(&asked).await {
+        for (position, called) in self.ask_where(&others).await {
+            let waits_for = unheard.is_empty() || unheard.contains(&position);
             match called {
-                Some(called) if has_called(called) => {}
-                Some(_) => missing.push(self.rank_at(position)),
+                Some(called) if waits_for && !has_called(called) => missing.push(self.rank_at(position)),
+                Some(_) => {}
                 None => silent.push(self.rank_at(position)),
             }
         }

@@ -613,7 +613,7 @@ impl Room {
     }
 
     /// A rank joins under a number. Returns what it is told if the meeting is over for it; `None` if it can take part.
-    pub(super) fn joined_by(&self, position: usize, id: u64) -> Option<Error> {
+    pub(super) fn joined_by(self: &Arc<Self>, position: usize, id: u64) -> Option<Error> {
         let mut state = self.lock();
         if let Some(cause) = self.cause.get() {
             return Some(cause);
@@ -625,14 +625,18 @@ impl Room {
             // It gave up when this rank had met all.
             seat.left.get_or_insert_default();
         }
-        let gone = seat.left.is_some() || seat.lost.is_some();
-        let cause = gone.then(|| self.gone(position, seat.lost.as_deref()).about(self.meeting.to_string()));
+        let (gone, lost) = (seat.left.is_some() || seat.lost.is_some(), seat.lost.clone());
         if let Some(peer) = &mut state.met.get_mut(position).and_then(Option::as_mut) {
             peer.id = peer.id.max(id);
         }
         drop(state);
         self.changed.notify_waiters();
-        cause
+        let cause = || self.gone(position, lost.as_deref()).about(self.meeting.to_string());
+        if gone && self.is_formed() {
+            // It tells those that it has met, and this one tells the others.
+            self.fail(cause());
+        }
+        gone.then(cause)
     }
 }
 
