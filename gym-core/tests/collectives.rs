@@ -15,7 +15,7 @@ use gym_core::group::collective::{
 };
 use gym_core::group::{DType, Tensor};
 use gym_core::testing::conformance::{CollectiveFixture, Ranks, collectives};
-use gym_core::{CallContext, Incarnation};
+use gym_core::{CallContext, Error, Incarnation};
 
 #[derive(Debug, Default)]
 struct Fixture(InProcessCollectives);
@@ -109,6 +109,18 @@ async fn memory_of_its_own_is_moved_and_comes_back_joined() {
         let after: Vec<usize> = sums.iter().map(|sum| sum.as_ref().unwrap().bytes().as_ptr().addr()).collect();
         assert_eq!(before, after, "{elements} elements");
     }
+    communicators[0].abort(Error::internal("disk full"));
+    drop(communicators);
+    for rank in 0..3 {
+        let report = backend.report(rank);
+        let sums: Vec<_> = report
+            .totals
+            .iter()
+            .map(|total| (&*total.operation, &*total.path, total.operations, total.bytes))
+            .collect();
+        assert_eq!((sums, report.aborts), (vec![("all_reduce", "mem", 2, 20 + (4 << 19))], 1));
+    }
+    assert!(backend.report(3).is_empty());
 }
 
 #[tokio::test]

@@ -62,5 +62,5 @@ pub use meeting::{Meeting, Seat, Seats, identities};
 pub use mem::InProcessCollectives;
 pub use operation::{Call, Collective, ReduceOp, different_calls, has, named};
 pub use peers::Peers;
-pub use report::{CollectiveReport, OperationTotals, WaitingOperation};
+pub use report::{CollectiveReport, CollectiveTotals, OperationTotals, WaitingOperation};
 pub use transfer::{Completion, Moved, Moving, Transfer};

@@ -1,10 +1,13 @@
 //! What a rank's collective operations do: those that wait, and totals.
 
+use std::collections::BTreeMap;
 use std::fmt;
+use std::sync::{Mutex, PoisonError};
 
 use serde::{Deserialize, Serialize};
 
 use crate::group::collective::operation::has;
+use crate::group::collective::transfer::Moving;
 use crate::group::layout::Rank;
 
 /// The collective operations of one rank, as its backend reports them.
@@ -71,15 +74,41 @@ impl WaitingOperation {
     }
 }
 
-impl OperationTotals {
-    /// Creates the totals of a kind over a path.
-    #[must_use]
-    pub fn new(
-        operation: impl Into<String>,
-        path: impl Into<String>,
-        (operations, bytes, micros): (u64, u64, u64),
-    ) -> Self {
-        Self { operation: operation.into(), path: path.into(), operations, bytes, micros }
+/// The totals of one rank, for a backend.
+#[derive(Debug, Default)]
+pub struct CollectiveTotals(Mutex<Totals>);
+
+#[derive(Debug, Default)]
+struct Totals {
+    /// By kind and path.
+    moved: BTreeMap<(&'static str, &'static str), OperationTotals>,
+    aborts: u64,
+}
+
+impl CollectiveTotals {
+    /// Adds an operation that has succeeded: its kind, and how its elements went.
+    pub fn count(&self, operation: &'static str, path: &'static str, moved: &Moving) {
+        let mut totals = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let total = totals.moved.entry((operation, path)).or_insert_with(|| OperationTotals {
+            operation: operation.to_owned(),
+            path: path.to_owned(),
+            ..OperationTotals::default()
+        });
+        total.operations += 1;
+        total.bytes += moved.bytes;
+        total.micros += u64::try_from(moved.took.as_micros()).unwrap_or(u64::MAX);
+    }
+
+    /// Adds a meeting that has failed.
+    pub fn count_abort(&self) {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).aborts += 1;
+    }
+
+    /// Writes the totals to a report.
+    pub fn report(&self, report: &mut CollectiveReport) {
+        let totals = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        report.totals = totals.moved.values().cloned().collect();
+        report.aborts = totals.aborts;
     }
 }
 

@@ -29,8 +29,8 @@ use futures_util::stream::FuturesUnordered;
 use gym_client::transport::Transports;
 use gym_core::base::watch;
 use gym_core::group::collective::{
-    Buffer, Collective, CollectiveReport, Collectives, Communicator, Meeting, Moving, OperationTotals, Seat, Transfer,
-    has, identities,
+    Buffer, Collective, CollectiveReport, CollectiveTotals, Collectives, Communicator, Meeting, Seat, Transfer, has,
+    identities,
 };
 use gym_core::group::{DType, Rank};
 use gym_core::message::Loan;
@@ -84,16 +84,9 @@ struct Registry {
     state: Mutex<Meetings>,
     /// Changes with `state`.
     changed: watch::Sender<u64>,
-    totals: Mutex<Totals>,
+    totals: CollectiveTotals,
     /// The connection to each rank, which its meetings share.
     channels: Mutex<Channels>,
-}
-
-/// What has succeeded, by operation and path: operations, bytes and microseconds; and the meetings that have failed.
-#[derive(Default)]
-struct Totals {
-    moved: BTreeMap<(&'static str, &'static str), (u64, u64, u64)>,
-    aborts: u64,
 }
 
 #[derive(Default)]
@@ -152,7 +145,7 @@ impl HostCollectives {
             runtime: Handle::current(),
             state: Mutex::default(),
             changed: watch::Sender::new(0),
-            totals: Mutex::default(),
+            totals: CollectiveTotals::default(),
             channels: Mutex::default(),
         };
         Self(Arc::new(registry))
@@ -251,31 +244,12 @@ impl Registry {
 
     // ---- what it tells of itself ----
 
-    fn totals(&self) -> MutexGuard<'_, Totals> {
-        self.totals.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn count(&self, operation: &'static str, path: &'static str, moved: &Moving) {
-        let mut totals = self.totals();
-        let (operations, bytes, micros) = totals.moved.entry((operation, path)).or_default();
-        *operations += 1;
-        *bytes += moved.bytes;
-        *micros += u64::try_from(moved.took.as_micros()).unwrap_or(u64::MAX);
-    }
-
-    fn count_abort(&self) {
-        self.totals().aborts += 1;
-    }
-
     fn report(&self) -> CollectiveReport {
         let rooms: Vec<Arc<Room>> = self.lock().rooms.values().filter_map(|entry| entry.room.upgrade()).collect();
         let mut report = CollectiveReport::default();
         report.waiting = rooms.iter().flat_map(|room| room.waiting()).collect();
         report.waiting.sort_by_key(|waiting| std::cmp::Reverse(waiting.elapsed_ms));
-        let totals = self.totals();
-        let moved = totals.moved.iter();
-        report.totals = moved.map(|((operation, path), sums)| OperationTotals::new(*operation, *path, *sums)).collect();
-        report.aborts = totals.aborts;
+        self.totals.report(&mut report);
         report.not_shared = self.not_shared.lock().unwrap_or_else(PoisonError::into_inner).clone();
         report
     }

@@ -6,8 +6,8 @@
 mod room;
 mod work;
 
-use std::collections::HashMap;
 use std::collections::hash_map::Entry;
+use std::collections::{BTreeMap, HashMap};
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -18,7 +18,7 @@ use crate::group::collective::buffer::Buffer;
 use crate::group::collective::communicator::{Collectives, Communicator};
 use crate::group::collective::meeting::{Meeting, identities};
 use crate::group::collective::operation::{Collective, has};
-use crate::group::collective::report::CollectiveReport;
+use crate::group::collective::report::{CollectiveReport, CollectiveTotals};
 use crate::group::collective::transfer::Transfer;
 use crate::group::layout::Rank;
 use crate::message::CallContext;
@@ -34,13 +34,17 @@ type Key = (Arc<str>, u64);
 pub struct InProcessCollectives(Arc<Registry>);
 
 #[derive(Default)]
-struct Registry(Mutex<HashMap<Key, Arc<Room>>>);
+struct Registry {
+    rooms: Mutex<HashMap<Key, Arc<Room>>>,
+    totals: Mutex<BTreeMap<Rank, Arc<CollectiveTotals>>>,
+}
 
 /// The seat of a rank in a room. Dropping it gives the seat up, also while the rank still waits for others to join.
 struct InProcessCommunicator {
     registry: Arc<Registry>,
     room: Arc<Room>,
     meeting: Meeting,
+    totals: Arc<CollectiveTotals>,
 }
 
 impl InProcessCollectives {
@@ -70,7 +74,8 @@ impl InProcessCollectives {
             let why = format!("rank {} has joined before; only a newer epoch has another meeting", meeting.rank);
             return Err(Error::not_started(Code::AlreadyExists, why));
         }
-        Ok(InProcessCommunicator { registry: Arc::clone(&self.0), room, meeting })
+        let totals = self.0.totals_of(meeting.rank);
+        Ok(InProcessCommunicator { registry: Arc::clone(&self.0), room, meeting, totals })
     }
 }
 
@@ -91,6 +96,7 @@ impl Collectives for InProcessCollectives {
             }
         }
         report.waiting.sort_by_key(|waiting| std::cmp::Reverse(waiting.elapsed_ms));
+        self.0.totals_of(rank).report(&mut report);
         report
     }
 
@@ -124,7 +130,7 @@ impl Communicator for InProcessCommunicator {
     }
 
     fn start(&self, cx: &CallContext, operation: Collective, buffer: Buffer) -> Transfer {
-        self.room.start(&self.meeting, cx, operation, buffer)
+        self.room.start((&self.meeting, &self.totals), cx, operation, buffer)
     }
 
     fn abort(&self, why: Error) {
@@ -144,6 +150,9 @@ impl InProcessCommunicator {
 
 impl Drop for InProcessCommunicator {
     fn drop(&mut self) {
+        if self.room.has_failed() {
+            self.totals.count_abort();
+        }
         // The registry is locked first, so that no rank sits down in a room that is about to be forgotten.
         let mut rooms = self.registry.lock();
         if self.room.leave(self.meeting.position()) {
@@ -154,7 +163,12 @@ impl Drop for InProcessCommunicator {
 
 impl Registry {
     fn lock(&self) -> MutexGuard<'_, HashMap<Key, Arc<Room>>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.rooms.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn totals_of(&self, rank: Rank) -> Arc<CollectiveTotals> {
+        let mut totals = self.totals.lock().unwrap_or_else(PoisonError::into_inner);
+        Arc::clone(totals.entry(rank).or_default())
     }
 }
 

@@ -15,7 +15,7 @@ use crate::group::collective::buffer::Buffer;
 use crate::group::collective::cause::FirstCause;
 use crate::group::collective::meeting::{Meeting, Seat};
 use crate::group::collective::operation::{Call, Collective, different_calls, has};
-use crate::group::collective::report::WaitingOperation;
+use crate::group::collective::report::{CollectiveTotals, WaitingOperation};
 use crate::group::collective::transfer::Transfer;
 use crate::group::layout::Rank;
 use crate::message::CallContext;
@@ -170,9 +170,13 @@ impl Room {
         self.cause.wait().await
     }
 
+    pub(super) fn has_failed(&self) -> bool {
+        self.cause.get().is_some()
+    }
+
     pub(super) fn start(
         self: &Arc<Self>,
-        meeting: &Meeting,
+        (meeting, totals): (&Meeting, &Arc<CollectiveTotals>),
         cx: &CallContext,
         operation: Collective,
         buffer: Buffer,
@@ -191,7 +195,8 @@ impl Room {
             }
             Ok((call, memory)) => {
                 let (place, subject) = place.zip(subject).expect("an accepted operation names seats of the meeting");
-                let deposit = Deposit { call, memory, completion, began: Instant::now() };
+                let totals = Arc::clone(totals);
+                let deposit = Deposit { call, memory, completion, began: Instant::now(), totals };
                 state.put(place, Waiting { deposit, position, subject, bounds: None });
                 let root = operation.named_rank().and_then(|rank| meeting.position_of(rank));
                 self.proceed(state, cx, place, root);

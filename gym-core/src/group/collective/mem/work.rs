@@ -14,6 +14,7 @@ use crate::group::collective::buffer::Buffer;
 use crate::group::collective::cause::FirstCause;
 use crate::group::collective::operation::{Call, Collective};
 use crate::group::collective::reduction::{Reduction, order_of, slice_of};
+use crate::group::collective::report::CollectiveTotals;
 use crate::group::collective::transfer::{Completion, Moving};
 
 /// Most bytes of all buffers together that are worked on in place: about 0.2 ms on one core. A larger operation would delay the other tasks of
@@ -27,6 +28,8 @@ pub(super) struct Deposit {
     pub(super) memory: BytesMut,
     pub(super) completion: Completion,
     pub(super) began: Instant,
+    /// Those of the rank that calls.
+    pub(super) totals: Arc<CollectiveTotals>,
 }
 
 /// The calls of an operation that all of its ranks have called.
@@ -39,8 +42,9 @@ pub(super) struct Work {
 
 /// A call whose memory is being worked on.
 struct Caller {
-    dtype: DType,
+    call: Call,
     bytes: usize,
+    totals: Arc<CollectiveTotals>,
     completion: Completion,
     began: Instant,
 }
@@ -59,8 +63,8 @@ impl Work {
         let Self { deposits, source } = self;
         let Some(Call { operation, dtype, .. }) = deposits.first().map(|first| first.call) else { return };
         let (mut callers, mut memory) = (Vec::with_capacity(deposits.len()), Vec::with_capacity(deposits.len()));
-        for Deposit { call, memory: bytes, completion, began } in deposits {
-            callers.push(Caller { dtype: call.dtype, bytes: bytes.len(), completion, began });
+        for Deposit { call, memory: bytes, completion, began, totals } in deposits {
+            callers.push(Caller { call, bytes: bytes.len(), completion, began, totals });
             memory.push(bytes);
         }
         let end = move |results: Vec<BytesMut>| end(callers, results, &cause);
@@ -104,11 +108,14 @@ impl Work {
 fn end(callers: Vec<Caller>, results: Vec<BytesMut>, cause: &FirstCause) {
     // Read once: a failure in the midst of the loop must not divide the ranks.
     let failed = cause.get().is_some();
-    for (Caller { dtype, bytes, completion, began }, memory) in callers.into_iter().zip(results) {
+    for (Caller { call, bytes, completion, began, totals }, memory) in callers.into_iter().zip(results) {
         let bytes = bytes.max(memory.len()) as u64;
         let moving = Moving::new(bytes, began.elapsed());
         let result = cause.get().filter(|_| failed).map_or(Ok(moving), Err);
-        completion.finish(Buffer::host(dtype, memory), result);
+        if let Ok(moving) = &result {
+            totals.count(call.operation.name(), "mem", moving);
+        }
+        completion.finish(Buffer::host(call.dtype, memory), result);
     }
 }
 

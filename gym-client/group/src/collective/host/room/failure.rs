@@ -69,7 +69,7 @@ impl Room {
         if self.cause.get().is_none()
             && let Some(registry) = self.registry.upgrade()
         {
-            registry.count_abort();
+            registry.totals.count_abort();
         }
         self.cause.set(why);
         if let Some(shared) = self.shared.get() {

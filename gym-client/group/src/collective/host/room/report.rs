@@ -21,7 +21,7 @@ impl Room {
                 Place::Round(_) if self.shared().is_some() => "shm",
                 _ => self.path(),
             };
-            registry.count(operation.name(), path, moved);
+            registry.totals.count(operation.name(), path, moved);
         }
     }
 
