@@ -195,7 +195,7 @@ const SET: [(&str, &str, &str); 23] = [
 ];
 
 /// Variables of tests, benchmarks and fuzzing. No program of a user reads them.
-const OF_TESTS: [&str; 54] = [
+const OF_TESTS: [&str; 56] = [
     "CONDA_PREFIX",
     "GYM_ABSENT",
     "GYM_AFFINITY_SEEDS",
@@ -222,8 +222,10 @@ const OF_TESTS: [&str; 54] = [
     "GYM_SAFETENSORS_PYTHON",
     "GYM_SEGMENT_TEST_RANK",
     "GYM_TEST_CASE",
+    "GYM_TEST_CUT",
     "GYM_TEST_LEDGER_OUTPUT",
     "GYM_TEST_MARK",
+    "GYM_TEST_NODES",
     "GYM_TEST_PROGRAM",
     "GYM_TEST_TWO",
     "GYM_TLS_TEST_ENDPOINT",

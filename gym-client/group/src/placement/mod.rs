@@ -23,6 +23,7 @@ mod workers;
 pub use config::{WorkerGroupConfig, parse_memory};
 pub use numa::parse_cpu_list;
 pub use options::{ProfilerRequest, merge_options};
+pub(crate) use place::machine_of;
 pub use place::{Devices, NodeResources, PlacedBundle, Placement, PlacementGroup, place, place_each};
 pub use ports::{ENGINE_PORTS, ENGINE_PORTS_EACH, GENERATION_PORTS, GYM_PORTS, MASTER_PORTS, engine_port};
 pub use spec::{ClusterSpec, CommunicationBackend, GpuIds, PlacementStrategy};

@@ -10,6 +10,7 @@ use gym_core::group::collective::{Seat, Seats};
 use gym_core::group::{Rank, RankLayout, RankState};
 use gym_core::{Channel, Code, Endpoint, Error, Incarnation};
 
+use crate::placement::machine_of;
 use crate::supervise::record::RankRecord;
 
 /// The seats of a group, and which ranks know them.
@@ -54,7 +55,8 @@ impl<'r> Present<'r> {
 
     fn seat(&self) -> Seat {
         let seat = Seat::new(self.rank, self.incarnation).serving_at(self.endpoints.iter().cloned());
-        seat.on_node(self.node.unwrap_or_default())
+        // Ranks of one machine can share memory, whichever agents of it have started them.
+        seat.on_node(self.node.map(machine_of).unwrap_or_default())
     }
 }
 
@@ -265,6 +267,17 @@ mod tests {
         played.seating.posted(1, posts[1].incarnation, posts[1].epoch, Err(&broken));
         played.restart(1);
         assert_eq!(played.told().0, [1], "the posts to the others are under way");
+    }
+
+    #[test]
+    fn ranks_of_two_nodes_of_a_machine_have_one_place_to_meet() {
+        let mut played = Played::new();
+        for (rank, node) in [(0, "share0000@a"), (1, "share0001@a"), (2, "b")] {
+            played.records[rank].node_name = Some(node.into());
+            played.connect(rank);
+        }
+        let seats = played.told().1.unwrap().seats;
+        assert_eq!(seats.iter().map(|seat| &*seat.node).collect::<Vec<_>>(), ["a", "a", "b"]);
     }
 
     #[test]

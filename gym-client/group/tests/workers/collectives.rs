@@ -2,14 +2,18 @@
 //!
 //! `GYM_COLLECTIVE_KILLS` says how often a rank is killed (10 unless set), `GYM_KILL_SEED` where the seeds begin.
 
+use std::future::Future;
 use std::time::Duration;
 
 use futures_util::future::join_all;
 use gym_core::transport::TransportPolicy;
 use gym_core::{CallContext, Code, Result, worker};
 use gym_group::collective::{CollectiveOptions, CommunicatorExt as _, Peers, ReduceOp};
-use gym_group::placement::CommunicationBackend;
-use gym_group::{Dispatch, Group, Payload, Rank, RankLayout, Tensor, WorkerEnv, WorkerGroupExt as _};
+use gym_group::placement::{ClusterSpec, CommunicationBackend};
+use gym_group::{
+    Dispatch, Group, GroupError, Payload, Rank, RankLayout, RankState, Tensor, WorkerEnv, WorkerGroupExt as _,
+};
+use gym_group::{GroupRequest, Provisioner, VirtualCluster};
 use rustix::process::Signal;
 use rustix::time::{ClockId, clock_gettime};
 use tokio::time::{Instant, sleep};
@@ -18,6 +22,9 @@ use super::types::Init;
 use super::{LONG, freeze, options, pid, signal, spec, start, status, stop, until};
 
 const RANKS: u32 = 4;
+
+/// What [`summing::endure`] returns.
+type Endured = Result<(String, u64, u64), GroupError>;
 
 /// Sums with its peers.
 pub(crate) struct Summing {
@@ -71,6 +78,10 @@ fn micros() -> u64 {
     now.tv_sec as u64 * 1_000_000 + now.tv_nsec as u64 / 1_000
 }
 
+fn layout() -> RankLayout {
+    RankLayout::new([("data", 2), ("tensor", 2)]).expect("a layout")
+}
+
 async fn summing(restarts: u32) -> Group {
     summing_with(restarts, CollectiveOptions::default()).await
 }
@@ -82,7 +93,7 @@ async fn summing_with(restarts: u32, collectives: CollectiveOptions) -> Group {
 async fn summing_over(restarts: u32, collectives: CollectiveOptions, policy: Option<TransportPolicy>) -> Group {
     let mut options = options().restarting(restarts);
     options.heartbeat = Duration::from_millis(50);
-    options.layout = Some(RankLayout::new([("data", 2), ("tensor", 2)]).expect("a layout"));
+    options.layout = Some(layout());
     let mut spec = spec("summing", RANKS);
     spec.collectives = collectives;
     if let Some(policy) = policy {
@@ -159,6 +170,43 @@ pub(crate) async fn the_survivors_of_a_killed_rank_name_it() {
     kill_ranks(number("GYM_COLLECTIVE_KILLS", 10), None).await;
 }
 
+/// Lets all ranks sum, each time with this deadline in milliseconds, until one sum fails. Returns when all do, because a rank that asks for its peers when
+/// one of them is lost waits for the restart.
+async fn endure(group: &Group, elements: usize, deadline: u64) -> impl Future<Output = Vec<Endured>> {
+    let mut calls = Vec::new();
+    for rank in 0..RANKS {
+        let call = group.call(summing::endure, (elements, deadline)).dispatch(Dispatch::rank(rank)).deadline(LONG);
+        let pending = call.start().await.expect("handed over");
+        calls.push(async { Ok(pending.await?.into_values().remove(0)) });
+    }
+    until("all ranks sum", || {
+        let sums =
+            |rank| status(group, rank).running.iter().any(|call| call.method == "summing.endure" && call.progress > 0);
+        (0..RANKS).all(sums)
+    })
+    .await;
+    join_all(calls)
+}
+
+/// Checks that one rank has ended, and that all others name it, and no other. Returns when their sums failed, and how long those took, in microseconds.
+fn survivors_name(outcomes: Vec<Endured>, lost: Rank, when: &str) -> Vec<(u64, u64)> {
+    let mut times = Vec::new();
+    for (rank, outcome) in (0..).zip(outcomes) {
+        if rank == lost {
+            outcome.expect_err("it was lost");
+            continue;
+        }
+        let (error, failed, took) = outcome.expect("it survives");
+        let others = (0..RANKS).filter(|other| *other != lost).any(|other| error.contains(&format!("rank {other} ")));
+        assert!(
+            error.contains(&format!("rank {lost} ")) && !others,
+            "{when}: rank {lost} is lost, and rank {rank} says: {error}"
+        );
+        times.push((failed, took));
+    }
+    times
+}
+
 /// Kills ranks while they sum. With a policy, over its transports.
 pub(crate) async fn kill_ranks(kills: u64, policy: Option<TransportPolicy>) {
     let first_seed = std::env::var("GYM_KILL_SEED").map_or(1, |text| text.parse().expect("a number"));
@@ -169,34 +217,12 @@ pub(crate) async fn kill_ranks(kills: u64, policy: Option<TransportPolicy>) {
         let mut random = fastrand::Rng::with_seed(seed);
         let killed: Rank = random.u32(0..RANKS);
         let elements = [16, 16_384, 1 << 20][random.usize(0..3)];
-        let mut calls = Vec::new();
-        for rank in 0..RANKS {
-            let call = group.call(summing::endure, (elements, 30_000)).dispatch(Dispatch::rank(rank)).deadline(LONG);
-            calls.push(call.start().await.expect("handed over"));
-        }
-        // A rank that asks for its peers when one of them is lost waits for the restart.
-        until("all ranks sum", || {
-            let sums = |rank| {
-                status(&group, rank).running.iter().any(|call| call.method == "summing.endure" && call.progress > 0)
-            };
-            (0..RANKS).all(sums)
-        })
-        .await;
+        let enduring = endure(&group, elements, 30_000).await;
         sleep(Duration::from_micros(random.u64(1_000..60_000))).await;
         let at = micros();
         signal(pid(&group, killed), Signal::KILL);
-        for (rank, outcome) in join_all(calls).await.into_iter().enumerate() {
-            if rank as Rank == killed {
-                outcome.expect_err("it was killed");
-                continue;
-            }
-            let (error, failed, _) = outcome.expect("it survives").into_values().remove(0);
-            let others =
-                (0..RANKS).filter(|other| *other != killed).any(|other| error.contains(&format!("rank {other} ")));
-            let named = error.contains(&format!("rank {killed} "));
-            assert!(named && !others, "seed {seed}: rank {killed} was killed, and rank {rank} says: {error}");
-            times.push(failed.saturating_sub(at));
-        }
+        let named = survivors_name(enduring.await, killed, &format!("seed {seed}"));
+        times.extend(named.into_iter().map(|(failed, _)| failed.saturating_sub(at)));
         group.restart_failed_workers(&CallContext::within(LONG)).await.expect("restarts");
         let newer = check_sums(&group, 100).await;
         assert!(newer > epoch, "seed {seed}: {newer} after {epoch}");
@@ -271,4 +297,66 @@ pub(crate) async fn a_stopped_rank_is_named_at_the_deadline() {
     group.restart_failed_workers(&CallContext::within(LONG)).await.expect("restarts");
     check_sums(&group, 100).await;
     stop(&group).await;
+}
+
+/// Ranks 0 to 2 are on one machine and rank 3 is on another one. They sum over TCP, and name rank 3 when it is killed, and when `cut_off` takes away the
+/// node of this name.
+pub(crate) async fn ranks_meet_over_machines(provisioner: impl Provisioner + 'static, cut_off: impl FnOnce(&str)) {
+    let mut bundles = ClusterSpec::new([3, 1]);
+    bundles.use_gpus = false;
+    let cluster = VirtualCluster::new(bundles, provisioner).expect("valid");
+    let mut options = options().restarting(4);
+    options.heartbeat = Duration::from_millis(50);
+    options.layout = Some(layout());
+    let request = GroupRequest::new("policy", "summing", &Init::default(), options).expect("JSON");
+    let group = cluster.start(&CallContext::within(LONG), request).await.expect("starts");
+    let machine = |rank| machine_of(&group, rank);
+    assert!(machine(0) == machine(1) && machine(1) == machine(2) && machine(2) != machine(3));
+    for elements in [1_000, 1_000_003] {
+        check_sums(&group, elements).await;
+    }
+    let told = || status(&group, 0).collectives;
+    until("a heartbeat tells of all sums", || told().totals.iter().map(|totals| totals.operations).sum::<u64>() == 6)
+        .await;
+    // Those with rank 2 and with rank 1 are in memory.
+    let paths: Vec<_> = told().totals.into_iter().map(|totals| (totals.path, totals.operations)).collect();
+    assert_eq!(paths, [("http+frames".to_owned(), 2), ("shm".to_owned(), 4)]);
+    let why = format!("ranks 0 and 3 are on the nodes `{}` and `{}`", machine(0), machine(3));
+    assert_eq!(told().not_shared, Some(why));
+
+    let enduring = endure(&group, 16, 30_000).await;
+    let at = micros();
+    group.kill(3).await.expect("kills");
+    let named = survivors_name(enduring.await, 3, "it was killed");
+    let after: Vec<u64> = named.into_iter().map(|(failed, _)| failed.saturating_sub(at) / 1_000).collect();
+    println!("    rank 3 is killed: its survivors name it after {after:?} ms");
+    group.restart_failed_workers(&CallContext::within(LONG)).await.expect("restarts");
+    let epoch = check_sums(&group, 1_000_003).await;
+
+    let (incarnation, deadline) = (status(&group, 3).incarnation, 1_000);
+    let enduring = endure(&group, 1 << 20, deadline).await;
+    cut_off(status(&group, 3).node_name.as_deref().expect("it is on a node"));
+    let named = survivors_name(enduring.await, 3, "it was cut off");
+    let took: Vec<u64> = named.into_iter().map(|(_, took)| took / 1_000).collect();
+    println!("    its node is cut off: they name it {took:?} ms after the start of a sum with {deadline} ms");
+    assert!(took.iter().all(|took| *took < 3 * deadline), "{took:?}");
+    until("rank 3 is on the machine of the others", || {
+        let rank = status(&group, 3);
+        rank.incarnation > incarnation && rank.state == RankState::Healthy && machine(3) == machine(0)
+    })
+    .await;
+    assert!(check_sums(&group, 1_000_003).await > epoch);
+    until("a heartbeat tells that they share memory", || {
+        let told = status(&group, 3).collectives;
+        !told.totals.is_empty() && told.totals.iter().all(|totals| totals.path == "shm") && told.not_shared.is_none()
+    })
+    .await;
+    // A rank that is asked to exit waits for those that were cut off to close their connections.
+    group.shutdown(Duration::from_secs(2)).await.expect("stops");
+}
+
+/// The machine of a rank; the node of a rank on Ray is a share of it.
+fn machine_of(group: &Group, rank: Rank) -> String {
+    let node = status(group, rank).node_name.expect("it is on a node");
+    node.rsplit('@').next().expect("at least one").to_owned()
 }

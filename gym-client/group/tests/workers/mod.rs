@@ -150,6 +150,7 @@ pub(crate) fn main() {
         nodes::ranks_of_a_stopped_node_are_dead_before_others_start,
         nodes::a_node_without_its_controller_ends_its_ranks,
         nodes::killed_nodes_leave_no_orphan_and_no_second_incarnation,
+        nodes::ranks_on_two_nodes_meet_and_name_one_that_is_cut_off,
         verify::items_are_verified_in_batches_by_time_and_share_an_input_by_reference,
         verify::an_item_at_which_the_verifier_panics_fails_alone,
         verify::an_item_that_ends_its_rank_fails_alone_and_is_no_verdict,
@@ -188,6 +189,7 @@ pub(crate) fn main() {
         ray::ray_r36_each_node_verifies_its_share_in_batches_and_a_panic_fails_one_item,
         ray::ray_r38_a_machine_lost_in_mid_run_costs_no_item,
         ray::ray_ranks_without_a_cluster_run_on_all_nodes,
+        ray::ray_ranks_on_two_nodes_meet_and_name_one_that_is_cut_off,
         ray_faults::ray_faults_leave_no_orphan_and_no_second_incarnation,
     ]);
     run_cases(cases, run)

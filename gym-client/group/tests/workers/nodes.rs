@@ -73,11 +73,14 @@ fn endpoint(agent: &NodeAgent) -> Endpoint {
     agent.endpoints().last().expect("it listens").clone()
 }
 
-/// The process that gets killed: `be-node NAME PORT`. Names its endpoint and waits.
+/// The process that gets killed: `be-node NAME PORT [HOST]`. Names its endpoint and waits.
 pub(crate) async fn agent(arguments: Vec<String>) {
-    let [name, port] = &arguments[..] else { panic!("be-node NAME PORT") };
+    let [name, port, host @ ..] = &arguments[..] else { panic!("be-node NAME PORT [HOST]") };
     let mut options = node_options(name);
     options.port = port.parse().expect("a port");
+    if let [host] = host {
+        options.host.clone_from(host);
+    }
     let agent = NodeAgent::start(workers(), options).await.expect("starts");
     println!("agent {}", endpoint(&agent));
     std::future::pending().await
@@ -360,6 +363,20 @@ pub(crate) async fn ranks_of_a_stopped_node_are_dead_before_others_start() {
     let again = controller(vec![a.endpoint.clone()]);
     until_reserved(&again, &cx).await;
     stop(&group).await;
+}
+
+/// `.ci/nodes` names two agents in `GYM_TEST_NODES`, each in a network of its own, and in `GYM_TEST_CUT` the command that cuts the node `n2` off.
+pub(crate) async fn ranks_on_two_nodes_meet_and_name_one_that_is_cut_off() {
+    let (Ok(agents), Ok(cut)) = (std::env::var("GYM_TEST_NODES"), std::env::var("GYM_TEST_CUT")) else {
+        println!("NOT RUN: no node with a network of its own (`.ci/test nodes` makes two)");
+        return;
+    };
+    let agents = agents.split(' ').map(|agent| Endpoint::parse(agent).expect("an endpoint")).collect();
+    let cut_off = |node: &str| {
+        assert_eq!(node, "n2");
+        assert!(std::process::Command::new("sh").args(["-c", &cut]).status().expect("starts").success());
+    };
+    super::collectives::ranks_meet_over_machines(controller(agents), cut_off).await;
 }
 
 /// Waits until an agent has free CPUs again.

@@ -23,8 +23,8 @@ use tokio::io::AsyncBufReadExt as _;
 use tokio::time::{Instant, sleep, timeout};
 
 use super::ray_cluster::{
-    AGENT, LONG, cluster_address, control, kill, no_process_of_ours, nodes_of, parents, processes, python, until,
-    whole_cluster,
+    AGENT, LONG, addresses, cluster_address, control, kill, no_process_of_ours, nodes_of, parents, processes, python,
+    until, whole_cluster,
 };
 use super::types::{Describe, Init, workers};
 use super::{options, spec, status, stop, transports, verify};
@@ -499,6 +499,24 @@ pub(crate) async fn ray_r29_ranks_of_a_machine_that_was_cut_off_end_before_other
         control(&json!({"do": "start_node", "node": node}));
     };
     broken("a machine is cut off", cut, mend).await;
+}
+
+/// Ranks on two machines sum over TCP. The one of a machine that is cut off is named, and shares memory with the others once it is on theirs.
+pub(crate) async fn ray_ranks_on_two_nodes_meet_and_name_one_that_is_cut_off() {
+    let Some(address) = whole_cluster() else { return };
+    let mut cut = None;
+    let cut_off = |node: &str| {
+        let (_, ip) = node.split_once('@').expect("share@address");
+        let node = addresses()[ip].clone();
+        control(&json!({"do": "partition", "node": node}));
+        cut = Some(node);
+    };
+    super::collectives::ranks_meet_over_machines(ray(address, ray_options()), cut_off).await;
+    let node = cut.expect("it was cut off");
+    control(&json!({"do": "heal", "node": node}));
+    // Ray gives the node up; it comes back as a new one.
+    control(&json!({"do": "kill_node", "node": node}));
+    control(&json!({"do": "start_node", "node": node}));
 }
 
 /// Case 32: the driver of the job is killed: nothing of it stays, and the job is submitted again.

@@ -82,7 +82,8 @@ pub(super) fn kill(pid: i32) {
     control(&json!({"do": "kill_process", "pid": pid}));
 }
 
-fn addresses() -> BTreeMap<String, String> {
+/// Returns the name of each node by its address.
+pub(super) fn addresses() -> BTreeMap<String, String> {
     let reply = control(&json!({"do": "nodes"}));
     let nodes = reply["nodes"].as_array().expect("a list").clone();
     let text = |node: &Value, key: &str| node[key].as_str().expect("a text").to_owned();

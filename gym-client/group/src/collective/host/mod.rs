@@ -258,6 +258,12 @@ impl Registry {
 
     async fn join(self: &Arc<Self>, cx: &CallContext, meeting: Meeting) -> Result<Arc<Room>> {
         cx.check()?;
+        // Each rank knows it by itself. A rank that met first and then left would be the cause that the others get.
+        if self.sharing == Sharing::Always
+            && let Some(why) = several_nodes(&meeting.seats)
+        {
+            return Err(memory_is_missing(&why));
+        }
         let room = self.enter(meeting)?;
         let mut joining = Joining { room: &room, formed: false };
         let mut meets: FuturesUnordered<_> = room.others().map(|position| self.meet(cx, &room, position)).collect();
@@ -300,12 +306,8 @@ impl Registry {
         if self.sharing == Sharing::Never || room.world_size() == 1 {
             return Ok(());
         }
-        let seats = &room.meeting.seats;
-        let why = match seats.iter().find(|seat| seat.node != seats[0].node) {
-            Some(other) => Err(format!(
-                "ranks {} and {} are on the nodes `{}` and `{}`",
-                seats[0].rank, other.rank, seats[0].node, other.node
-            )),
+        let why = match several_nodes(&room.meeting.seats) {
+            Some(why) => Err(why),
             None => {
                 let agreed = async { Ok(room.agree_on_memory(self.shared_bytes).await) };
                 match cx.bound(Execution::NotStarted, agreed).await {
@@ -320,8 +322,7 @@ impl Registry {
         let Err(why) = why else { return Ok(()) };
         if self.sharing == Sharing::Always {
             room.leave();
-            let text = format!("communication_backend 'shm' needs memory that all ranks share: {why}");
-            return Err(Error::not_started(Code::FailedPrecondition, text));
+            return Err(memory_is_missing(&why));
         }
         tracing::debug!(meeting = %room.meeting, why, "ranks do not share memory");
         *self.not_shared.lock().unwrap_or_else(PoisonError::into_inner) = Some(why);
@@ -519,6 +520,18 @@ impl Registry {
         drop(state);
         self.notify();
     }
+}
+
+/// Returns two ranks that are on two nodes, and so share no memory.
+fn several_nodes(seats: &[Seat]) -> Option<String> {
+    let other = seats.iter().find(|seat| seat.node != seats[0].node)?;
+    let (first, node) = (seats[0].rank, &seats[0].node);
+    Some(format!("ranks {first} and {} are on the nodes `{node}` and `{}`", other.rank, other.node))
+}
+
+fn memory_is_missing(why: &str) -> Error {
+    let text = format!("communication_backend 'shm' needs memory that all ranks share: {why}");
+    Error::not_started(Code::FailedPrecondition, text)
 }
 
 /// The answer of a rank to a join.

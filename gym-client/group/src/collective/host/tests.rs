@@ -193,6 +193,16 @@ async fn a_rank_that_stood_still_is_told_again_that_the_meeting_has_failed() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn ranks_of_several_nodes_that_must_share_memory_are_refused_before_they_meet() {
+    let seats = ["a", "b"].map(|node| Seat::new(Rank::from(node == "b"), Incarnation(1)).on_node(node));
+    let backend = HostCollectives::sharing(Transports::from(InProcess::new()), Sharing::Always, 0);
+    // The other rank is not there: nothing that it does can be the cause.
+    let refused = backend.join(&cx(), Meeting::new("policy", 1, 0, seats).unwrap()).await;
+    rejected(refused, Code::FailedPrecondition, &["'shm' needs", "ranks 0 and 1 are on the nodes `a` and `b`"]);
+    assert_eq!(backend.meetings(), 0);
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_refused_call_is_noticed_while_the_operation_waits() {
     let (meets, began) = (Meets::new().await, Instant::now());
     let context = cx();

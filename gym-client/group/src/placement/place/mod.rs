@@ -46,7 +46,7 @@ impl NodeResources {
 
     /// Returns the name of the machine, on which engines are kept together.
     fn machine(&self) -> &str {
-        self.name.rsplit_once('@').map_or(&self.name, |(_, machine)| machine)
+        machine_of(&self.name)
     }
 
     /// Returns the position of a GPU in the order of bundles: its number, if the names of all GPUs are numbers; otherwise, such as for
@@ -64,6 +64,11 @@ impl NodeResources {
             Devices::Simulated(count) => *count as usize,
         }
     }
+}
+
+/// Returns the machine of a node, from the name of the node.
+pub(crate) fn machine_of(node: &str) -> &str {
+    node.rsplit_once('@').map_or(node, |(_, machine)| machine)
 }
 
 /// A placed bundle.

@@ -43,7 +43,7 @@ pub struct Seat {
     /// Where the rank serves; may be empty if the backend needs no address.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub endpoints: Vec<Endpoint>,
-    /// The name of the rank's node; empty if it is unknown. Ranks of one node can share memory.
+    /// The name of the rank's machine; empty if it is unknown. Ranks of one machine can share memory.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub node: String,
 }
