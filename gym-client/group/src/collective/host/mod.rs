@@ -321,7 +321,8 @@ impl Registry {
         };
         let Err(why) = why else { return Ok(()) };
         if self.sharing == Sharing::Always {
-            room.leave();
+            // Not `leave`: a rank that has not heard the reason yet would name one that has left.
+            room.fail(memory_is_missing(&why));
             return Err(memory_is_missing(&why));
         }
         tracing::debug!(meeting = %room.meeting, why, "ranks do not share memory");
