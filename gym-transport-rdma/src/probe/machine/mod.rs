@@ -1,0 +1,103 @@
+//! The seam between the checks and what they look at: this machine, a folder that holds one, or a recording.
+//!
+//! A check asks a [`Machine`] and nothing else, so it is a pure function of the answers: a recording of what was asked is judged like the machine itself. Paths
+//! are absolute, `/`-separated, and those of the machine that is judged.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::net::IpAddr;
+
+use serde::{Deserialize, Serialize};
+
+/// Why a machine does not answer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Unknown {
+    /// The system has refused, with this error number (`ENOENT` 2, `EACCES` 13, `EINVAL` 22). Reading a folder as a file is `EISDIR` 21.
+    Errno(i32),
+    /// The recording does not have it: nobody asked when it was made. It is not absent.
+    NotRecorded,
+}
+
+impl Unknown {
+    /// No such file or directory.
+    pub const ENOENT: Self = Self::Errno(2);
+
+    /// Returns `true` if what was asked for is known not to exist.
+    #[must_use]
+    pub fn is_absent(self) -> bool {
+        // ENOENT, ENOTDIR
+        matches!(self, Self::Errno(2 | 20))
+    }
+}
+
+/// An answer of a machine.
+pub type Answer<T> = Result<T, Unknown>;
+
+/// An address of a network interface.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct InterfaceAddress {
+    /// The interface, such as `eth0`.
+    pub interface: String,
+    /// The address.
+    pub address: IpAddr,
+    /// The bits of its network.
+    pub prefix: u8,
+}
+
+/// A shared library, as the loader of the machine would find it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Library {
+    /// Its path on the machine, by its soname.
+    pub path: String,
+    /// Its version, if its file tells it: by the name that the soname leads to (`libnccl.so.2.27.3`), or within the file.
+    pub version: Option<String>,
+}
+
+/// The space of a file system, in bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Space {
+    /// The size of the file system.
+    pub total: u64,
+    /// What an unprivileged user may still write.
+    pub free: u64,
+}
+
+/// What checks look at.
+pub trait Machine: fmt::Debug {
+    /// Returns the contents of a text file, untrimmed, with U+FFFD for what is not UTF-8.
+    fn text(&self, path: &str) -> Answer<String>;
+
+    /// Returns the first bytes of a binary file, at most 4,096, such as the configuration space of a PCI device.
+    fn bytes(&self, path: &str) -> Answer<Vec<u8>>;
+
+    /// Returns the sorted names in a folder.
+    fn names(&self, folder: &str) -> Answer<Vec<String>>;
+
+    /// Returns the path without links, on the machine, of something that exists.
+    fn real(&self, path: &str) -> Answer<String>;
+
+    /// Opens a device node for reading and writing, and closes it.
+    fn open_node(&self, path: &str) -> Answer<()>;
+
+    /// Returns the first library with this soname; `None` if the loader would find none.
+    fn library(&self, soname: &str) -> Answer<Option<Library>>;
+
+    /// Returns the variables of the process, as far as they are of this field.
+    fn variables(&self) -> Answer<BTreeMap<String, String>>;
+
+    /// Returns the addresses of all interfaces, in the order of the interfaces' indices.
+    fn addresses(&self) -> Answer<Vec<InterfaceAddress>>;
+
+    /// Returns the space of the file system at a mount point.
+    fn space(&self, path: &str) -> Answer<Space>;
+
+    /// Returns `true` if something exists, `false` if it is known not to.
+    fn exists(&self, path: &str) -> Answer<bool> {
+        match self.real(path) {
+            Ok(_) => Ok(true),
+            Err(unknown) if unknown.is_absent() => Ok(false),
+            Err(unknown) => Err(unknown),
+        }
+    }
+}
