@@ -1,9 +1,9 @@
 //! Probe: reports the RDMA and NCCL support of this machine from files, without loading UCX.
 
 mod container;
-mod elf;
 mod files;
 mod finding;
+pub mod machine;
 mod ports;
 mod versions;
 
@@ -307,7 +307,11 @@ impl Prober {
             )
             .fix("apt-get install libucx0 (dnf: ucx ucx-ib), or add the directory of a UCX to LD_LIBRARY_PATH");
         };
-        let what = format!("UCX {} ({})", or_unknown(elf::version(&path)), path.display());
+        let what = format!(
+            "UCX {} ({})",
+            or_unknown(File::open(&path).ok().and_then(|mut file| machine::library::elf::version(&mut file))),
+            path.display()
+        );
         // Transports are plug-ins in the directory `ucx` next to the library. A build without verbs has none for RDMA.
         if has_rdma_transport(&path) {
             finding(topic, Status::Ok, what)

@@ -3,11 +3,24 @@
 //! A check asks a [`Machine`] and nothing else, so it is a pure function of the answers: a recording of what was asked is judged like the machine itself. Paths
 //! are absolute, `/`-separated, and those of the machine that is judged.
 
+mod folder;
+pub(in crate::probe) mod library;
+mod root;
+mod variables;
+
 use std::collections::BTreeMap;
 use std::fmt;
 use std::net::IpAddr;
 
+use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
+
+pub use crate::probe::machine::folder::Folder;
+
+/// Maximum length of a text. A longer file answers `EFBIG` 27, because half of a file would be judged wrongly.
+const TEXT_BYTES_MAX: u64 = 4 << 20;
+/// Maximum length of [`Machine::bytes`].
+const BYTES_MAX: u64 = 4096;
 
 /// Why a machine does not answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -28,6 +41,18 @@ impl Unknown {
     pub fn is_absent(self) -> bool {
         // ENOENT, ENOTDIR
         matches!(self, Self::Errno(2 | 20))
+    }
+}
+
+impl From<Errno> for Unknown {
+    fn from(errno: Errno) -> Self {
+        Self::Errno(errno.raw_os_error())
+    }
+}
+
+impl From<std::io::Error> for Unknown {
+    fn from(error: std::io::Error) -> Self {
+        Self::Errno(error.raw_os_error().unwrap_or_else(|| Errno::IO.raw_os_error()))
     }
 }
 
