@@ -191,6 +191,7 @@ mod messaging;
 pub mod probe;
 mod sys;
 pub mod transport;
+pub mod tuning;
 mod ucx;
 
 pub use backend::{UCX_VARIABLES, UcxBackend};

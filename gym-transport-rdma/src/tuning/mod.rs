@@ -1,0 +1,61 @@
+//! Tuning, checked: the settings of NCCL, RoCE and UCX against their syntax, the machine and the other nodes.
+//!
+//! ```text
+//!   variables, nccl.conf ──► settings   what each library gets, and who won
+//!                              │
+//!   table ──► syntax           │        how a value is really read
+//!   host  ──► rules            ▼        cards, GID rows, interfaces, limits, GPUDirect, plug-ins
+//!   nodes ──► cluster        findings   what differs, and must not
+//! ```
+//!
+//! All of it is a pure function of a [`Machine`]: no library is loaded, and a recording is judged like the machine itself. What a recording lacks is no
+//! fault. On a healthy machine nothing is found.
+
+mod cluster;
+mod finding;
+mod host;
+mod rules;
+mod settings;
+mod syntax;
+mod table;
+
+pub use finding::{Finding, Severity};
+pub use table::{Kind, NCCL, UCX, Variable, variable};
+
+use crate::probe::machine::Machine;
+use host::Host;
+
+/// Checks the settings of one machine. The worst come first.
+#[must_use]
+pub fn judge(machine: &dyn Machine) -> Vec<Finding> {
+    sorted(of_host(&Host::of(machine)))
+}
+
+/// Checks the settings of the nodes of a cluster, each by itself and side by side. Findings about one node begin with its name.
+#[must_use]
+pub fn judge_cluster(nodes: &[(String, &dyn Machine)]) -> Vec<Finding> {
+    let hosts: Vec<Host<'_>> = nodes.iter().map(|(_, machine)| Host::of(*machine)).collect();
+    let named: Vec<cluster::Node<'_, '_>> =
+        nodes.iter().zip(&hosts).map(|((name, _), host)| (name.as_str(), host)).collect();
+    let mut findings = Vec::new();
+    for (name, host) in &named {
+        findings.extend(cluster::of_node(name, of_host(host)));
+    }
+    cluster::check(&named, &mut findings);
+    sorted(findings)
+}
+
+fn of_host(host: &Host<'_>) -> Vec<Finding> {
+    let mut findings = host.settings.of_files.clone();
+    syntax::check(&host.settings, &mut findings);
+    rules::check(host, &mut findings);
+    findings
+}
+
+fn sorted(mut findings: Vec<Finding>) -> Vec<Finding> {
+    findings.sort_by(|one, other| {
+        (other.severity, &one.about, &one.found).cmp(&(one.severity, &other.about, &other.found))
+    });
+    findings.dedup();
+    findings
+}
