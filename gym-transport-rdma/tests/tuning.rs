@@ -6,7 +6,7 @@ mod machines;
 use gym_transport_rdma::probe::machine::{Folder, Machine};
 use gym_transport_rdma::tuning::{Finding, Severity, judge, judge_cluster};
 use machines::judge::{Grade, Said, grade};
-use machines::{Case, cases};
+use machines::{Case, case, cases};
 
 fn said(findings: Vec<Finding>) -> Vec<Said> {
     let severity = |severity| match severity {
@@ -84,4 +84,28 @@ fn names_and_addresses_do_not_matter() {
     let cases: Vec<Case> = cases().into_iter().map(renamed).collect();
     let faults = faults(&cases);
     assert!(faults.is_empty(), "{}", faults.join("\n"));
+}
+
+/// A container with everything passed, as the seed's compose file starts it.
+#[test]
+fn the_seed_s_environment_has_its_known_findings() {
+    let mut case = case("healthy-container-complete");
+    case.value["environment"] = serde_json::json!({
+        "VLLM_HOST_IP": "10.20.0.11", "RAY_ADDRESS": "10.20.0.1:6379",
+        "NCCL_IB_HCA": "mlx5_0", "NCCL_SOCKET_IFNAME": "eth0", "NCCL_NET_GDR_LEVEL": "PHB",
+        "NCCL_NET_PLUGIN": "/opt/hpcx/nccl_rdma_sharp_plugin/lib/libnccl-net.so",
+        "NCCL_IB_TC": "106", "NCCL_IB_SL": "3", "NCCL_IB_TIMEOUT": "23", "NCCL_IB_RETRY_CNT": "7",
+        "VLLM_RAY_WORKER_ENV_VARS": "NCCL_IB_DISABLE,NCCL_IB_HCA,NCCL_IB_GID_INDEX",
+    });
+    let about: Vec<(String, Severity)> =
+        findings(&case).into_iter().map(|finding| (finding.about, finding.severity)).collect();
+    let warning = |about: &str| (about.to_owned(), Severity::Warning);
+    assert_eq!(about, [warning("NCCL_IB_TIMEOUT"), warning("NCCL_NET_PLUGIN"), warning("VLLM_RAY_WORKER_ENV_VARS")]);
+}
+
+#[test]
+fn a_machine_that_was_not_recorded_has_no_fault() {
+    let folder = tempfile::tempdir().unwrap();
+    std::fs::create_dir(folder.path().join("proc")).unwrap();
+    assert_eq!(judge(&Folder::new(folder.path())), []);
 }

@@ -161,10 +161,7 @@ fn names(host: &Host<'_>, setting: &Setting, chosen: &Chosen<'_>) -> Option<Find
         Finding::warning(
             NAME,
             found,
-            format!(
-                "write {NAME}=={} for exactly these (the first = belongs to the assignment)",
-                listed.names.join(",")
-            ),
+            format!("put = before the list, for exactly these: {NAME} is `={}`", listed.names.join(",")),
         )
     })
 }
