@@ -6,7 +6,10 @@ use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
-use machines::cases;
+use gym_transport_rdma::probe::Probe;
+use gym_transport_rdma::probe::machine::{Folder, Loaded, Machine, Recorder, Recording, RecordingError, Unknown};
+use machines::{case, cases};
+use proptest::prelude::*;
 
 /// Returns a line for each entry below a folder: its path, its kind, and what it holds.
 fn listing(folder: &Path, path: &str, lines: &mut Vec<String>) {
@@ -48,4 +51,133 @@ fn the_machines_of_the_cases_are_written_as_they_were_meant() {
     listing(folder.path(), "", &mut lines);
     let digest = fnv(lines.join("\n").as_bytes());
     assert_eq!((lines.len(), digest), TREES, "{digest:#x}");
+}
+
+const TAKEN: &str = "2026-11-29T16:20:00Z";
+
+/// Judges a machine and returns the result as JSON, which shows every difference.
+fn judged(machine: &dyn Machine) -> String {
+    serde_json::to_string_pretty(&Probe::of(machine, &Loaded::default())).unwrap()
+}
+
+/// Returns the machine's judgement, and its recording.
+fn recorded(root: &Path) -> (String, Recording) {
+    let recorder = Recorder::new(Folder::new(root));
+    let judgement = judged(&recorder);
+    // As checks do that judge settings.
+    let _ = (recorder.variables(), recorder.addresses(), recorder.space("/dev/shm"));
+    (judgement, recorder.finish("0.1.0", TAKEN, Loaded::default()))
+}
+
+#[test]
+fn a_recording_of_every_case_is_judged_like_the_machine_byte_for_byte() {
+    let folder = tempfile::tempdir().unwrap();
+    for case in cases() {
+        for root in case.write(folder.path()) {
+            let direct = Folder::new(&root);
+            let (noted, recording) = recorded(&root);
+            assert_eq!(noted, judged(&direct), "{}: recording changes nothing", case.id);
+            let json = recording.to_json();
+            let read = Recording::from_json(&json).unwrap();
+            assert_eq!(read.to_json(), json, "{}", case.id);
+            assert!(read == recording, "{}", case.id);
+            assert_eq!(judged(&read), noted, "{}", case.id);
+            assert_eq!(read.variables(), direct.variables(), "{}", case.id);
+            assert_eq!(read.addresses(), direct.addresses(), "{}", case.id);
+            assert_eq!(read.space("/dev/shm"), direct.space("/dev/shm"), "{}", case.id);
+        }
+    }
+}
+
+#[test]
+fn a_recording_has_whole_tables_and_does_not_take_the_rest_for_absent() {
+    let folder = tempfile::tempdir().unwrap();
+    let root = &case("ucx-row-0-empty").write(folder.path())[0];
+    let recording = recorded(root).1;
+    let port = "/sys/class/infiniband/mlx5_0/ports/1";
+    let direct = Folder::new(root);
+    for table in ["gids", "gid_attrs/types", "gid_attrs/ndevs", "pkeys"] {
+        let table = format!("{port}/{table}");
+        let rows = recording.names(&table).unwrap();
+        assert_eq!(Ok(&rows), direct.names(&table).as_ref());
+        for row in rows {
+            assert_eq!(recording.text(&format!("{table}/{row}")), direct.text(&format!("{table}/{row}")));
+        }
+        assert_eq!(recording.text(&format!("{table}/999")), Err(Unknown::ENOENT), "the list shows it");
+    }
+    assert_eq!(recording.text(&format!("{port}/gid_attrs/types/0")), Err(Unknown::Errno(21)));
+    assert_eq!(recording.text(&format!("{port}/counters/symbol_error")), Err(Unknown::NotRecorded));
+    assert_eq!(recording.space("/tmp"), Err(Unknown::NotRecorded));
+    assert_eq!(recording.library("libefa.so.1"), Err(Unknown::NotRecorded));
+    let empty = Recording::default();
+    let probe = Probe::of(&empty, &Loaded::default());
+    for finding in &probe.findings {
+        assert!(!finding.found.contains("not found") && !finding.found.contains("does not exist"), "{finding}");
+    }
+    assert!(probe.summary.contains("not in the recording: /sys/class/infiniband"), "{}", probe.summary);
+}
+
+#[test]
+fn long_texts_are_left_out_and_named() {
+    let folder = tempfile::tempdir().unwrap();
+    fs::write(folder.path().join("long"), "x".repeat(70_000)).unwrap();
+    for name in 0..100 {
+        fs::write(folder.path().join(format!("{name}")), "x".repeat(60_000)).unwrap();
+    }
+    let recorder = Recorder::new(Folder::new(folder.path()));
+    assert_eq!(recorder.text("/long").map(|text| text.len()), Ok(70_000), "what is not noted is still judged");
+    assert_eq!(recorder.text("/long").map(|text| text.len()), Ok(70_000));
+    for name in 0..100 {
+        recorder.text(&format!("/{name}")).unwrap();
+    }
+    let recording = recorder.finish("0.1.0", TAKEN, Loaded::default());
+    let json = recording.to_json();
+    assert!(json.len() <= 4 << 20 && json.len() > 3 << 20, "{}", json.len());
+    assert_eq!(recording.cut.iter().filter(|cut| cut.path == "/long" && cut.bytes == 70_000).count(), 1);
+    let read = Recording::from_json(&json).unwrap();
+    for cut in &read.cut {
+        assert_eq!(read.text(&cut.path), Err(Unknown::NotRecorded));
+    }
+}
+
+#[test]
+fn what_is_no_recording_is_refused_with_the_fix() {
+    let message = |text: &str| Recording::from_json(text).unwrap_err().to_string();
+    for (text, words) in [
+        ("", "no recording of a machine: it is no JSON"),
+        ("[1]", "it is no JSON object"),
+        ("{\"findings\": []}", "no key rgym_recording; rgym doctor --record FILE writes one"),
+        ("{\"rgym_recording\": \"x\"}", "no number from 1"),
+        ("{\"rgym_recording\": 2, \"new\": {}}", "format 2, and this program reads formats up to 1: use a newer rgym"),
+        ("{\"rgym_recording\": 1}", "a damaged recording: missing field `program`"),
+    ] {
+        assert!(message(text).contains(words), "{text}: {}", message(text));
+    }
+    let recording =
+        |files: &str| format!("{{\"rgym_recording\": 1, \"program\": \"\", \"taken\": \"\", \"files\": {files}}}");
+    let damaged = message(&recording("{\"/sys/\": {\"x\": {\"bytes\": {\"hex\": \"0\", \"length\": 1}}}}"));
+    assert!(damaged.contains("/sys/x: its bytes are not in hexadecimal digits; record the machine again"), "{damaged}");
+    assert!(matches!(Recording::from_json(&recording("[]")), Err(RecordingError::Damaged { .. })));
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 64, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn a_damaged_recording_is_judged_or_refused_and_is_no_panic(at in 0.0..1.0_f64, with in "[\\x00-\\x7f]{0,4}", cut in 0_usize..40) {
+        let mut json = DAMAGED.with(Clone::clone).into_bytes();
+        let at = (at * json.len() as f64) as usize;
+        json.splice(at..(at + cut).min(json.len()), with.into_bytes());
+        if let Ok(recording) = Recording::from_json(&String::from_utf8_lossy(&json)) {
+            judged(&recording);
+            prop_assert!(Recording::from_json(&recording.to_json()).unwrap() == recording);
+        }
+    }
+}
+
+std::thread_local! {
+    static DAMAGED: String = {
+        let folder = tempfile::tempdir().unwrap();
+        recorded(&case("healthy-rxe").write(folder.path())[0]).1.to_json()
+    };
 }

@@ -86,4 +86,12 @@ impl Finding {
         self.fix = Some(fix.to_owned());
         self
     }
+
+    /// What a recording lacks is neither absent nor a fault.
+    pub(crate) fn unless_not_recorded(self, lacking: &[String]) -> Self {
+        if lacking.is_empty() || self.status == Status::Ok {
+            return self;
+        }
+        finding(self.topic, Status::NotNeeded, format!("not in the recording: {}", lacking.join(", ")))
+    }
 }

@@ -15,7 +15,7 @@ use rustix::io::Errno;
 
 use crate::probe::machine::root::Root;
 use crate::probe::machine::{
-    Answer, BYTES_MAX, InterfaceAddress, Library, Machine, Space, TEXT_BYTES_MAX, Unknown, library, variables,
+    Answer, BYTES_MAX, InterfaceAddress, Library, Machine, Space, Unknown, library, read_text, variables,
 };
 
 /// Maximum depth of folders whose files take space of a mount.
@@ -156,19 +156,6 @@ impl Machine for Folder {
         let free = total.saturating_sub(self.bytes_below(&real, DEPTH_MAX));
         Ok(Space { total, free })
     }
-}
-
-/// Reads a text, with U+FFFD for what is not UTF-8.
-fn read_text(file: File) -> Answer<String> {
-    let mut bytes = Vec::new();
-    file.take(TEXT_BYTES_MAX + 1).read_to_end(&mut bytes)?;
-    if bytes.len() as u64 > TEXT_BYTES_MAX {
-        return Err(Errno::FBIG.into());
-    }
-    Ok(match String::from_utf8(bytes) {
-        Ok(text) => text,
-        Err(error) => String::from_utf8_lossy(error.as_bytes()).into_owned(),
-    })
 }
 
 /// A file of the folder's own that is absent tells nothing about the machine.

@@ -4,18 +4,26 @@
 //! are absolute, `/`-separated, and those of the machine that is judged.
 
 mod folder;
-pub(in crate::probe) mod library;
+mod library;
+mod live;
+mod recorder;
+mod recording;
 mod root;
 mod variables;
 
 use std::collections::BTreeMap;
 use std::fmt;
+use std::fs::File;
+use std::io::Read;
 use std::net::IpAddr;
 
 use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 
 pub use crate::probe::machine::folder::Folder;
+pub use crate::probe::machine::live::Live;
+pub use crate::probe::machine::recorder::Recorder;
+pub use crate::probe::machine::recording::{Cut, RECORDING_FORMAT, Recording, RecordingError};
 
 /// Maximum length of a text. A longer file answers `EFBIG` 27, because half of a file would be judged wrongly.
 const TEXT_BYTES_MAX: u64 = 4 << 20;
@@ -79,6 +87,15 @@ pub struct Library {
     pub version: Option<String>,
 }
 
+/// What libraries said of themselves when they were loaded, which only the live machine does.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Loaded {
+    /// The version of NCCL, or why it cannot be loaded; `None` if it was not loaded.
+    pub nccl: Option<Result<String, String>>,
+    /// The newest version of CUDA that the driver supports.
+    pub cuda: Option<Result<String, String>>,
+}
+
 /// The space of a file system, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Space {
@@ -125,4 +142,15 @@ pub trait Machine: fmt::Debug {
             Err(unknown) => Err(unknown),
         }
     }
+}
+
+/// Reads a text, with U+FFFD for what is not UTF-8.
+fn read_text(file: File) -> Answer<String> {
+    let mut bytes = Vec::new();
+    file.take(TEXT_BYTES_MAX + 1).read_to_end(&mut bytes)?;
+    if bytes.len() as u64 > TEXT_BYTES_MAX {
+        return Err(Errno::FBIG.into());
+    }
+    let lossy = |error: std::string::FromUtf8Error| String::from_utf8_lossy(error.as_bytes()).into_owned();
+    Ok(String::from_utf8(bytes).unwrap_or_else(lossy))
 }

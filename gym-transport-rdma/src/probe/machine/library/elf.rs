@@ -17,7 +17,7 @@ const SECTION_NAMES_AT: usize = 0x3e;
 const SECTION_HEADER_BYTES: u64 = 64;
 
 /// Returns the version. `None` if the file has no such string, more than one, or is no 64-bit little-endian ELF file.
-pub(in crate::probe) fn version(library: &mut File) -> Option<String> {
+pub(super) fn version(library: &mut File) -> Option<String> {
     only_version(&constants(library)?)
 }
 

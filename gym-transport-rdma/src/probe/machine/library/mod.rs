@@ -1,6 +1,6 @@
 //! Libraries, where the loader of a machine would find them, and their versions without running any of their code.
 
-pub(in crate::probe) mod elf;
+mod elf;
 
 use std::fs::File;
 
