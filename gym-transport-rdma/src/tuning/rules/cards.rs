@@ -55,7 +55,7 @@ pub(super) fn check(host: &Host<'_>, chosen: &Chosen<'_>, findings: &mut Vec<Fin
     }
     findings.extend(fabrics(chosen));
     findings.extend(without_row(host, chosen));
-    findings.extend(autoconfigured(host, chosen));
+    findings.extend(autoconfigured(chosen));
     findings.extend(slower(chosen));
 }
 
@@ -230,7 +230,7 @@ fn without_row(host: &Host<'_>, chosen: &Chosen<'_>) -> Option<Finding> {
     )
 }
 
-fn autoconfigured(host: &Host<'_>, chosen: &Chosen<'_>) -> Option<Finding> {
+fn autoconfigured(chosen: &Chosen<'_>) -> Option<Finding> {
     let roce: Vec<&&Port> = chosen.ports.iter().filter(|port| port.is_roce()).collect();
     let automatic = |port: &&&Port| port.best_row().is_some_and(|row| row.is_autoconfigured());
     let bad: Vec<&&&Port> = roce.iter().filter(|port| automatic(port)).collect();
@@ -249,7 +249,6 @@ fn autoconfigured(host: &Host<'_>, chosen: &Chosen<'_>) -> Option<Finding> {
     } else {
         format!("give {interface} an address of your network, or write {NAME}={}", exact(&good))
     };
-    let _ = host;
     Some(Finding::warning(NAME, found, fix).because("the port's GID table"))
 }
 

@@ -55,7 +55,9 @@ pub(super) fn fault(port: &Port, index: i64) -> Option<String> {
 fn fixed_row(index: i64, roce: &[&Port]) -> Option<Finding> {
     let wrong: Vec<(&&Port, String)> =
         roce.iter().filter_map(|port| fault(port, index).map(|fault| (port, fault))).collect();
-    let (first, _) = wrong.first()?;
+    if wrong.is_empty() {
+        return None;
+    }
     let right: Vec<(&Port, u32)> =
         roce.iter().filter_map(|port| port.best_row().map(|row| (*port, row.index))).collect();
     let same = right.first().filter(|(_, row)| right.iter().all(|(_, other)| other == row));
@@ -65,7 +67,6 @@ fn fixed_row(index: i64, roce: &[&Port]) -> Option<Finding> {
         let rows: Vec<String> = right.iter().map(|(port, row)| format!("{row} on {}", port.card)).collect();
         found += &format!("; the right rows differ: {}", rows.join(", "));
     }
-    let _ = first;
     let fix = match same {
         Some((_, row)) => format!("unset {INDEX}, so that NCCL (since 2.21) searches the row; here it is {row}"),
         None => format!("unset {INDEX} or write -1, so that NCCL (since 2.21) searches the row of each card"),

@@ -140,7 +140,11 @@ fn names(host: &Host<'_>, setting: &Setting) -> Option<Finding> {
         .collect();
     (!listed.exact && !extra.is_empty()).then(|| {
         let found = format!("`{value}` is a prefix, and also takes {}", list(&extra));
-        Finding::warning(NAME, found, format!("write {NAME}={}{}", "=", listed.names.join(",")))
+        Finding::warning(
+            NAME,
+            found,
+            format!("put = before the list, for exactly these: {NAME} is `={}`", listed.names.join(",")),
+        )
     })
 }
 
