@@ -4,7 +4,7 @@
 mod machines;
 
 use gym_transport_rdma::probe::machine::{Folder, Machine};
-use gym_transport_rdma::tuning::{Finding, Severity, judge, judge_cluster};
+use gym_transport_rdma::tuning::{Finding, Severity, explain, judge, judge_cluster};
 use machines::judge::{Grade, Said, grade};
 use machines::{Case, case, cases};
 
@@ -108,4 +108,30 @@ fn a_machine_that_was_not_recorded_has_no_fault() {
     let folder = tempfile::tempdir().unwrap();
     std::fs::create_dir(folder.path().join("proc")).unwrap();
     assert_eq!(judge(&Folder::new(folder.path())), []);
+}
+
+#[test]
+fn the_first_source_that_names_a_variable_wins() {
+    let mut case = case("healthy-container-complete");
+    case.value["environment"] = serde_json::json!({ "NCCL_SOCKET_IFNAME": "eth0", "NCCL_IB_HCA": "" });
+    case.value["host"]["files"] = serde_json::json!({
+        "/root/.nccl.conf": "# of the user\nNCCL_IB_TC=106\nNCCL_SOCKET_IFNAME=eth7\n",
+        "/etc/nccl.conf": "NCCL_IB_TC=96\nNCCL_IB_HCA=mlx5_0\nNCCL_DEBUG=WARN\n",
+    });
+    let folder = tempfile::tempdir().unwrap();
+    let root = case.write(folder.path()).remove(0);
+    let explained = explain(&Folder::new(&root));
+    let shown: Vec<String> = explained
+        .iter()
+        .map(|one| format!("{}={} from {}, not {:?}", one.name, one.value, one.from, one.hides))
+        .collect();
+    assert_eq!(
+        shown,
+        [
+            "NCCL_DEBUG=WARN from /etc/nccl.conf:3, not []",
+            "NCCL_IB_HCA= from the environment, not [(\"/etc/nccl.conf:2\", \"mlx5_0\")]",
+            "NCCL_IB_TC=106 from /root/.nccl.conf:2, not [(\"/etc/nccl.conf:1\", \"96\")]",
+            "NCCL_SOCKET_IFNAME=eth0 from the environment, not [(\"/root/.nccl.conf:3\", \"eth7\")]",
+        ]
+    );
 }

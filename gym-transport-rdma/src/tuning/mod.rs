@@ -22,6 +22,8 @@ mod table;
 pub use finding::{Finding, Severity};
 pub use table::{Kind, NCCL, UCX, Variable, variable};
 
+use serde::Serialize;
+
 use crate::probe::machine::Machine;
 use host::Host;
 
@@ -43,6 +45,33 @@ pub fn judge_cluster(nodes: &[(String, &dyn Machine)]) -> Vec<Finding> {
     }
     cluster::check(&named, &mut findings);
     sorted(findings)
+}
+
+/// A variable of NCCL as the library gets it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[non_exhaustive]
+pub struct Explained {
+    /// The variable.
+    pub name: String,
+    /// Its value. Empty, if an empty variable hides the files.
+    pub value: String,
+    /// Where the value comes from: `the environment`, or `/etc/nccl.conf:3`.
+    pub from: String,
+    /// What other sources say, and are not heard, in their order.
+    pub hides: Vec<(String, String)>,
+}
+
+/// Says of each variable of NCCL which source has won, sorted by name.
+#[must_use]
+pub fn explain(machine: &dyn Machine) -> Vec<Explained> {
+    let host = Host::of(machine);
+    let explained = host.settings.all_of_nccl().map(|setting| Explained {
+        name: setting.name.clone(),
+        value: setting.value.clone(),
+        from: setting.source.to_string(),
+        hides: setting.hides.iter().map(|(source, value)| (source.to_string(), value.clone())).collect(),
+    });
+    explained.collect()
 }
 
 fn of_host(host: &Host<'_>) -> Vec<Finding> {

@@ -17,6 +17,8 @@ pub(crate) struct Interface {
     pub(crate) mtu: Option<u32>,
     /// The interfaces of a bond.
     pub(crate) members: Vec<String>,
+    /// Whether all of them carry data at once.
+    pub(crate) balances: bool,
     is_bridge: bool,
 }
 
@@ -74,6 +76,8 @@ pub(super) fn interfaces(machine: &dyn Machine) -> Vec<Interface> {
                 addresses: addresses.iter().filter(|address| address.interface == name).cloned().collect(),
                 mtu: read("mtu").and_then(|mtu| mtu.parse().ok()),
                 members: members.split_whitespace().map(str::to_owned).collect(),
+                balances: read("bonding/mode")
+                    .is_some_and(|mode| mode.starts_with("802.3ad") || mode.starts_with("balance-")),
                 is_bridge: machine.exists(&format!("{SYSFS}/{name}/bridge")) == Ok(true),
                 name,
             };

@@ -87,10 +87,36 @@ impl<'m> Host<'m> {
             || self.settings.nccl("NCCL_NET").is_some_and(|net| net.value.eq_ignore_ascii_case("Socket"))
     }
 
+    /// Returns the library that NCCL loads as a plug-in of a network, if there is one.
+    pub(crate) fn plugin(&self) -> Option<String> {
+        let named = self.settings.nccl("NCCL_NET_PLUGIN").map(|setting| setting.value.clone());
+        let names = match named {
+            Some(none) if none == "none" => return None,
+            Some(path) if path.contains('/') => return self.has(&path).then_some(path),
+            Some(name) => vec![format!("libnccl-net-{name}.so"), name],
+            None => vec!["libnccl-net.so".to_owned()],
+        };
+        names.into_iter().find(|name| self.machine.library(name).ok().flatten().is_some())
+    }
+
+    /// Returns `true` if something here may use RDMA: many machines have cards that nobody uses.
+    pub(crate) fn may_use_rdma(&self) -> bool {
+        let asked = |name: &String| name.starts_with("NCCL_") || name.starts_with("UCX_");
+        self.nccl.is_some() || self.ucx.is_some() || self.gpus > 0 || self.settings.variables.keys().any(asked)
+    }
+
+    /// Returns `true` within a virtual machine.
+    pub(crate) fn is_virtual(&self) -> bool {
+        let flags = self.text("/proc/cpuinfo").unwrap_or_default();
+        flags
+            .lines()
+            .find(|line| line.starts_with("flags"))
+            .is_some_and(|flags| flags.split_whitespace().any(|flag| flag == "hypervisor"))
+    }
+
     /// Returns `true` if a plug-in moves the data, for whose cards other rules hold.
     pub(crate) fn has_foreign_network(&self) -> bool {
-        let named = self.settings.nccl("NCCL_NET_PLUGIN").is_some_and(|plugin| plugin.value != "none");
-        named
+        self.plugin().is_some()
             || self
                 .cards
                 .iter()

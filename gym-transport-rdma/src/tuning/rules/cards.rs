@@ -42,7 +42,7 @@ fn split(name: &str) -> (&str, Option<Option<u32>>) {
 }
 
 pub(super) fn check(host: &Host<'_>, chosen: &Chosen<'_>, findings: &mut Vec<Finding>) {
-    if host.cards.is_empty() {
+    if host.cards.is_empty() || !host.may_use_rdma() {
         return;
     }
     if let Some(setting) = chosen.setting.filter(|setting| !setting.value.contains(['"', '\''])) {

@@ -137,7 +137,7 @@ fn bond(host: &Host<'_>, chosen: &Chosen<'_>) -> Option<Finding> {
     let bonded = chosen.ports.iter().find_map(|port| {
         let row = port.best_row()?;
         let interface = host.interface(&row.interface)?;
-        (interface.members.len() > 1).then_some((port, interface))
+        (interface.members.len() > 1 && interface.balances).then_some((port, interface))
     })?;
     let (port, interface) = bonded;
     let found = format!(

@@ -15,7 +15,7 @@ const FILES_MIN: u64 = 4_096;
 
 pub(super) fn check(host: &Host<'_>, chosen: &Chosen<'_>, findings: &mut Vec<Finding>) {
     let limits = host.text("/proc/self/limits").unwrap_or_default();
-    if !chosen.ports.is_empty() {
+    if !chosen.ports.is_empty() && host.may_use_rdma() {
         findings.extend(locked(host, &limits));
         findings.extend(nodes(host, chosen));
     }

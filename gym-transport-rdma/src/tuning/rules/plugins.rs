@@ -15,18 +15,6 @@ pub(super) fn check(host: &Host<'_>, findings: &mut Vec<Finding>) {
     add("NCCL_IB_DISABLE", obeys_nothing(host));
 }
 
-/// Returns the name of the library that NCCL loads as a plug-in, if there is one.
-fn library(host: &Host<'_>) -> Option<String> {
-    let named = host.settings.nccl("NCCL_NET_PLUGIN").map(|setting| setting.value.clone());
-    let names = match named {
-        Some(none) if none == "none" => return None,
-        Some(path) if path.contains('/') => return host.has(&path).then_some(path),
-        Some(name) => vec![format!("libnccl-net-{name}.so"), name],
-        None => vec!["libnccl-net.so".to_owned()],
-    };
-    names.into_iter().find(|name| host.machine.library(name).ok().flatten().is_some())
-}
-
 fn network(host: &Host<'_>) -> Option<Finding> {
     const NAME: &str = "NCCL_NET";
     let setting = host.settings.nccl_or_empty(NAME)?;
@@ -51,7 +39,7 @@ fn network(host: &Host<'_>) -> Option<Finding> {
             )
         });
     }
-    library(host).is_none().then(|| {
+    host.plugin().is_none().then(|| {
         let found = format!("it demands the network `{value}` of a plug-in, and NCCL finds no plug-in (libnccl-net.so): it does not start");
         Finding::error(NAME, found, "install the plug-in and name it in NCCL_NET_PLUGIN, or remove NCCL_NET (IB and Socket are built in)")
     })
@@ -89,7 +77,7 @@ fn obeys_nothing(host: &Host<'_>) -> Option<Finding> {
     {
         return None;
     }
-    let library = library(host)?;
+    let library = host.plugin()?;
     let found =
         format!("the plug-in {library} is loaded by itself, and does not obey {NAME}: RDMA is used all the same");
     Some(Finding::warning(

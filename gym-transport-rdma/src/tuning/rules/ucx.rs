@@ -88,14 +88,10 @@ fn transports(host: &Host<'_>) -> Option<Finding> {
     const NAME: &str = "UCX_TLS";
     let value = host.settings.variable(NAME).filter(|value| !value.starts_with('^') && *value != "all")?;
     let names: Vec<&str> = value.split(',').collect();
-    let local = [
-        "all", "self", "sm", "shm", "posix", "sysv", "xpmem", "mm", "knem", "cma", "tcp", "ib", "ud", "ud_v", "ud_x",
-        "ud_verbs", "ud_mlx5",
-    ];
-    let has_self = names.iter().any(|name| ["all", "self"].contains(name));
-    let reaches_host = names.iter().any(|name| local[2..].contains(name));
-    (!has_self || !reaches_host).then(|| {
-        let found = format!("`{value}` has neither self nor sm, or one of them: processes of the same host, and a process with itself, do not reach each other through shared memory");
+    // Those that lead to processes of the same host.
+    let local = ["all", "self", "sm", "shm", "posix", "sysv", "xpmem", "mm", "knem", "cma", "tcp"];
+    (!names.iter().any(|name| local.contains(name))).then(|| {
+        let found = format!("`{value}` has neither self nor sm: processes of the same host do not reach each other through shared memory, and a process not itself");
         Finding::warning(NAME, found, format!("write {NAME}={value},self,sm")).because(ENVIRONMENT)
     })
 }
