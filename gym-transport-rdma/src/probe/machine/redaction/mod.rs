@@ -135,10 +135,22 @@ impl Redactor {
         };
         Entry {
             text: entry.text.clone().map(|noted| noted.map(text)),
-            bytes: entry.bytes.clone().map(|noted| noted.map(without_serial_number)),
+            bytes: entry.bytes.clone().and_then(|noted| self.bytes(path, noted)),
             names: entry.names.clone().map(|noted| noted.map(names)),
             real: entry.real.clone().map(|noted| noted.map(|real| self.path(&real))),
             node: entry.node.clone(),
+        }
+    }
+
+    /// Keeps a configuration space and a text. What else is binary may hold anything, so it is left out.
+    fn bytes(&self, path: &str, noted: Noted<Vec<u8>>) -> Option<Noted<Vec<u8>>> {
+        match noted {
+            Noted::Refused(errno) => Some(Noted::Refused(errno)),
+            Noted::Answer(space) if path.ends_with("/config") => Some(Noted::Answer(without_serial_number(space))),
+            Noted::Answer(bytes) => {
+                let text = String::from_utf8(bytes).ok()?;
+                Some(Noted::Answer(self.contents(path, &text).into_bytes()))
+            }
         }
     }
 
