@@ -33,10 +33,10 @@ impl<M: Machine> Recorder<M> {
 
     /// Returns the recording. `program` is the version of the program, `taken` the time in the form of RFC 3339, and `loaded` what libraries said.
     ///
-    /// Also recorded are the host's name and the whole tables of GIDs and partitions of every RDMA port: a later version of the program may ask for rows that this one
-    /// does not.
+    /// Also recorded are the host's name, its variables and addresses, the space of `/dev/shm`, and the whole tables of GIDs and partitions of every RDMA port: a later
+    /// version of the program may ask for what this one does not.
     pub fn finish(self, program: &str, taken: &str, loaded: Loaded) -> Recording {
-        let _ = self.text("/proc/sys/kernel/hostname");
+        let _ = (self.text("/proc/sys/kernel/hostname"), self.variables(), self.addresses(), self.space("/dev/shm"));
         self.note_tables();
         let mut recording = self.noted.into_inner();
         // Places of questions without an answer.
