@@ -12,6 +12,7 @@ use gym_transport_rdma::probe::Probe;
 use gym_transport_rdma::probe::machine::{
     Folder, Loaded, Machine, Recorder, Recording, RecordingError, Redactor, Unknown,
 };
+use machines::judge::{Grade, Said, grade};
 use machines::{case, cases, scratch};
 use proptest::prelude::*;
 
@@ -130,17 +131,24 @@ fn quads(text: &str) -> BTreeSet<Ipv4Addr> {
     words.filter(|word| !word.starts_with("1.14.")).filter_map(|word| word.parse().ok()).collect()
 }
 
+/// Returns the findings of the probe in the form that is graded.
+fn findings(machine: &dyn Machine) -> Vec<Said> {
+    let probe = serde_json::to_value(Probe::of(machine, &Loaded::default())).unwrap();
+    probe["findings"].as_array().unwrap().iter().map(Said::of).collect()
+}
+
 /// Number of entries, and their digest. The program that came with the cases has written the same trees (compared when this was written).
 const TREES: (usize, u64) = (38_135, 0x171d_7fc2_c086_7ef8);
 
 #[test]
 fn the_machine_of_every_case_is_recorded_replayed_and_redacted_without_a_change() {
-    let mut lines = Vec::new();
+    let (mut lines, mut hits, mut weak) = (Vec::new(), 0, 0);
     for (number, case) in cases().iter().enumerate() {
-        let folder = scratch();
+        let (folder, mut said) = (scratch(), Vec::new());
         for root in case.write(folder.path()) {
             let recording = assert_replayed_alike(&case.id, &root);
             assert_redacted_alike(&case.id, &recording);
+            said.extend(findings(&recording));
             // All that later checks may ask, for some: it takes a second each.
             if number.is_multiple_of(16) {
                 let recorder = Recorder::new(Folder::new(&root));
@@ -152,7 +160,13 @@ fn the_machine_of_every_case_is_recorded_replayed_and_redacted_without_a_change(
             }
         }
         listing(folder.path(), "", &mut lines);
+        let verdict = grade(&case.value, &said);
+        assert!(verdict.false_alarms.is_empty(), "{}: {:?}", case.id, verdict.false_alarms);
+        hits += verdict.expected.iter().filter(|(_, grade)| *grade == Grade::Hit).count();
+        weak += verdict.expected.iter().filter(|(_, grade)| matches!(grade, Grade::Weak(_))).count();
     }
+    // The probe judges no setting.
+    assert!(hits >= 6 && hits + weak >= 12, "{hits} expectations are met, {weak} in part");
     let digest = fnv(lines.join("\n").as_bytes());
     assert_eq!((lines.len(), digest), TREES, "{digest:#x}");
 }
