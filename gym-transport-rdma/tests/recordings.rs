@@ -1,5 +1,7 @@
 //! The machines of all cases: written, judged, recorded and replayed.
 
+#![expect(clippy::unwrap_used, reason = "an integration test: a panic is its failure")]
+
 mod machines;
 
 use std::collections::BTreeSet;
