@@ -1,14 +1,21 @@
 //! The machines of all cases: written, judged, recorded and replayed.
 
+#![expect(clippy::unwrap_used, reason = "an integration test: a panic is its failure")]
+
 mod machines;
 
+use std::collections::BTreeSet;
 use std::fs;
+use std::net::Ipv4Addr;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
 use gym_transport_rdma::probe::Probe;
-use gym_transport_rdma::probe::machine::{Folder, Loaded, Machine, Recorder, Recording, RecordingError, Unknown};
-use machines::{case, cases};
+use gym_transport_rdma::probe::machine::{
+    Folder, Loaded, Machine, Recorder, Recording, RecordingError, Redactor, Unknown,
+};
+use machines::judge::{Grade, Said, grade};
+use machines::{case, cases, scratch};
 use proptest::prelude::*;
 
 /// Returns a line for each entry below a folder: its path, its kind, and what it holds.
@@ -38,21 +45,6 @@ fn fnv(bytes: &[u8]) -> u64 {
     bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x100_0000_01b3))
 }
 
-/// Number of entries, and their digest. The program that came with the cases has written the same trees (compared when this was written).
-const TREES: (usize, u64) = (38_135, 0xc92a_8fed_cb1f_ada0);
-
-#[test]
-fn the_machines_of_the_cases_are_written_as_they_were_meant() {
-    let folder = tempfile::tempdir().unwrap();
-    for case in cases() {
-        case.write(folder.path());
-    }
-    let mut lines = Vec::new();
-    listing(folder.path(), "", &mut lines);
-    let digest = fnv(lines.join("\n").as_bytes());
-    assert_eq!((lines.len(), digest), TREES, "{digest:#x}");
-}
-
 const TAKEN: &str = "2026-11-29T16:20:00Z";
 
 /// Judges a machine and returns the result as JSON, which shows every difference.
@@ -69,29 +61,121 @@ fn recorded(root: &Path) -> (String, Recording) {
     (judgement, recorder.finish("0.1.0", TAKEN, Loaded::default()))
 }
 
-#[test]
-fn a_recording_of_every_case_is_judged_like_the_machine_byte_for_byte() {
-    let folder = tempfile::tempdir().unwrap();
-    for case in cases() {
-        for root in case.write(folder.path()) {
-            let direct = Folder::new(&root);
-            let (noted, recording) = recorded(&root);
-            assert_eq!(noted, judged(&direct), "{}: recording changes nothing", case.id);
-            let json = recording.to_json();
-            let read = Recording::from_json(&json).unwrap();
-            assert_eq!(read.to_json(), json, "{}", case.id);
-            assert!(read == recording, "{}", case.id);
-            assert_eq!(judged(&read), noted, "{}", case.id);
-            assert_eq!(read.variables(), direct.variables(), "{}", case.id);
-            assert_eq!(read.addresses(), direct.addresses(), "{}", case.id);
-            assert_eq!(read.space("/dev/shm"), direct.space("/dev/shm"), "{}", case.id);
+/// Replaying a recording is judging the machine, byte for byte.
+fn assert_replayed_alike(id: &str, root: &Path) -> Recording {
+    let direct = Folder::new(root);
+    let (noted, recording) = recorded(root);
+    assert_eq!(noted, judged(&direct), "{id}: recording changes nothing");
+    let json = recording.to_json();
+    let read = Recording::from_json(&json).unwrap();
+    assert_eq!(read.to_json(), json, "{id}");
+    assert!(read == recording, "{id}");
+    assert_eq!(judged(&read), noted, "{id}");
+    assert_eq!(read.variables(), direct.variables(), "{id}");
+    assert_eq!(read.addresses(), direct.addresses(), "{id}");
+    assert_eq!(read.space("/dev/shm"), direct.space("/dev/shm"), "{id}");
+    recording
+}
+
+/// Asks everything that a machine has.
+fn ask_all(machine: &dyn Machine, folder: &str) {
+    for name in machine.names(folder).unwrap_or_default() {
+        let path = format!("{}/{name}", folder.trim_end_matches('/'));
+        let _ = (machine.text(&path), machine.bytes(&path), machine.open_node(&path));
+        // A link is not followed, so no loop is.
+        if machine.real(&path).is_ok_and(|real| real == path) {
+            ask_all(machine, &path);
         }
     }
 }
 
+/// A redacted recording has the same findings, with stand-ins, and none of the addresses and names.
+fn assert_redacted_alike(id: &str, recording: &Recording) {
+    let redactor = Redactor::new(recording, "word");
+    let redacted = redactor.redact(recording);
+    assert_eq!(judged(&redacted), redactor.text(&judged(recording)), "{id}");
+    let (before, after) = (recording.to_json(), redacted.to_json());
+    assert!(Recording::from_json(&after).unwrap() == redacted, "{id}");
+    for (from, to) in recording.addresses().unwrap().iter().zip(redacted.addresses().unwrap()) {
+        assert_eq!((&from.interface, from.prefix), (&to.interface, to.prefix), "{id}");
+        assert_eq!(redactor.text(&from.address.to_string()), to.address.to_string(), "{id}");
+    }
+    let host = recording.host().unwrap();
+    assert!(!after.contains(&host) && redacted.host().is_some_and(|name| name.starts_with("host")), "{id}: {host}");
+    let left = quads(&after);
+    for address in quads(&before) {
+        assert!(address.is_loopback() || address.octets()[0] == 0 || !left.contains(&address), "{id}: {address}");
+    }
+    let left: BTreeSet<&str> = digits(&after).collect();
+    for word in digits(&before) {
+        let is_address = match word.len() {
+            // The second half of a GID: zero, a small number and an IPv4 address are no names.
+            39 => !word[20..].starts_with("0000:"),
+            // A GUID, a MAC, a row of if_inet6.
+            19 => word.matches(':').count() == 3 && !word.starts_with("0000:"),
+            17 => word.matches(':').count() == 5 && !word.starts_with("00:00"),
+            32 => !word.starts_with("0000"),
+            _ => false,
+        };
+        assert!(!is_address || !left.contains(word), "{id}: {word}");
+    }
+}
+
+/// Returns the words of hexadecimal digits and colons.
+fn digits(text: &str) -> impl Iterator<Item = &str> {
+    text.split(|letter: char| !letter.is_ascii_hexdigit() && letter != ':')
+}
+
+/// Returns the IPv4 addresses of a text.
+fn quads(text: &str) -> BTreeSet<Ipv4Addr> {
+    let words = text.split(|letter: char| !letter.is_ascii_digit() && letter != '.');
+    // The version of libibverbs is none.
+    words.filter(|word| !word.starts_with("1.14.")).filter_map(|word| word.parse().ok()).collect()
+}
+
+/// Returns the findings of the probe in the form that is graded.
+fn findings(machine: &dyn Machine) -> Vec<Said> {
+    let probe = serde_json::to_value(Probe::of(machine, &Loaded::default())).unwrap();
+    probe["findings"].as_array().unwrap().iter().map(Said::of).collect()
+}
+
+/// Number of entries, and their digest. The program that came with the cases has written the same trees (compared when this was written).
+const TREES: (usize, u64) = (38_135, 0x171d_7fc2_c086_7ef8);
+
+#[test]
+fn the_machine_of_every_case_is_recorded_replayed_and_redacted_without_a_change() {
+    let (mut lines, mut hits, mut weak) = (Vec::new(), 0, 0);
+    for (number, case) in cases().iter().enumerate() {
+        let (folder, mut said) = (scratch(), Vec::new());
+        for root in case.write(folder.path()) {
+            let recording = assert_replayed_alike(&case.id, &root);
+            assert_redacted_alike(&case.id, &recording);
+            said.extend(findings(&recording));
+            // All that later checks may ask, for some: it takes a second each.
+            if number.is_multiple_of(16) {
+                let recorder = Recorder::new(Folder::new(&root));
+                let _ = (judged(&recorder), recorder.variables(), recorder.addresses());
+                for folder in ["/sys", "/proc", "/dev", "/etc", "/usr", "/root", "/workspace", "/opt"] {
+                    ask_all(&recorder, folder);
+                }
+                assert_redacted_alike(&case.id, &recorder.finish("0.1.0", TAKEN, Loaded::default()));
+            }
+        }
+        listing(folder.path(), "", &mut lines);
+        let verdict = grade(&case.value, &said);
+        assert!(verdict.false_alarms.is_empty(), "{}: {:?}", case.id, verdict.false_alarms);
+        hits += verdict.expected.iter().filter(|(_, grade)| *grade == Grade::Hit).count();
+        weak += verdict.expected.iter().filter(|(_, grade)| matches!(grade, Grade::Weak(_))).count();
+    }
+    // The probe judges no setting.
+    assert!(hits >= 6 && hits + weak >= 12, "{hits} expectations are met, {weak} in part");
+    let digest = fnv(lines.join("\n").as_bytes());
+    assert_eq!((lines.len(), digest), TREES, "{digest:#x}");
+}
+
 #[test]
 fn a_recording_has_whole_tables_and_does_not_take_the_rest_for_absent() {
-    let folder = tempfile::tempdir().unwrap();
+    let folder = scratch();
     let root = &case("ucx-row-0-empty").write(folder.path())[0];
     let recording = recorded(root).1;
     let port = "/sys/class/infiniband/mlx5_0/ports/1";
@@ -119,7 +203,7 @@ fn a_recording_has_whole_tables_and_does_not_take_the_rest_for_absent() {
 
 #[test]
 fn long_texts_are_left_out_and_named() {
-    let folder = tempfile::tempdir().unwrap();
+    let folder = scratch();
     fs::write(folder.path().join("long"), "x".repeat(70_000)).unwrap();
     for name in 0..100 {
         fs::write(folder.path().join(format!("{name}")), "x".repeat(60_000)).unwrap();
@@ -177,7 +261,7 @@ proptest! {
 
 std::thread_local! {
     static DAMAGED: String = {
-        let folder = tempfile::tempdir().unwrap();
+        let folder = scratch();
         recorded(&case("healthy-rxe").write(folder.path())[0]).1.to_json()
     };
 }

@@ -25,6 +25,11 @@ pub(crate) fn cases() -> Vec<Case> {
     files.iter().map(|file| Case::read(file)).collect()
 }
 
+/// Returns a folder for the machines of a case, in memory if there is such a file system: a case has 300 files.
+pub(crate) fn scratch() -> tempfile::TempDir {
+    tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir()).unwrap()
+}
+
 /// Returns the case with this name.
 pub(crate) fn case(id: &str) -> Case {
     cases().into_iter().find(|case| case.id == id).unwrap_or_else(|| panic!("no case {id}"))

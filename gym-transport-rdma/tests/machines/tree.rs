@@ -562,7 +562,7 @@ impl Tree<'_> {
             let path = node.as_str().map_or_else(|| text(node, "path"), str::to_owned);
             self.file(&format!("/dev/{path}"), "");
             if node.is_object() {
-                fs::set_permissions(self.path(&format!("/dev/{path}")), fs::Permissions::from_mode(0)).unwrap();
+                fs::set_permissions(self.path(&format!("/dev/{path}")), fs::Permissions::from_mode(0o0)).unwrap();
             }
         }
     }

@@ -17,6 +17,7 @@ use crate::cli::console;
 use crate::cli::exit::{FAILED, Failure, INCOMPLETE, Outcome};
 use crate::cli::inspect::finding::Finding;
 use crate::cli::inspect::machine::{self, Examined};
+use crate::cli::inspect::recording;
 use crate::cli::setup::configuration::{LoadedConfig, Need, load};
 use crate::cli::setup::models;
 use crate::stack::{self, Servers};
@@ -36,6 +37,12 @@ struct Diagnosis {
 }
 
 pub(in crate::cli) async fn doctor(args: &DoctorArgs, overrides: &[String], servers: &Servers) -> Outcome {
+    if let Some(file) = &args.record {
+        return recording::record(file, args).await;
+    }
+    if !args.replay.is_empty() {
+        return recording::replay(&args.replay, args.json);
+    }
     let transports = servers.transports();
     let required = args.require_transport.as_deref().map(|name| Transport::named(name, &transports.known()));
     let required = required.transpose().map_err(|error| Failure::Usage(error.message().to_owned()))?;

@@ -8,6 +8,7 @@ mod library;
 mod live;
 mod recorder;
 mod recording;
+mod redaction;
 mod root;
 mod variables;
 
@@ -24,6 +25,7 @@ pub use crate::probe::machine::folder::Folder;
 pub use crate::probe::machine::live::Live;
 pub use crate::probe::machine::recorder::Recorder;
 pub use crate::probe::machine::recording::{Cut, RECORDING_FORMAT, Recording, RecordingError};
+pub use crate::probe::machine::redaction::Redactor;
 
 /// Maximum length of a text. A longer file answers `EFBIG` 27, because half of a file would be judged wrongly.
 const TEXT_BYTES_MAX: u64 = 4 << 20;

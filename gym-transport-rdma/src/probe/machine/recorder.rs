@@ -33,10 +33,10 @@ impl<M: Machine> Recorder<M> {
 
     /// Returns the recording. `program` is the version of the program, `taken` the time in the form of RFC 3339, and `loaded` what libraries said.
     ///
-    /// Also recorded are the host's name and the whole tables of GIDs and partitions of every RDMA port: a later version of the program may ask for rows that this one
-    /// does not.
+    /// Also recorded are the host's name, its variables and addresses, the space of `/dev/shm`, and the whole tables of GIDs and partitions of every RDMA port: a later
+    /// version of the program may ask for what this one does not.
     pub fn finish(self, program: &str, taken: &str, loaded: Loaded) -> Recording {
-        let _ = self.text("/proc/sys/kernel/hostname");
+        let _ = (self.text("/proc/sys/kernel/hostname"), self.variables(), self.addresses(), self.space("/dev/shm"));
         self.note_tables();
         let mut recording = self.noted.into_inner();
         // Places of questions without an answer.
@@ -82,8 +82,8 @@ impl<M: Machine> Recorder<M> {
 
 impl<M: Machine> Machine for Recorder<M> {
     fn text(&self, path: &str) -> Answer<String> {
-        let cut = |recording: &Recording| recording.cut.iter().any(|cut| cut.path == key(path));
-        if cut(&self.noted.borrow()) {
+        let is_cut = self.noted.borrow().cut.iter().any(|cut| cut.path == key(path));
+        if is_cut || is_private(path) {
             return self.machine.text(path);
         }
         if let Some(noted) = &self.noted.borrow_mut().entry(path).text {
@@ -99,6 +99,9 @@ impl<M: Machine> Machine for Recorder<M> {
     }
 
     fn bytes(&self, path: &str) -> Answer<Vec<u8>> {
+        if is_private(path) {
+            return self.machine.bytes(path);
+        }
         self.once(|noted| &mut noted.entry(path).bytes, || self.machine.bytes(path))
     }
 
@@ -129,4 +132,11 @@ impl<M: Machine> Machine for Recorder<M> {
     fn space(&self, path: &str) -> Answer<Space> {
         self.once(|noted| noted.spaces.entry(key(path)).or_default(), || self.machine.space(path))
     }
+}
+
+/// Returns `true` for what tells more of a process than its limits: all its variables, and its command line.
+fn is_private(path: &str) -> bool {
+    let key = key(path);
+    let name = key.strip_prefix("/proc/").and_then(|path| path.split_once('/')).map(|(_, name)| name);
+    matches!(name, Some("environ" | "cmdline" | "comm" | "stat"))
 }
