@@ -4,7 +4,7 @@
 mod machines;
 
 use gym_transport_rdma::probe::machine::{Folder, Machine};
-use gym_transport_rdma::tuning::{Finding, Severity, explain, judge, judge_cluster};
+use gym_transport_rdma::tuning::{Finding, Severity, compare, explain, judge};
 use machines::judge::{Grade, Said, grade};
 use machines::{Case, case, cases};
 
@@ -30,15 +30,19 @@ fn findings(case: &Case) -> Vec<Finding> {
     let folder = tempfile::tempdir().unwrap();
     let roots = case.write(folder.path());
     let machines: Vec<Folder> = roots.iter().map(Folder::new).collect();
-    match &machines[..] {
-        [one] => judge(one),
-        several => {
-            let name = |at: usize| roots[at].file_name().unwrap().to_str().unwrap().to_owned();
-            let nodes: Vec<(String, &dyn Machine)> =
-                several.iter().enumerate().map(|(at, node)| (name(at), node as &dyn Machine)).collect();
-            judge_cluster(&nodes)
+    let mut findings = Vec::new();
+    let mut nodes: Vec<(String, &dyn Machine)> = Vec::new();
+    for (machine, root) in machines.iter().zip(&roots) {
+        let name = root.file_name().unwrap().to_str().unwrap().to_owned();
+        let mut own = judge(machine);
+        if machines.len() > 1 {
+            own.iter_mut().for_each(|finding| finding.found = format!("{name}: {}", finding.found));
         }
+        findings.append(&mut own);
+        nodes.push((name, machine));
     }
+    findings.extend(compare(&nodes));
+    findings
 }
 
 /// Grades the findings about some cases, and returns what is not right.

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
 
-use super::finding::{Finding, Severity};
+use super::finding::Finding;
 use super::host::Host;
 use super::rules::{chosen, taken};
 use super::table::NCCL;
@@ -207,12 +207,4 @@ fn names_of_interfaces(nodes: &[Node<'_, '_>]) -> Option<Finding> {
     let found = format!("`{value}` matches no interface of {name}, whose interface is {there}");
     let fix = format!("name both on every node: {NAME}={here},{there}; or per node, in /etc/nccl.conf");
     Some(Finding::error(NAME, found, fix))
-}
-
-/// Returns the findings about one node, with its name.
-pub(super) fn of_node(name: &str, findings: Vec<Finding>) -> impl Iterator<Item = Finding> + use<'_> {
-    findings.into_iter().filter(|finding| finding.severity != Severity::Ok).map(move |mut finding| {
-        finding.found = format!("{name}: {}", finding.found);
-        finding
-    })
 }

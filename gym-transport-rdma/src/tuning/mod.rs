@@ -33,16 +33,13 @@ pub fn judge(machine: &dyn Machine) -> Vec<Finding> {
     sorted(of_host(&Host::of(machine)))
 }
 
-/// Checks the settings of the nodes of a cluster, each by itself and side by side. Findings about one node begin with its name.
+/// Compares the settings of the nodes of a cluster: what differs, and must not. Each node by itself is for [`judge`].
 #[must_use]
-pub fn judge_cluster(nodes: &[(String, &dyn Machine)]) -> Vec<Finding> {
+pub fn compare(nodes: &[(String, &dyn Machine)]) -> Vec<Finding> {
     let hosts: Vec<Host<'_>> = nodes.iter().map(|(_, machine)| Host::of(*machine)).collect();
     let named: Vec<cluster::Node<'_, '_>> =
         nodes.iter().zip(&hosts).map(|((name, _), host)| (name.as_str(), host)).collect();
     let mut findings = Vec::new();
-    for (name, host) in &named {
-        findings.extend(cluster::of_node(name, of_host(host)));
-    }
     cluster::check(&named, &mut findings);
     sorted(findings)
 }

@@ -5,16 +5,20 @@ use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use gym_client::transport::rdma::probe::machine::{Live, Recorder, Recording, Redactor};
+use gym_client::transport::rdma::probe::machine::{Live, Machine, Recorder, Recording, Redactor};
 use gym_client::transport::rdma::probe::{Probe, Status, Topic, load};
+use gym_client::transport::rdma::tuning::{self, Severity};
 use gym_core::World;
 use serde::Serialize;
 use serde_json::Value;
 
 use crate::cli::args::options::DoctorArgs;
 use crate::cli::console;
-use crate::cli::exit::{Failure, INCOMPLETE, Outcome};
+use crate::cli::exit::{FAULTY, Failure, Outcome};
 use crate::cli::inspect::recording::machines::{Replayed, machines};
+
+/// The name under which machines are compared.
+const ALL: &str = "all";
 
 /// A finding about a replayed machine.
 #[derive(Debug, Serialize)]
@@ -81,6 +85,7 @@ fn take(taken: &str) -> Recording {
     let loaded = load(recorder.machine());
     // What the checks ask is what is noted.
     let _ = Probe::of(&recorder, &loaded);
+    let _ = tuning::judge(&recorder);
     recorder.finish(env!("CARGO_PKG_VERSION"), taken, loaded)
 }
 
@@ -131,15 +136,27 @@ pub(in crate::cli::inspect) fn replay(paths: &[PathBuf], json: bool) -> Outcome 
         replay.text()
     };
     console::print(&text);
-    let is_fault = replay.findings.iter().any(|finding| matches!(finding.severity, "warning" | "error"));
-    Ok(if is_fault { ExitCode::from(INCOMPLETE) } else { ExitCode::SUCCESS })
+    let is_faulty = replay.findings.iter().any(|finding| finding.severity == "error");
+    Ok(if is_faulty { ExitCode::from(FAULTY) } else { ExitCode::SUCCESS })
 }
 
 fn judge(replayed: Vec<Replayed>) -> Replay {
     let mut replay = Replay { machines: Vec::new(), findings: Vec::new() };
+    let nodes: Vec<(String, &dyn Machine)> =
+        replayed.iter().map(|machine| (machine.name.clone(), machine.machine())).collect();
+    if nodes.len() > 1 {
+        replay.findings.extend(tuning::compare(&nodes).into_iter().map(|finding| Told::tuned(ALL, finding)));
+    }
+    drop(nodes);
+    let several = replayed.len() > 1;
     for machine in replayed {
         let probe = Probe::of(machine.machine(), machine.loaded());
-        replay.findings.extend(findings(&machine.name, &probe));
+        let tuned = tuning::judge(machine.machine());
+        let mut told = findings(&machine.name, &probe, &tuned);
+        if several {
+            told.iter_mut().for_each(|finding| finding.found = format!("{}: {}", machine.name, finding.found));
+        }
+        replay.findings.extend(told);
         let recording = machine.recording();
         replay.machines.push(Judged {
             taken: recording.map(|recording| recording.taken.clone()),
@@ -155,9 +172,11 @@ fn judge(replayed: Vec<Replayed>) -> Replay {
     replay
 }
 
-/// Returns the findings of a machine, the gravest first.
-fn findings(machine: &str, probe: &Probe) -> Vec<Told> {
-    let told = probe.findings.iter().map(|finding| {
+/// Returns the findings of a machine, the gravest first. Where both judge one thing, that of its settings is the better one.
+fn findings(machine: &str, probe: &Probe, tuned: &[tuning::Finding]) -> Vec<Told> {
+    let is_judged = |topic: Topic| tuned.iter().any(|finding| subjects(topic).contains(&finding.about.as_str()));
+    let probed = probe.findings.iter().filter(|finding| !is_judged(finding.topic));
+    let told = probed.map(|finding| {
         let about = serde_json::to_value(finding.topic).ok();
         Told {
             machine: machine.to_owned(),
@@ -169,9 +188,53 @@ fn findings(machine: &str, probe: &Probe) -> Vec<Told> {
         }
     });
     let mut told: Vec<Told> = told.collect();
+    told.extend(tuned.iter().cloned().map(|finding| Told::tuned(machine, finding)));
     let order = ["error", "warning", "missing"];
     told.sort_by_key(|finding| order.iter().position(|severity| *severity == finding.severity).unwrap_or(order.len()));
     told
+}
+
+/// What the findings of tuning are about that judge the same as a topic.
+fn subjects(topic: Topic) -> &'static [&'static str] {
+    match topic {
+        Topic::LockedMemory => &["memlock"],
+        Topic::DeviceNodes => &["/dev/infiniband"],
+        Topic::SharedMemory => &["/dev/shm"],
+        Topic::GpuDirect => &["GPUDirect", "NCCL_DMABUF_ENABLE", "NCCL_NET_GDR_LEVEL"],
+        Topic::RoceGid | Topic::Container => {
+            &["RoCE", "NCCL_IB_HCA", "NCCL_IB_GID_INDEX", "NCCL_IB_ADDR_FAMILY", "UCX_IB_GID_INDEX"]
+        }
+        _ => &[],
+    }
+}
+
+impl Told {
+    fn write(&self, text: &mut String) {
+        let severity = self.severity.replace('_', " ");
+        let _ = write!(text, "\n{severity:<10}  {:<14}  {}", self.about, self.found);
+        if let Some(fix) = &self.fix {
+            let _ = write!(text, "\n{:<10}  {:<14}  fix: {fix}", "", "");
+        }
+        if matches!(self.severity, "warning" | "error") && !self.because.is_empty() {
+            let _ = write!(text, "\n{:<10}  {:<14}  because: {}", "", "", self.because);
+        }
+    }
+
+    fn tuned(machine: &str, finding: tuning::Finding) -> Self {
+        let severity = match finding.severity {
+            Severity::Ok => "ok",
+            Severity::Warning => "warning",
+            Severity::Error => "error",
+        };
+        Self {
+            machine: machine.to_owned(),
+            about: finding.about,
+            severity,
+            found: finding.found,
+            fix: Some(finding.fix).filter(|fix| !fix.is_empty()),
+            because: finding.because,
+        }
+    }
 }
 
 /// Returns the severity of a status. What is missing is an error where every machine needs it.
@@ -204,17 +267,20 @@ impl Replay {
                 }
             }
             text.push('\n');
-            for finding in self.findings.iter().filter(|finding| finding.machine == machine.name) {
-                let severity = finding.severity.replace('_', " ");
-                let _ = write!(text, "\n{severity:<10}  {:<14}  {}", finding.about, finding.found);
-                if let Some(fix) = &finding.fix {
-                    let _ = write!(text, "\n{:<10}  {:<14}  fix: {fix}", "", "");
-                }
-            }
+            let own = self.findings.iter().filter(|finding| finding.machine == machine.name);
+            own.for_each(|finding| finding.write(&mut text));
             for path in &machine.cut {
                 let _ = write!(text, "\n{:<10}  {path} is not in the recording, because it is long", "");
             }
             let _ = write!(text, "\n\n{}", machine.summary);
+        }
+        if self.machines.len() > 1 {
+            text += "\n\nall machines, side by side\n";
+            let before = text.len();
+            self.findings.iter().filter(|finding| finding.machine == ALL).for_each(|finding| finding.write(&mut text));
+            if text.len() == before {
+                text += "\nnothing differs that must not";
+            }
         }
         text
     }
