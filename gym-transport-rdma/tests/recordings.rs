@@ -14,6 +14,7 @@ use gym_transport_rdma::probe::Probe;
 use gym_transport_rdma::probe::machine::{
     Folder, Loaded, Machine, Recorder, Recording, RecordingError, Redactor, Unknown,
 };
+use gym_transport_rdma::tuning::{explain, judge};
 use machines::judge::{Grade, Said, grade};
 use machines::{case, cases, scratch};
 use proptest::prelude::*;
@@ -49,7 +50,7 @@ const TAKEN: &str = "2026-11-29T16:20:00Z";
 
 /// Judges a machine and returns the result as JSON, which shows every difference.
 fn judged(machine: &dyn Machine) -> String {
-    serde_json::to_string_pretty(&Probe::of(machine, &Loaded::default())).unwrap()
+    serde_json::to_string_pretty(&(Probe::of(machine, &Loaded::default()), judge(machine), explain(machine))).unwrap()
 }
 
 /// Returns the machine's judgement, and its recording.

@@ -89,10 +89,7 @@ fn searched(host: &Host<'_>, roce: &[&Port]) -> Option<Finding> {
     let range = host.settings.nccl("NCCL_IB_ADDR_RANGE");
     let network = range.and_then(|range| Network::read(&range.value));
     if let (Some(range), None) = (range, &network) {
-        let fix = format!(
-            "write the bits of the network behind it: NCCL_IB_ADDR_RANGE={}/16",
-            range.value.split('/').next().unwrap_or_default()
-        );
+        let fix = "write the bits of the network behind it, such as /16".to_owned();
         let found = format!("`{}` has no prefix length (/BITS), and is ignored", range.value);
         return Some(Finding::warning("NCCL_IB_ADDR_RANGE", found, fix));
     }

@@ -36,7 +36,8 @@ const OF_HOSTS: [&str; 7] = ["ADDR", "COMM_ID", "HOST", "LAUNCH_NODE", "NODELIST
 
 /// Returns the names of hosts in the value of a variable that names some: `gpu[001-004]`, `tcp://head:6379`.
 pub(super) fn host_names(variable: &str, value: &str) -> Vec<String> {
-    if !OF_HOSTS.iter().any(|word| variable.contains(word)) {
+    // A family of addresses is a word.
+    if variable.ends_with("_FAMILY") || !OF_HOSTS.iter().any(|word| variable.contains(word)) {
         return Vec::new();
     }
     let value = value.split_once("://").map_or(value, |(_, rest)| rest);
@@ -355,6 +356,7 @@ mod tests {
             ("VLLM_HOST_IP", "fe80::1", &[]),
             ("RAY_ADDRESS", "[fe80::1]:6379", &[]),
             ("RAY_ADDRESS", "auto", &[]),
+            ("NCCL_IB_ADDR_FAMILY", "AF_INET6", &[]),
         ] {
             assert_eq!(host_names(variable, value), names, "{variable}={value}");
         }
