@@ -59,7 +59,7 @@ pub(crate) fn a_replay_judges_folders_and_recordings_with_their_names() {
     let (folder, trees) = (TestFolder::new(), scratch());
     case("shm-missing").write(trees.path());
     let root = trees.path().join("shm-missing");
-    let replay = replayed(&folder, &root, 3);
+    let replay = replayed(&folder, &root, 4);
     let said: Vec<Said> = replay["findings"].as_array().unwrap().iter().map(Said::of).collect();
     let verdict = grade(&case("shm-missing").value, &said);
     assert!(verdict.is_good(), "{verdict:?} of {said:?}");
@@ -79,8 +79,14 @@ pub(crate) fn a_replay_judges_folders_and_recordings_with_their_names() {
     );
     let node = trees.path().join("healthy-two-nodes/node-a");
     let both = [&root, &node].map(|path| path.to_str().unwrap());
-    let (out, _) = ended_with(&folder.run(&["doctor", "--replay", both[0], both[1]]), 3);
-    assert!(out.contains("error       shared_memory") && out.contains(both[1]), "{out}");
+    let (out, _) = ended_with(&folder.run(&["doctor", "--replay", both[0], both[1]]), 4);
+    assert!(out.contains("error       /dev/shm") && out.contains(both[1]), "{out}");
+    // What two machines must have alike.
+    case("inherit-nccl-versions").write(trees.path());
+    let nodes = trees.path().join("inherit-nccl-versions");
+    let (out, _) = ended_with(&folder.run(&["doctor", "--replay", nodes.to_str().unwrap()]), 4);
+    assert!(out.contains("all machines, side by side\n\nerror       NCCL"), "{out}");
+    assert!(out.contains("fix: install the same version on every node"), "{out}");
     // What the grades of a case mean.
     let other = grade(&case("limit-memlock").value, &said);
     assert!(
