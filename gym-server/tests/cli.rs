@@ -14,6 +14,9 @@ mod plan;
 #[cfg(feature = "ray")]
 #[path = "cli/ray.rs"]
 mod ray;
+#[cfg(feature = "rdma")]
+#[path = "cli/recordings.rs"]
+mod recordings;
 #[path = "cli/resume.rs"]
 mod resume;
 #[path = "cli/serve.rs"]
@@ -109,6 +112,12 @@ fn main() -> ExitCode {
         summary::the_summary_has_the_figures_of_the_rows_on_the_disk,
         summary::status_shows_the_oldest_rollout_in_flight,
     ];
+    #[cfg(feature = "rdma")]
+    cases.extend(cases![
+        recordings::this_machine_is_recorded_and_replayed,
+        recordings::a_replay_judges_folders_and_recordings_with_their_names,
+        recordings::what_cannot_be_replayed_or_recorded_is_refused_with_the_fix,
+    ]);
     #[cfg(feature = "ray")]
     cases.extend(cases![
         ray::local_starts_one_ray_head_and_stops_only_that,

@@ -56,7 +56,15 @@ const ROOMS: &[(&str, &[&[&str]])] = &[
     ("gym-transport-http", &[&["backend"], &["http1"], &["frames"], &["wire", "https"]]),
     (
         "gym-transport-rdma",
-        &[&["backend", "fuzzing"], &["transport"], &["messaging"], &["fabric"], &["ucx"], &["sys", "memory", "probe"]],
+        &[
+            &["backend", "fuzzing"],
+            &["transport"],
+            &["messaging"],
+            &["fabric"],
+            &["ucx"],
+            &["sys", "memory", "tuning"],
+            &["probe"],
+        ],
     ),
     (
         "gym-segment",

@@ -90,7 +90,7 @@
 //! ```text
 //!   /sys/class/infiniband  /dev/infiniband  /proc/self/{limits,status}  library directories
 //!               └────────────────┴────────────┬─────────────┴──────────────┘
-//!                                          probe() ──► Probe: summary, findings, fixes
+//!                    Machine: Live, a Folder, or a Recording ──► Probe: summary, findings, fixes
 //! ```
 //!
 //! ```
@@ -191,6 +191,7 @@ mod messaging;
 pub mod probe;
 mod sys;
 pub mod transport;
+pub mod tuning;
 mod ucx;
 
 pub use backend::{UCX_VARIABLES, UcxBackend};

@@ -273,13 +273,14 @@ fn a_gpu_without_its_libraries_names_them() {
 }
 
 #[test]
-fn a_folder_given_by_the_caller_comes_first() {
-    let wheel = tempfile::tempdir().expect("folder");
-    fs::write(wheel.path().join("libnccl.so.2"), "").expect("writes");
-    let machine = Machine::new().file("usr/lib/libnccl.so.2", "");
-    let probe = ProbeOptions::new().root(machine.0.path()).library_folder(wheel.path()).probe();
+fn a_folder_given_by_the_caller_comes_first_and_is_below_the_root() {
+    let outside = tempfile::tempdir().expect("folder");
+    fs::write(outside.path().join("libnccl.so.2"), "").expect("writes");
+    let machine = Machine::new().file("usr/lib/libnccl.so.2", "").file("opt/wheel/libnccl.so.2", "");
+    let options = ProbeOptions::new().root(machine.0.path()).library_folder("/opt/wheel");
+    let probe = options.library_folder(outside.path()).probe();
     let found = &probe.finding(Topic::Nccl).expect("there").found;
-    assert!(found.contains(&wheel.path().display().to_string()), "{found}");
+    assert!(found.contains("(/opt/wheel/libnccl.so.2)"), "{found}");
 }
 
 #[test]

@@ -26,6 +26,8 @@ pub(super) const FAILED: u8 = 1;
 pub(super) const USAGE: u8 = 2;
 /// Finished, but rollouts failed or are incomplete.
 pub(super) const INCOMPLETE: u8 = 3;
+/// A check has found an error.
+pub(super) const FAULTY: u8 = 4;
 
 /// An exit code of the commands.
 #[derive(Clone, Copy, Debug)]
@@ -42,7 +44,7 @@ pub struct ExitMeaning {
 }
 
 /// The exit codes of all commands.
-pub const EXIT_CODES: [ExitMeaning; 4] = [
+pub const EXIT_CODES: [ExitMeaning; 5] = [
     ExitMeaning {
         code: SUCCESS,
         meaning: "success",
@@ -68,6 +70,12 @@ pub const EXIT_CODES: [ExitMeaning; 4] = [
         cases: "`collect` recorded what it could: a rollout failed in its last attempt, or a signal or `--fail-fast` stopped the \
                 collection early.",
         of_doctor: "an installed component does not work (each has a fix)",
+    },
+    ExitMeaning {
+        code: FAULTY,
+        meaning: "a check has found an error",
+        cases: "`doctor` only.",
+        of_doctor: "a setting of NCCL, RoCE or UCX, or the machine, has an error: it fails, hangs, or silently uses something slower",
     },
 ];
 

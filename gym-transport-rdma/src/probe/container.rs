@@ -10,7 +10,7 @@ const SHM_BYTES_MIN: u64 = 256 << 20;
 
 /// Checks `/dev/shm`, and whether processes may read each other's memory (transport `cma`, which saves one copy of bulk
 /// data).
-pub(crate) fn shared_memory(files: &Files) -> Finding {
+pub(crate) fn shared_memory(files: &Files<'_>) -> Finding {
     let topic = Topic::SharedMemory;
     if !files.exists("/dev/shm") {
         return finding(topic, Status::Missing, "no /dev/shm: processes cannot share memory".to_owned())
@@ -31,14 +31,14 @@ pub(crate) fn shared_memory(files: &Files) -> Finding {
 }
 
 /// Checks whether this is a container, and whether it sees the network interfaces of the RDMA ports.
-pub(crate) fn container(files: &Files, ports: &[Port]) -> Finding {
+pub(crate) fn container(files: &Files<'_>, ports: &[Port]) -> Finding {
     let topic = Topic::Container;
     let kind = container_kind(files);
     let hidden: Vec<String> = ports
         .iter()
         .filter(|port| port.active)
         .filter_map(|port| port.gid.as_ref().map(|gid| (port, &gid.interface)))
-        .filter(|(_, interface)| !interface.is_empty() && !files.exists(format!("/sys/class/net/{interface}")))
+        .filter(|(_, interface)| !interface.is_empty() && !files.exists(&format!("/sys/class/net/{interface}")))
         .map(|(port, interface)| format!("{interface} of {}", port.name()))
         .collect();
     let place = kind.map_or_else(|| "no container".to_owned(), |kind| format!("in a container ({kind})"));
@@ -51,7 +51,7 @@ pub(crate) fn container(files: &Files, ports: &[Port]) -> Finding {
 }
 
 /// Returns the kind of container, as far as files show it.
-fn container_kind(files: &Files) -> Option<String> {
+fn container_kind(files: &Files<'_>) -> Option<String> {
     if files.exists("/.dockerenv") {
         return Some("docker".to_owned());
     }

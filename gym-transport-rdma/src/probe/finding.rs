@@ -33,6 +33,28 @@ pub enum Topic {
     SharedMemory,
 }
 
+impl Topic {
+    /// Returns what decides the result: paths of the machine, or the library that is searched.
+    #[must_use]
+    pub fn source(self) -> &'static str {
+        match self {
+            Self::RdmaDevices => "/sys/class/infiniband/*/ports/*/state",
+            Self::DeviceNodes => "/dev/infiniband",
+            Self::Container => {
+                "/.dockerenv, /run/.containerenv, /run/systemd/container, /proc/1/cgroup, /sys/class/net"
+            }
+            Self::RoceGid => "/sys/class/infiniband/*/ports/*/gids",
+            Self::LockedMemory => "/proc/self/limits, /proc/self/status",
+            Self::Verbs => "libibverbs.so.1",
+            Self::Ucx => "libucp.so.0, ucx/libuct_ib*",
+            Self::Gpu => "/proc/driver/nvidia/version, /dev/nvidia*, libcuda.so.1",
+            Self::Nccl => "libnccl.so.2",
+            Self::GpuDirect => "/sys/module/nvidia_peermem, /proc/driver/nvidia/version, /proc/sys/kernel/osrelease",
+            Self::SharedMemory => "/proc/self/mounts, /proc/sys/kernel/yama/ptrace_scope",
+        }
+    }
+}
+
 /// Result of a check.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
@@ -85,5 +107,13 @@ impl Finding {
     pub(crate) fn fix(mut self, fix: &str) -> Self {
         self.fix = Some(fix.to_owned());
         self
+    }
+
+    /// What a recording lacks is neither absent nor a fault.
+    pub(crate) fn unless_not_recorded(self, lacking: &[String]) -> Self {
+        if lacking.is_empty() || self.status == Status::Ok {
+            return self;
+        }
+        finding(self.topic, Status::NotNeeded, format!("not in the recording: {}", lacking.join(", ")))
     }
 }

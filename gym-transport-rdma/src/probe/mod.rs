@@ -1,21 +1,21 @@
 //! Probe: reports the RDMA and NCCL support of this machine from files, without loading UCX.
 
 mod container;
-mod elf;
 mod files;
 mod finding;
+pub mod machine;
 mod ports;
 mod versions;
 
 use std::fmt;
-use std::fs::File;
 use std::path::{Path, PathBuf};
 
 use serde::Serialize;
 
-use crate::probe::files::{Files, loader_path, version_in_name};
+use crate::probe::files::Files;
 use crate::probe::finding::finding;
 pub use crate::probe::finding::{Finding, Status, Topic};
+use crate::probe::machine::{Folder, Library, Live, Loaded, Machine};
 use crate::probe::ports::ports;
 pub use crate::probe::ports::{Gid, Port};
 
@@ -79,14 +79,14 @@ impl fmt::Display for Probe {
 /// Options of a probe: root directory, library directories, and whether libraries are loaded.
 #[derive(Debug, Clone)]
 pub struct ProbeOptions {
-    root: PathBuf,
-    library_directories: Vec<PathBuf>,
+    root: Option<PathBuf>,
+    library_folders: Vec<PathBuf>,
     load: bool,
 }
 
 impl Default for ProbeOptions {
     fn default() -> Self {
-        Self { root: "/".into(), library_directories: loader_path(std::env::var_os("LD_LIBRARY_PATH")), load: true }
+        Self { root: None, library_folders: Vec::new(), load: true }
     }
 }
 
@@ -97,11 +97,10 @@ impl ProbeOptions {
         Self::default()
     }
 
-    /// Examines only files below `root`, such as a container's file system, and loads no library.
+    /// Examines only files below `root`, such as a container's file system, and loads no library. Links are resolved within it.
     #[must_use]
     pub fn root(mut self, root: impl Into<PathBuf>) -> Self {
-        self.root = root.into();
-        self.library_directories.clear();
+        self.root = Some(root.into());
         self.load = false;
         self
     }
@@ -114,37 +113,61 @@ impl ProbeOptions {
     }
 
     /// Searches `directory` before all directories named so far, for libraries from Python wheels such as
-    /// `site-packages/nvidia/nccl/lib`.
+    /// `site-packages/nvidia/nccl/lib`. It is a path of the machine, so it is below the [`root`](Self::root) if there is one.
     #[must_use]
     pub fn library_folder(mut self, directory: impl Into<PathBuf>) -> Self {
-        self.library_directories.insert(0, directory.into());
+        self.library_folders.push(directory.into());
         self
     }
 
     /// Runs the probe. Never fails or panics: what cannot be read is reported as missing.
     #[must_use]
     pub fn probe(&self) -> Probe {
-        let prober = Prober { files: Files::new(&self.root, &self.library_directories), load: self.load };
-        let ports = ports(&prober.files);
-        let devices = prober.devices(&ports);
-        let has_device = devices.status != Status::Missing;
-        let gpu = prober.gpu();
-        let has_gpu = gpu.status != Status::Missing;
-        let findings = vec![
-            devices,
-            prober.nodes(has_device),
-            container::container(&prober.files, &ports),
-            roce_gid(&ports),
-            prober.locked_memory(has_device),
-            prober.verbs(),
-            prober.ucx(),
-            gpu,
-            prober.nccl(),
-            prober.gpu_direct(has_device && has_gpu),
-            container::shared_memory(&prober.files),
-        ];
-        judge(findings, ports)
+        let folders = self.library_folders.iter().filter_map(|folder| folder.to_str());
+        if let Some(root) = &self.root {
+            let machine = folders.fold(Folder::new(root), Folder::library_folder);
+            return Probe::of(&machine, &Loaded::default());
+        }
+        let machine = folders.fold(Live::new(), Live::library_folder);
+        let loaded = if self.load { load(&machine) } else { Loaded::default() };
+        Probe::of(&machine, &loaded)
     }
+}
+
+impl Probe {
+    /// Judges a machine. The result depends on its answers only; `loaded` is what its libraries said of themselves.
+    #[must_use]
+    pub fn of(machine: &dyn Machine, loaded: &Loaded) -> Self {
+        let prober = Prober { files: Files::new(machine), loaded };
+        let ports = ports(&prober.files);
+        let judged = |finding: Finding| finding.unless_not_recorded(&prober.files.take_not_recorded());
+        let devices = judged(prober.devices(&ports));
+        let has_device = devices.status != Status::Missing;
+        let nodes = judged(prober.nodes(has_device));
+        let container = judged(container::container(&prober.files, &ports));
+        let gid = judged(roce_gid(&ports));
+        let locked_memory = judged(prober.locked_memory(has_device));
+        let verbs = judged(prober.verbs());
+        let ucx = judged(prober.ucx());
+        let gpu = judged(prober.gpu());
+        let has_gpu = gpu.status != Status::Missing;
+        let nccl = judged(prober.nccl());
+        let direct = judged(prober.gpu_direct(has_device && has_gpu));
+        let shared_memory = judged(container::shared_memory(&prober.files));
+        let findings = [devices, nodes, container, gid, locked_memory, verbs, ucx, gpu, nccl, direct, shared_memory];
+        judge(findings.into(), ports)
+    }
+}
+
+/// Loads the libraries of NCCL and CUDA on this machine and asks them for their versions. They stay loaded.
+#[must_use]
+pub fn load(machine: &Live) -> Loaded {
+    let files = Files::new(machine);
+    let nccl = files.library("libnccl.so.2").map(|library| versions::nccl_version(Path::new(&library.path)));
+    // Without a driver and a GPU, its version means nothing.
+    let has_gpu = gpus(&files) > 0 && files.text("/proc/driver/nvidia/version").is_some();
+    let cuda = files.library("libcuda.so.1").filter(|_| has_gpu);
+    Loaded { nccl, cuda: cuda.map(|library| versions::cuda_driver_version(Path::new(&library.path))) }
 }
 
 /// Probes this machine. [`ProbeOptions`] select another root or more library directories.
@@ -183,12 +206,12 @@ fn judge(findings: Vec<Finding>, ports: Vec<Port>) -> Probe {
     }
 }
 
-struct Prober {
-    files: Files,
-    load: bool,
+struct Prober<'a> {
+    files: Files<'a>,
+    loaded: &'a Loaded,
 }
 
-impl Prober {
+impl Prober<'_> {
     fn devices(&self, ports: &[Port]) -> Finding {
         let topic = Topic::RdmaDevices;
         let directory = "/sys/class/infiniband";
@@ -234,11 +257,7 @@ impl Prober {
                  compose: devices: [/dev/infiniband])",
             );
         }
-        let closed: Vec<&str> = nodes
-            .iter()
-            .filter(|node| File::options().read(true).write(true).open(self.files.path(node)).is_err())
-            .map(String::as_str)
-            .collect();
+        let closed: Vec<&str> = nodes.iter().filter(|node| !self.files.opens(node)).map(String::as_str).collect();
         if !closed.is_empty() {
             return finding(topic, Status::Missing, format!("{} cannot be opened", closed.join(", ")))
                 .fix("add the user to the group of the nodes (often rdma), or chmod 666 them by a udev rule");
@@ -284,9 +303,8 @@ impl Prober {
     fn verbs(&self) -> Finding {
         let topic = Topic::Verbs;
         match self.files.library("libibverbs.so.1") {
-            Some(path) => {
-                let version = version_in_name(&path, "libibverbs.so.");
-                finding(topic, Status::Ok, format!("libibverbs {} ({})", or_unknown(version), path.display()))
+            Some(Library { path, version }) => {
+                finding(topic, Status::Ok, format!("libibverbs {} ({path})", or_unknown(version)))
             }
             None => finding(
                 topic,
@@ -299,7 +317,7 @@ impl Prober {
 
     fn ucx(&self) -> Finding {
         let topic = Topic::Ucx;
-        let Some(path) = self.files.library("libucp.so.0") else {
+        let Some(Library { path, version }) = self.files.library("libucp.so.0") else {
             return finding(
                 topic,
                 Status::Missing,
@@ -307,9 +325,9 @@ impl Prober {
             )
             .fix("apt-get install libucx0 (dnf: ucx ucx-ib), or add the directory of a UCX to LD_LIBRARY_PATH");
         };
-        let what = format!("UCX {} ({})", or_unknown(elf::version(&path)), path.display());
+        let what = format!("UCX {} ({path})", or_unknown(version));
         // Transports are plug-ins in the directory `ucx` next to the library. A build without verbs has none for RDMA.
-        if has_rdma_transport(&path) {
+        if self.has_rdma_transport(&path) {
             finding(topic, Status::Ok, what)
         } else {
             finding(topic, Status::Warning, format!("{what} without RDMA transport (no ucx/libuct_ib* next to it)")).fix(
@@ -318,16 +336,20 @@ impl Prober {
         }
     }
 
+    fn has_rdma_transport(&self, libucp: &str) -> bool {
+        let plugins = |path: &str| path.rsplit_once('/').map(|(folder, _)| format!("{folder}/ucx"));
+        let has = |folder: String| {
+            let names = self.files.names(&folder);
+            names.iter().any(|name| name.starts_with("libuct_ib") && name.contains(".so"))
+        };
+        // The plug-ins may be next to the target of a link.
+        plugins(libucp).is_some_and(has) || self.files.real(libucp).as_deref().and_then(plugins).is_some_and(has)
+    }
+
     fn gpu(&self) -> Finding {
         let topic = Topic::Gpu;
         let driver = self.files.text("/proc/driver/nvidia/version").map(|text| driver_version(&text));
-        let nodes = self.files.names("/dev");
-        let gpus = nodes
-            .iter()
-            .filter(|name| {
-                name.strip_prefix("nvidia").is_some_and(|n| !n.is_empty() && n.bytes().all(|b| b.is_ascii_digit()))
-            })
-            .count();
+        let gpus = gpus(&self.files);
         let cuda = self.files.library("libcuda.so.1");
         let (Some(driver), true) = (&driver, gpus > 0) else {
             let what = match (driver, gpus) {
@@ -351,12 +373,10 @@ impl Prober {
             Some(_) => "",
             None => ", no libnvidia-ml.so.1 for monitoring",
         };
-        if !self.load {
-            return finding(topic, Status::Ok, format!("{what}{management}"));
-        }
-        match versions::cuda_driver_version(&cuda) {
-            Ok(version) => finding(topic, Status::Ok, format!("{what}, up to CUDA {version}{management}")),
-            Err(error) => finding(topic, Status::Missing, format!("{what}, but {}: {error}", cuda.display()))
+        match &self.loaded.cuda {
+            None => finding(topic, Status::Ok, format!("{what}{management}")),
+            Some(Ok(version)) => finding(topic, Status::Ok, format!("{what}, up to CUDA {version}{management}")),
+            Some(Err(error)) => finding(topic, Status::Missing, format!("{what}, but {}: {error}", cuda.path))
                 .fix("reinstall the driver so that its kernel and user parts have one version"),
         }
     }
@@ -364,17 +384,14 @@ impl Prober {
     fn nccl(&self) -> Finding {
         let topic = Topic::Nccl;
         let fix = "apt-get install libnccl2 (NVIDIA's repository) or pip install nvidia-nccl-cu12, and add its directory to LD_LIBRARY_PATH";
-        let Some(path) = self.files.library("libnccl.so.2") else {
+        let Some(Library { path, version }) = self.files.library("libnccl.so.2") else {
             let what = "NCCL not found (no libnccl.so.2 in the loader's directories)".to_owned();
             return finding(topic, Status::Missing, what).fix(fix);
         };
-        let from_name = version_in_name(&path, "libnccl.so.");
-        let version = if self.load { versions::nccl_version(&path) } else { Ok(or_unknown(from_name)) };
-        match version {
-            Ok(version) => finding(topic, Status::Ok, format!("NCCL {version} ({})", path.display())),
+        match self.loaded.nccl.clone().unwrap_or_else(|| Ok(or_unknown(version))) {
+            Ok(version) => finding(topic, Status::Ok, format!("NCCL {version} ({path})")),
             Err(error) => {
-                finding(topic, Status::Missing, format!("NCCL cannot be loaded from {}: {error}", path.display()))
-                    .fix(fix)
+                finding(topic, Status::Missing, format!("NCCL cannot be loaded from {path}: {error}")).fix(fix)
             }
         }
     }
@@ -386,7 +403,7 @@ impl Prober {
             return finding(topic, Status::NotNeeded, what);
         }
         for module in ["nvidia_peermem", "nv_peer_mem"] {
-            if self.files.exists(format!("/sys/module/{module}")) {
+            if self.files.exists(&format!("/sys/module/{module}")) {
                 return finding(topic, Status::Ok, format!("GPUDirect RDMA by {module}"));
             }
         }
@@ -431,15 +448,12 @@ fn or_unknown(version: Option<String>) -> String {
     version.unwrap_or_else(|| "of unknown version".to_owned())
 }
 
-fn has_rdma_transport(libucp: &Path) -> bool {
-    let plugins_next_to = |path: &Path| path.parent().map(|directory| directory.join("ucx"));
-    // The plug-ins may be next to the target of a link.
-    let real = std::fs::canonicalize(libucp).ok();
-    [plugins_next_to(libucp), real.as_deref().and_then(plugins_next_to)].into_iter().flatten().any(|directory| {
-        std::fs::read_dir(directory).into_iter().flatten().flatten().any(|entry| {
-            entry.file_name().to_str().is_some_and(|name| name.starts_with("libuct_ib") && name.contains(".so"))
-        })
-    })
+/// Returns the number of device nodes of GPUs.
+fn gpus(files: &Files<'_>) -> usize {
+    let is_gpu = |name: &str| {
+        name.strip_prefix("nvidia").is_some_and(|n| !n.is_empty() && n.bytes().all(|b| b.is_ascii_digit()))
+    };
+    files.names("/dev").iter().filter(|name| is_gpu(name)).count()
 }
 
 /// Parses a driver version: `NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue …` → `550.54.15`.

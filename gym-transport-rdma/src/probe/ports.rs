@@ -65,17 +65,17 @@ impl Port {
 }
 
 /// Returns all ports of all devices, sorted by name.
-pub(crate) fn ports(files: &Files) -> Vec<Port> {
+pub(crate) fn ports(files: &Files<'_>) -> Vec<Port> {
     let devices = files.names(SYSFS).into_iter();
     devices.flat_map(|device| ports_of(files, &device)).collect()
 }
 
-fn ports_of(files: &Files, device: &str) -> Vec<Port> {
+fn ports_of(files: &Files<'_>, device: &str) -> Vec<Port> {
     let mut ports: Vec<Port> = Vec::new();
-    for name in files.names(format!("{SYSFS}/{device}/ports")) {
+    for name in files.names(&format!("{SYSFS}/{device}/ports")) {
         let Ok(port) = name.parse() else { continue };
         let base = format!("{SYSFS}/{device}/ports/{name}");
-        let read = |name: &str| files.text(format!("{base}/{name}")).unwrap_or_else(|| "unknown".to_owned());
+        let read = |name: &str| files.text(&format!("{base}/{name}")).unwrap_or_else(|| "unknown".to_owned());
         let state = read("state");
         let link_layer = read("link_layer");
         let gid = choose(rows(files, &base), link_layer == "Ethernet");
@@ -94,17 +94,17 @@ fn ports_of(files: &Files, device: &str) -> Vec<Port> {
     ports
 }
 
-fn rows(files: &Files, base: &str) -> Vec<Row> {
+fn rows(files: &Files<'_>, base: &str) -> Vec<Row> {
     let mut rows: Vec<Row> = Vec::new();
-    for name in files.names(format!("{base}/gids")) {
-        let address = files.text(format!("{base}/gids/{name}")).and_then(|text| text.parse::<Ipv6Addr>().ok());
+    for name in files.names(&format!("{base}/gids")) {
+        let address = files.text(&format!("{base}/gids/{name}")).and_then(|text| text.parse::<Ipv6Addr>().ok());
         let (Ok(index), Some(address)) = (name.parse(), address) else { continue };
         if address.is_unspecified() {
             continue;
         }
-        let attribute = |of: &str| files.text(format!("{base}/gid_attrs/{of}/{name}")).unwrap_or_default();
+        let attribute = |of: &str| files.text(&format!("{base}/gid_attrs/{of}/{name}")).unwrap_or_default();
         let interface = attribute("ndevs");
-        let state = files.text(format!("/sys/class/net/{interface}/operstate"));
+        let state = files.text(&format!("/sys/class/net/{interface}/operstate"));
         let written = address.to_ipv4_mapped().map_or_else(|| address.to_string(), |address| address.to_string());
         let gid = Gid { index, address: written, kind: attribute("types"), interface };
         rows.push(Row { gid, address, up: state.is_none_or(|state| state != "down") });

@@ -572,6 +572,19 @@ pub(in crate::cli) struct DoctorArgs {
     /// Seconds allowed for UCX to load and to list its devices
     #[arg(long, value_name = "SECS", default_value = "20", value_parser = seconds)]
     pub(in crate::cli) ucx_timeout: Duration,
+    /// Write what the checks ask this machine, with its answers, to a file that --replay judges elsewhere. Nothing else is checked
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["files", "require_transport", "output"])]
+    pub(in crate::cli) record: Option<PathBuf>,
+    /// Replace names of hosts and users, addresses and GUIDs in the recording; no finding changes. Recordings with the same WORD have the same stand-ins, so keep it
+    /// secret [default: a random word]
+    #[arg(long, value_name = "WORD", num_args = 0..=1, require_equals = true, default_missing_value = "", requires = "record")]
+    pub(in crate::cli) redact: Option<String>,
+    /// Replace the recording if it exists
+    #[arg(long, requires = "record")]
+    pub(in crate::cli) overwrite: bool,
+    /// Judge recordings, or folders with the root of a machine, in the place of this machine. No library is loaded and nothing else is opened
+    #[arg(long, value_name = "PATH", num_args = 1.., conflicts_with_all = ["record", "files", "require_transport", "output"])]
+    pub(in crate::cli) replay: Vec<PathBuf>,
 }
 
 #[derive(Debug, Subcommand)]

@@ -14,9 +14,10 @@ use serde::Serialize;
 
 use crate::cli::args::options::{DoctorArgs, Sources};
 use crate::cli::console;
-use crate::cli::exit::{FAILED, Failure, INCOMPLETE, Outcome};
+use crate::cli::exit::{FAILED, FAULTY, Failure, INCOMPLETE, Outcome};
 use crate::cli::inspect::finding::Finding;
 use crate::cli::inspect::machine::{self, Examined};
+use crate::cli::inspect::recording;
 use crate::cli::setup::configuration::{LoadedConfig, Need, load};
 use crate::cli::setup::models;
 use crate::stack::{self, Servers};
@@ -36,6 +37,12 @@ struct Diagnosis {
 }
 
 pub(in crate::cli) async fn doctor(args: &DoctorArgs, overrides: &[String], servers: &Servers) -> Outcome {
+    if let Some(file) = &args.record {
+        return recording::record(file, args).await;
+    }
+    if !args.replay.is_empty() {
+        return recording::replay(&args.replay, args.json);
+    }
     let transports = servers.transports();
     let required = args.require_transport.as_deref().map(|name| Transport::named(name, &transports.known()));
     let required = required.transpose().map_err(|error| Failure::Usage(error.message().to_owned()))?;
@@ -53,7 +60,11 @@ pub(in crate::cli) async fn doctor(args: &DoctorArgs, overrides: &[String], serv
     findings.extend(machine::findings(examined).await);
     let mut diagnosis = checks::diagnosis(&transports, args.ucx_timeout).await;
     diagnosis.findings.splice(0..0, findings);
-    diagnosis.findings.sort_by_key(|finding| finding.status != "warning");
+    diagnosis.findings.sort_by_key(|finding| match finding.status {
+        "error" => 0,
+        "warning" => 1,
+        _ => 2,
+    });
     let required = required.and_then(|transport| diagnosis.missing(transport));
     let text = if args.json {
         serde_json::to_string_pretty(&diagnosis).map_err(|error| Failure::Failed(error.to_string()))?
@@ -67,7 +78,8 @@ pub(in crate::cli) async fn doctor(args: &DoctorArgs, overrides: &[String], serv
             ExitCode::from(FAILED)
         }
         Some(why) => return Err(Failure::Failed(why)),
-        None if diagnosis.findings.iter().any(|finding| finding.status == "warning") => ExitCode::from(INCOMPLETE),
+        None if diagnosis.has("error") => ExitCode::from(FAULTY),
+        None if diagnosis.has("warning") => ExitCode::from(INCOMPLETE),
         None => ExitCode::SUCCESS,
     })
 }
@@ -133,6 +145,10 @@ fn unused_proxy() -> String {
 const TOPIC: &str = "model_endpoint";
 
 impl Diagnosis {
+    fn has(&self, status: &str) -> bool {
+        self.findings.iter().any(|finding| finding.status == status)
+    }
+
     /// Returns the reason why a required transport is unavailable, with the fix, or `None` if it is available.
     fn missing(&self, transport: Transport) -> Option<String> {
         let check = self.transports.iter().find(|check| check.transport == transport)?;
@@ -167,8 +183,11 @@ mod checks {
     use gym_client::transport::RDMA;
     use gym_client::transport::rdma::UcxBackend;
     use gym_client::transport::rdma::backend::{WITH_VERBS, to_load};
+    use gym_client::transport::rdma::probe::machine::Live;
     use gym_client::transport::rdma::probe::{Finding as Found, Probe, ProbeOptions, Status, Topic};
     use gym_client::transport::rdma::transport::UcxReport;
+    use gym_client::transport::rdma::tuning::{self, Severity};
+    use gym_core::World;
     use gym_core::transport::TransportReport;
     use serde_json::to_value;
 
@@ -181,7 +200,21 @@ mod checks {
             Some(backend) => backend.examine(within).await,
             None => (ProbeOptions::new().without_loading().probe(), Err("the program has no UCX backend".to_owned())),
         };
-        judge(reports, &probe, &ucx)
+        let mut diagnosis = judge(reports, &probe, &ucx);
+        // Many small files are read.
+        let tuned = World::real().blocking(|| tuning::judge(&Live::new())).await.unwrap_or_default();
+        diagnosis.findings.extend(tuned.into_iter().map(of_tuning));
+        diagnosis
+    }
+
+    fn of_tuning(finding: tuning::Finding) -> Finding {
+        let status = match finding.severity {
+            Severity::Ok => "ok",
+            Severity::Warning => "warning",
+            Severity::Error => "error",
+        };
+        let found = format!("{} ({})", finding.found, finding.because);
+        Finding { topic: finding.about, status, found, fix: Some(finding.fix).filter(|fix| !fix.is_empty()) }
     }
 
     /// Combines the findings from files with UCX's own report.

@@ -6,6 +6,7 @@ mod finding;
 mod machine;
 #[cfg(feature = "ray")]
 pub(super) mod ray;
+mod recording;
 pub(super) mod status;
 pub(super) mod stuck;
 pub(super) mod top;

@@ -7,7 +7,6 @@
 use std::collections::BTreeSet;
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
-use std::path::Path;
 
 /// Maximum length of a section. libucp has 0.3 MB of constants; a forged file is not read into memory.
 const SECTION_BYTES_MAX: u64 = 16 << 20;
@@ -18,8 +17,8 @@ const SECTION_NAMES_AT: usize = 0x3e;
 const SECTION_HEADER_BYTES: u64 = 64;
 
 /// Returns the version. `None` if the file has no such string, more than one, or is no 64-bit little-endian ELF file.
-pub(crate) fn version(library: &Path) -> Option<String> {
-    only_version(&constants(&mut File::open(library).ok()?)?)
+pub(super) fn version(library: &mut File) -> Option<String> {
+    only_version(&constants(library)?)
 }
 
 fn constants(file: &mut File) -> Option<Vec<u8>> {
@@ -108,7 +107,7 @@ mod tests {
         let folder = tempfile::tempdir().expect("folder");
         let path = folder.path().join("libucp.so.0");
         std::fs::write(&path, file).expect("writes");
-        version(&path)
+        version(&mut File::open(&path).expect("opens"))
     }
 
     #[test]

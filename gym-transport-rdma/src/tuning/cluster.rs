@@ -1,0 +1,210 @@
+//! The third validation: the nodes of a cluster side by side.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::IpAddr;
+
+use super::finding::Finding;
+use super::host::Host;
+use super::rules::{chosen, taken};
+use super::table::NCCL;
+
+/// A node and its name.
+pub(super) type Node<'n, 'm> = (&'n str, &'n Host<'m>);
+
+pub(super) fn check(nodes: &[Node<'_, '_>], findings: &mut Vec<Finding>) {
+    settings(nodes, findings);
+    findings.extend(versions(nodes));
+    findings.extend(transfer_units(nodes));
+    findings.extend(pairs(nodes));
+    findings.extend(numbers_of_cards(nodes));
+    findings.extend(interfaces(nodes));
+    findings.extend(names_of_interfaces(nodes));
+}
+
+/// Returns `value on NODES; value on NODES`.
+fn by_value<'n>(values: impl IntoIterator<Item = (&'n str, String)>) -> String {
+    let mut nodes: BTreeMap<String, Vec<&str>> = BTreeMap::new();
+    let mut order = Vec::new();
+    for (node, value) in values {
+        if !nodes.contains_key(&value) {
+            order.push(value.clone());
+        }
+        nodes.entry(value).or_default().push(node);
+    }
+    order.iter().map(|value| format!("{value} on {}", nodes[value].join(", "))).collect::<Vec<_>>().join("; ")
+}
+
+/// Variables that must be the same, and those that one node has and another has not.
+fn settings(nodes: &[Node<'_, '_>], findings: &mut Vec<Finding>) {
+    for variable in
+        NCCL.iter().filter(|variable| !variable.name.starts_with("NCCL_DEBUG") && variable.name != "NCCL_CONF_FILE")
+    {
+        let values: Vec<(&str, Option<&str>)> = nodes
+            .iter()
+            .map(|(name, host)| (*name, host.settings.nccl(variable.name).map(|setting| setting.value.as_str())))
+            .collect();
+        let different: BTreeSet<Option<&str>> = values.iter().map(|(_, value)| *value).collect();
+        if different.len() < 2 {
+            continue;
+        }
+        let lacking: Vec<&str> = values.iter().filter(|(_, value)| value.is_none()).map(|(name, _)| *name).collect();
+        let shown =
+            by_value(values.iter().map(|(name, value)| {
+                (*name, value.map_or_else(|| "not set".to_owned(), |value| format!("`{value}`")))
+            }));
+        if variable.same_everywhere {
+            let found = format!("the nodes differ: {shown}; {}", variable.text);
+            findings.push(Finding::error(variable.name, found, "set the same value on every node"));
+        } else if !lacking.is_empty() {
+            let found = format!("it is not set on {}, only on others: {shown}", lacking.join(", "));
+            let fix = "set it where ray start runs on every node, or in runtime_env: a Ray worker has the environment of its raylet, not that of the driver";
+            findings.push(Finding::error(variable.name, found, fix));
+        }
+    }
+}
+
+fn versions(nodes: &[Node<'_, '_>]) -> Option<Finding> {
+    let known: Vec<(&str, String)> =
+        nodes.iter().filter_map(|(name, host)| Some((*name, host.nccl?.to_string()))).collect();
+    let different: BTreeSet<&String> = known.iter().map(|(_, version)| version).collect();
+    (different.len() > 1).then(|| {
+        let found = format!("the nodes have different versions of NCCL: {}", by_value(known.clone()));
+        Finding::error("NCCL", found, "install the same version on every node").because("libnccl.so.2 of each node")
+    })
+}
+
+/// The MTU of the interfaces behind the cards, or of those of the sockets.
+fn transfer_units(nodes: &[Node<'_, '_>]) -> Option<Finding> {
+    let of = |host: &Host<'_>| -> Vec<u32> {
+        let ports = chosen(host).ports;
+        let behind: Vec<u32> = ports
+            .iter()
+            .filter(|port| port.is_roce())
+            .filter_map(|port| host.interface(&port.best_row()?.interface)?.mtu)
+            .collect();
+        if behind.is_empty() {
+            taken(host).iter().filter(|interface| !interface.is_local()).filter_map(|interface| interface.mtu).collect()
+        } else {
+            behind
+        }
+    };
+    let units: Vec<(&str, Vec<u32>)> = nodes.iter().map(|(name, host)| (*name, of(host))).collect();
+    let most = units.iter().map(|(_, units)| units.len()).min()?;
+    let differs = (0..most).find(|at| units.iter().map(|(_, units)| units[*at]).collect::<BTreeSet<_>>().len() > 1)?;
+    let largest = units.iter().map(|(_, units)| units[differs]).max()?;
+    let shown = by_value(units.iter().map(|(name, units)| (*name, units[differs].to_string())));
+    let fix = format!("set the same MTU on all nodes and on the switch: {largest}");
+    Some(
+        Finding::error(
+            "MTU",
+            format!("the nodes have different MTUs: {shown}; large packets of one are lost at the other"),
+            fix,
+        )
+        .because("/sys/class/net/*/mtu"),
+    )
+}
+
+/// NCCL pairs the cards of two nodes by their position.
+fn pairs(nodes: &[Node<'_, '_>]) -> Option<Finding> {
+    let networks = |host: &Host<'_>| -> Vec<(String, String)> {
+        let ports = chosen(host).ports;
+        let network = |port: &super::host::Port| {
+            let row = port.best_row()?;
+            let interface = host.interface(&row.interface)?;
+            let own = interface.addresses.iter().find(|address| Some(address.address) == row.v4().map(IpAddr::V4))?;
+            let (IpAddr::V4(address), bits) = (own.address, u32::from(own.prefix)) else { return None };
+            let base = address.to_bits().checked_shr(32 - bits).unwrap_or(0).checked_shl(32 - bits).unwrap_or(0);
+            Some((port.card.clone(), format!("{}/{bits}", std::net::Ipv4Addr::from_bits(base))))
+        };
+        ports.iter().filter(|port| port.is_roce()).filter_map(|port| network(port)).collect()
+    };
+    let all: Vec<(&str, Vec<(String, String)>)> = nodes.iter().map(|(name, host)| (*name, networks(host))).collect();
+    let (first_name, first) = all.first()?;
+    for (name, other) in &all[1..] {
+        for (at, ((card, network), (other_card, other_network))) in first.iter().zip(other).enumerate() {
+            let elsewhere = other.iter().any(|(_, known)| known == network)
+                || first.iter().any(|(_, known)| known == other_network);
+            if network != other_network && elsewhere {
+                let common: Vec<(&str, &str)> = other
+                    .iter()
+                    .filter_map(|(there, wanted)| {
+                        let here = first.iter().find(|(_, known)| known == wanted)?;
+                        Some((here.0.as_str(), there.as_str()))
+                    })
+                    .collect();
+                let (here, there): (Vec<&str>, Vec<&str>) = common.into_iter().unzip();
+                let found = format!(
+                    "cards are paired by position, and number {at} is {card} in {network} on {first_name}, and {other_card} in {other_network} on {name}: a pair must be in the same network"
+                );
+                let fix = format!(
+                    "name them in the same order of networks: NCCL_IB_HCA is `={}` on {first_name}, and `={}` on {name}",
+                    here.join(","),
+                    there.join(",")
+                );
+                return Some(
+                    Finding::error("NCCL_IB_HCA", found, fix).because("the GID tables and addresses of the nodes"),
+                );
+            }
+        }
+    }
+    None
+}
+
+fn numbers_of_cards(nodes: &[Node<'_, '_>]) -> Option<Finding> {
+    const NAME: &str = "NCCL_IGNORE_NET_MISMATCH";
+    nodes.iter().find(|(_, host)| host.settings.number(NAME).is_some_and(|on| on != 0))?;
+    let numbers: Vec<(&str, usize)> = nodes.iter().map(|(name, host)| (*name, chosen(host).ports.len())).collect();
+    let different: BTreeSet<usize> = numbers.iter().map(|(_, number)| *number).collect();
+    (different.len() > 1).then(|| {
+        let shown = by_value(numbers.iter().map(|(name, number)| (*name, format!("{number} cards"))));
+        let found =
+            format!("the nodes differ in their cards ({shown}), and the check for that is switched off: the job hangs");
+        Finding::error(NAME, found, "remove it, and let NCCL_IB_HCA name the same number of cards on every node")
+    })
+}
+
+/// The interface that NCCL takes leads to no other node.
+fn interfaces(nodes: &[Node<'_, '_>]) -> Option<Finding> {
+    const NAME: &str = "NCCL_SOCKET_IFNAME";
+    let mut first_of: BTreeMap<IpAddr, (&str, String)> = BTreeMap::new();
+    for (name, host) in nodes {
+        let interface = taken(host).into_iter().next()?;
+        let address = interface
+            .addresses
+            .iter()
+            .map(|address| address.address)
+            .find(IpAddr::is_ipv4)
+            .or_else(|| interface.first_address())?;
+        let main = host.main_interface_name();
+        if address.is_loopback() {
+            let found = format!(
+                "{name} takes {}, whose address {address} is loopback: other nodes do not reach it",
+                interface.name
+            );
+            return Some(Finding::error(NAME, found, format!("write {NAME}={main}, or unset it")));
+        }
+        if let Some((other, of_other)) = first_of.get(&address).filter(|_| interface.is_container_bridge()) {
+            let found = format!(
+                "{other} takes {of_other} and {name} takes {}, with the same address {address}: they do not reach each other",
+                interface.name
+            );
+            return Some(Finding::error(NAME, found, format!("write {NAME}={main}")));
+        }
+        first_of.insert(address, (name, interface.name.clone()));
+    }
+    None
+}
+
+/// A name that one node has and another has not.
+fn names_of_interfaces(nodes: &[Node<'_, '_>]) -> Option<Finding> {
+    const NAME: &str = "NCCL_SOCKET_IFNAME";
+    let set = nodes.iter().filter(|(_, host)| host.settings.nccl(NAME).is_some());
+    let (with, without): (Vec<&Node<'_, '_>>, Vec<&Node<'_, '_>>) = set.partition(|(_, host)| !taken(host).is_empty());
+    let (_, first) = with.first()?;
+    let (name, host) = without.first()?;
+    let value = &host.settings.nccl(NAME)?.value;
+    let (here, there) = (first.main_interface_name(), host.main_interface_name());
+    let found = format!("`{value}` matches no interface of {name}, whose interface is {there}");
+    let fix = format!("name both on every node: {NAME}={here},{there}; or per node, in /etc/nccl.conf");
+    Some(Finding::error(NAME, found, fix))
+}

@@ -1,0 +1,70 @@
+//! What a check of settings has found.
+
+use std::fmt;
+
+use serde::Serialize;
+
+/// How much a finding matters.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Severity {
+    /// Worth a mention.
+    Ok,
+    /// It works, but slowly, or fails elsewhere.
+    Warning,
+    /// It fails, hangs, silently uses something slower, or does not mean what is written.
+    Error,
+}
+
+/// What a check has found: the fact, and the way to mend it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[non_exhaustive]
+pub struct Finding {
+    /// The variable or the fact that it is about, such as `NCCL_IB_HCA`, `memlock` or `/dev/shm`.
+    pub about: String,
+    /// How much it matters.
+    pub severity: Severity,
+    /// The fact.
+    pub found: String,
+    /// What to do. Empty for [`Severity::Ok`].
+    pub fix: String,
+    /// What decided: where the setting comes from, the file of the machine, or the source of the rule.
+    pub because: String,
+}
+
+impl Finding {
+    pub(crate) fn error(about: impl Into<String>, found: impl Into<String>, fix: impl Into<String>) -> Self {
+        Self::new(Severity::Error, about, found, fix)
+    }
+
+    pub(crate) fn warning(about: impl Into<String>, found: impl Into<String>, fix: impl Into<String>) -> Self {
+        Self::new(Severity::Warning, about, found, fix)
+    }
+
+    fn new(severity: Severity, about: impl Into<String>, found: impl Into<String>, fix: impl Into<String>) -> Self {
+        Self { about: about.into(), severity, found: found.into(), fix: fix.into(), because: String::new() }
+    }
+
+    pub(crate) fn because(mut self, because: impl Into<String>) -> Self {
+        self.because = because.into();
+        self
+    }
+}
+
+impl fmt::Display for Finding {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let severity = match self.severity {
+            Severity::Ok => "ok",
+            Severity::Warning => "warning",
+            Severity::Error => "error",
+        };
+        write!(f, "{severity}: {}: {}", self.about, self.found)?;
+        if !self.fix.is_empty() {
+            write!(f, "; fix: {}", self.fix)?;
+        }
+        if !self.because.is_empty() {
+            write!(f, " ({})", self.because)?;
+        }
+        Ok(())
+    }
+}

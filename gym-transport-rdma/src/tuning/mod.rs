@@ -1,0 +1,87 @@
+//! Tuning, checked: the settings of NCCL, RoCE and UCX against their syntax, the machine and the other nodes.
+//!
+//! ```text
+//!   variables, nccl.conf ──► settings   what each library gets, and who won
+//!                              │
+//!   table ──► syntax           │        how a value is really read
+//!   host  ──► rules            ▼        cards, GID rows, interfaces, limits, GPUDirect, plug-ins
+//!   nodes ──► cluster        findings   what differs, and must not
+//! ```
+//!
+//! All of it is a pure function of a [`Machine`]: no library is loaded, and a recording is judged like the machine itself. What a recording lacks is no
+//! fault. On a healthy machine nothing is found.
+
+mod cluster;
+mod finding;
+mod host;
+mod rules;
+mod settings;
+mod syntax;
+mod table;
+
+pub use finding::{Finding, Severity};
+pub use table::{Kind, NCCL, UCX, Variable, variable};
+
+use serde::Serialize;
+
+use crate::probe::machine::Machine;
+use host::Host;
+
+/// Checks the settings of one machine. The worst come first.
+#[must_use]
+pub fn judge(machine: &dyn Machine) -> Vec<Finding> {
+    sorted(of_host(&Host::of(machine)))
+}
+
+/// Compares the settings of the nodes of a cluster: what differs, and must not. Each node by itself is for [`judge`].
+#[must_use]
+pub fn compare(nodes: &[(String, &dyn Machine)]) -> Vec<Finding> {
+    let hosts: Vec<Host<'_>> = nodes.iter().map(|(_, machine)| Host::of(*machine)).collect();
+    let named: Vec<cluster::Node<'_, '_>> =
+        nodes.iter().zip(&hosts).map(|((name, _), host)| (name.as_str(), host)).collect();
+    let mut findings = Vec::new();
+    cluster::check(&named, &mut findings);
+    sorted(findings)
+}
+
+/// A variable of NCCL as the library gets it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[non_exhaustive]
+pub struct Explained {
+    /// The variable.
+    pub name: String,
+    /// Its value. Empty, if an empty variable hides the files.
+    pub value: String,
+    /// Where the value comes from: `the environment`, or `/etc/nccl.conf:3`.
+    pub from: String,
+    /// What other sources say, and are not heard, in their order.
+    pub hides: Vec<(String, String)>,
+}
+
+/// Says of each variable of NCCL which source has won, sorted by name.
+#[must_use]
+pub fn explain(machine: &dyn Machine) -> Vec<Explained> {
+    let host = Host::of(machine);
+    let explained = host.settings.all_of_nccl().map(|setting| Explained {
+        name: setting.name.clone(),
+        value: setting.value.clone(),
+        from: setting.source.to_string(),
+        hides: setting.hides.iter().map(|(source, value)| (source.to_string(), value.clone())).collect(),
+    });
+    explained.collect()
+}
+
+fn of_host(host: &Host<'_>) -> Vec<Finding> {
+    let mut findings = host.settings.of_files.clone();
+    syntax::check(&host.settings, &mut findings);
+    rules::check(host, &mut findings);
+    findings
+}
+
+fn sorted(mut findings: Vec<Finding>) -> Vec<Finding> {
+    findings.sort_by(|one, other| {
+        (other.severity, &one.about, &one.found).cmp(&(one.severity, &other.about, &other.found))
+    });
+    findings.dedup();
+    findings
+}

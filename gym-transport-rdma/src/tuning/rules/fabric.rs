@@ -1,0 +1,153 @@
+//! Classes, time-outs, partitions and the subnet manager.
+
+use super::Chosen;
+use crate::tuning::finding::Finding;
+use crate::tuning::host::Host;
+use crate::tuning::settings::Setting;
+
+/// Numbers that people write for the DSCP of RoCE traffic. A class is four times that, plus the bits of ECN.
+const DSCP_FOR_CLASS: [i64; 5] = [24, 26, 34, 46, 48];
+/// The time after which a dead peer should be known, in seconds.
+const NOTICED_WITHIN: f64 = 130.0;
+/// Shorter time-outs break connections that are merely busy: 4.096 µs · 2^12 is 17 ms.
+const TIMEOUT_MIN: i64 = 12;
+
+pub(super) fn check(host: &Host<'_>, chosen: &Chosen<'_>, findings: &mut Vec<Finding>) {
+    let mut add = |name: &str, finding: Option<Finding>| {
+        let origin = host.settings.nccl(name).map_or_else(String::new, Setting::origin);
+        findings
+            .extend(finding.map(|finding| if finding.because.is_empty() { finding.because(origin) } else { finding }));
+    };
+    add("NCCL_IB_TC", class(host, chosen));
+    add("NCCL_IB_TC", two_classes(host));
+    add("NCCL_IB_TIMEOUT", timeout(host));
+    add("", subnet_manager(host));
+    add("NCCL_IB_PKEY", partition(host, chosen));
+    add("NCCL_IB_QPS_PER_CONNECTION", bond(host, chosen));
+}
+
+fn class(host: &Host<'_>, chosen: &Chosen<'_>) -> Option<Finding> {
+    const NAME: &str = "NCCL_IB_TC";
+    let class = host.settings.number(NAME).filter(|class| (0..=255).contains(class))?;
+    if DSCP_FOR_CLASS.contains(&class) {
+        let found = format!(
+            "{class} is DSCP {} and ECN {}: it looks like a DSCP, and a class is 4 · DSCP + ECN",
+            class >> 2,
+            class & 3
+        );
+        return Some(Finding::warning(
+            NAME,
+            found,
+            format!("write {NAME}={} for DSCP {class}, with {} if ECN is to be on", 4 * class, 4 * class + 2),
+        ));
+    }
+    let port = chosen.ports.iter().find(|port| port.class.is_some_and(|of_kernel| i64::from(of_kernel) != class))?;
+    let of_kernel = i64::from(port.class?);
+    let found = format!(
+        "NCCL asks for class {class} (DSCP {}), and the driver of {} has {of_kernel} (DSCP {}) for all connections: switches are usually lossless for one of them only",
+        class >> 2,
+        port.card,
+        of_kernel >> 2,
+    );
+    Some(
+        Finding::warning(NAME, found, format!("write {NAME}={of_kernel}, or remove it"))
+            .because("/sys/class/infiniband/*/tc/*/traffic_class"),
+    )
+}
+
+fn two_classes(host: &Host<'_>) -> Option<Finding> {
+    const NAME: &str = "UCX_IB_TRAFFIC_CLASS";
+    let of_ucx: i64 = host.settings.variable(NAME)?.parse().ok()?;
+    let of_nccl = host.settings.number("NCCL_IB_TC").filter(|class| *class != of_ucx)?;
+    let found = format!(
+        "UCX asks for class {of_ucx}, and NCCL for {of_nccl}, on one fabric: only one of them is likely to be lossless"
+    );
+    Some(
+        Finding::warning(NAME, found, format!("write the same class for both: {NAME}={of_nccl}"))
+            .because("set in the environment"),
+    )
+}
+
+fn timeout(host: &Host<'_>) -> Option<Finding> {
+    const NAME: &str = "NCCL_IB_TIMEOUT";
+    let value = host.settings.number(NAME).filter(|value| (0..=31).contains(value))?;
+    if host.settings.nccl(NAME).is_some_and(|setting| setting.value.trim() != value.to_string()) {
+        return None; // It does not mean what is written, which another rule says.
+    }
+    if value == 0 {
+        return Some(Finding::error(
+            NAME,
+            "0 is infinite, not off: a dead peer is never noticed",
+            format!("write {NAME}=20, or up to 22 for large fabrics"),
+        ));
+    }
+    let retries = host.settings.number("NCCL_IB_RETRY_CNT").filter(|retries| (0..=7).contains(retries)).unwrap_or(7);
+    let one = 4.096e-6 * 2_f64.powi(i32::try_from(value).unwrap_or(31));
+    let all = one * retries as f64;
+    if value < TIMEOUT_MIN {
+        let found = format!("{value} is {:.1} µs for each attempt, too short for a fabric that is busy", one * 1e6);
+        return Some(Finding::warning(NAME, found, format!("unset it, or write {NAME}=20")));
+    }
+    (all > NOTICED_WITHIN).then(|| {
+        let found = format!("{value} is {one:.0} s for each attempt, and {retries} retries take {all:.0} s ({:.0} min) until a dead peer is noticed", all / 60.0);
+        Finding::warning(NAME, found, format!("write {NAME}=20, or 22 for large fabrics; the deadline of a call ends it before"))
+    })
+}
+
+fn subnet_manager(host: &Host<'_>) -> Option<Finding> {
+    if host.is_rdma_off() {
+        return None;
+    }
+    let port = host
+        .cards
+        .iter()
+        .flat_map(|card| &card.ports)
+        .find(|port| port.link_layer == "InfiniBand" && port.state == "INIT")?;
+    let found = format!(
+        "port {} of {} is in the state INIT: its link is up, and no subnet manager has configured it",
+        port.number, port.card
+    );
+    let fix = "start a subnet manager: opensm on one machine of the fabric, or that of a managed switch";
+    Some(Finding::error(port.card.clone(), found, fix).because("/sys/class/infiniband/*/ports/*/state"))
+}
+
+fn partition(host: &Host<'_>, chosen: &Chosen<'_>) -> Option<Finding> {
+    const NAME: &str = "NCCL_IB_PKEY";
+    let index = host.settings.number(NAME).unwrap_or(0);
+    let at = usize::try_from(index).ok()?;
+    let port = chosen.ports.iter().find(|port| {
+        port.link_layer == "InfiniBand"
+            && port.pkeys.get(at).is_some_and(|key| *key & 0x7fff == 0)
+            && port.pkeys.iter().any(|key| key & 0x7fff != 0)
+    })?;
+    let (right, key) = port.pkeys.iter().enumerate().find(|(_, key)| **key & 0x7fff != 0)?;
+    let found = format!(
+        "NCCL takes the partition at index {index}, which {} has not; its partition {key:#06x} is at index {right}",
+        port.card
+    );
+    Some(Finding::error(NAME, found, format!("write {NAME}={right}")).because("/sys/class/infiniband/*/ports/*/pkeys"))
+}
+
+/// A connection with one queue pair is hashed to one link of a bond.
+fn bond(host: &Host<'_>, chosen: &Chosen<'_>) -> Option<Finding> {
+    const NAME: &str = "NCCL_IB_QPS_PER_CONNECTION";
+    if host.settings.number(NAME).unwrap_or(1) > 1 {
+        return None;
+    }
+    let bonded = chosen.ports.iter().find_map(|port| {
+        let row = port.best_row()?;
+        let interface = host.interface(&row.interface)?;
+        (interface.members.len() > 1 && interface.balances).then_some((port, interface))
+    })?;
+    let (port, interface) = bonded;
+    let found = format!(
+        "{} is a bond ({}: {}), and a connection with one queue pair uses one link of it",
+        port.card,
+        interface.name,
+        interface.members.join(", ")
+    );
+    Some(
+        Finding::warning(NAME, found, format!("write {NAME}=4 (with NCCL_IB_SPLIT_DATA_ON_QPS=0)"))
+            .because("/sys/class/net/*/bonding/slaves"),
+    )
+}

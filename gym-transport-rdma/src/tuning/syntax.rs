@@ -1,0 +1,265 @@
+//! The first validation: how the libraries read the values, without a look at the machine.
+
+use super::finding::Finding;
+use super::settings::{Number, Setting, Settings, read_number};
+use super::table::{Kind, LEVELS, NCCL, OTHER_NCCL, REPLACED, UCX, Variable, variable};
+
+pub(super) fn check(settings: &Settings, findings: &mut Vec<Finding>) {
+    for setting in settings.all_of_nccl() {
+        match variable(&setting.name) {
+            Some(known) => findings.extend(value(known, setting).map(|finding| finding.because(setting.origin()))),
+            None => findings.extend(unknown_name(&setting.name).map(|finding| finding.because(setting.origin()))),
+        }
+    }
+    for (name, text) in &settings.variables {
+        if name.starts_with("UCX_") {
+            let finding = match variable(name) {
+                Some(known) => value_of_ucx(known, text),
+                None => misspelt(name, UCX, &[], "UCX"),
+            };
+            findings.extend(finding.map(|finding| finding.because("set in the environment")));
+        }
+        // The first letter was lost when it was copied.
+        if name.starts_with("CCL_") || name.starts_with("NCLL_") || name.starts_with("NCCL-") {
+            findings.extend(
+                misspelt(name, NCCL, OTHER_NCCL, "NCCL").map(|finding| finding.because("set in the environment")),
+            );
+        }
+    }
+}
+
+fn value(known: &Variable, setting: &Setting) -> Option<Finding> {
+    let (name, value) = (setting.name.as_str(), setting.value.trim_end_matches('\r'));
+    if value.is_empty() {
+        let hidden = setting.hides.iter().find(|(_, hidden)| !hidden.is_empty());
+        return hidden.map(|(source, hidden)| {
+            let found = format!(
+                "{name} is empty in {}, and hides `{hidden}` of {source}: it means the default, {}",
+                setting.source, known.default
+            );
+            Finding::warning(name, found, format!("unset {name}, or give it a value"))
+        });
+    }
+    let bare = value.trim_matches(['"', '\'']);
+    if bare.len() != value.len() {
+        let read = match known.kind {
+            Kind::Number(..) | Kind::Switch => "it is read as 0",
+            _ => "it names nothing that exists",
+        };
+        let found = format!("the quotes belong to the value `{value}`: {read}");
+        return Some(Finding::error(
+            name,
+            found,
+            format!("write it without quotes: {name}={bare}; docker run --env-file keeps quotes"),
+        ));
+    }
+    match known.kind {
+        Kind::Number(least, most) => number(name, value, least, most),
+        Kind::Switch => number(name, value, 0, 1),
+        Kind::Level => level(name, value),
+        Kind::Words(words) if name == "NCCL_DEBUG" => {
+            let known = words.iter().any(|word| word.eq_ignore_ascii_case(value));
+            (!known).then(|| {
+                Finding::warning(
+                    name,
+                    format!("`{value}` is unknown, and ignored"),
+                    format!("write one of {}", words.join(", ")),
+                )
+            })
+        }
+        Kind::Words(words) => {
+            let near = words.iter().find(|word| word.ends_with('6') == value.contains('6')).unwrap_or(&words[0]);
+            (!words.contains(&value)).then(|| {
+                Finding::warning(
+                    name,
+                    format!("`{value}` is unknown, and ignored: NCCL knows {}", words.join(", ")),
+                    format!("write {name}={near}"),
+                )
+            })
+        }
+        Kind::Cards | Kind::Interfaces | Kind::Path | Kind::Text | Kind::Memory => None,
+    }
+}
+
+fn number(name: &str, text: &str, least: i64, most: i64) -> Option<Finding> {
+    let range = || if most == i64::MAX { format!("at least {least}") } else { format!("{least} to {most}") };
+    let Number::Read { value, used, octal } = read_number(text) else {
+        return Some(Finding::error(
+            name,
+            format!("{text} is too large, and the default is used"),
+            format!("write a number, {}", range()),
+        ));
+    };
+    let rest = text[used..].trim();
+    if used == 0 {
+        let meant = match text.to_ascii_lowercase().as_str() {
+            "true" | "yes" | "on" | "enable" | "enabled" => "1".to_owned(),
+            "false" | "no" | "off" | "disable" | "disabled" => "0".to_owned(),
+            _ => format!("a number, {}", range()),
+        };
+        // Words for 0 are read as what they mean.
+        let severity = if meant == "0" { Finding::warning } else { Finding::error };
+        return Some(severity(
+            name,
+            format!("`{text}` is no number, and is read as 0"),
+            format!("write {name}={meant}"),
+        ));
+    }
+    if !rest.is_empty() {
+        let times = match rest.trim_end_matches(['b', 'B', 'i']).to_ascii_uppercase().as_str() {
+            "K" => Some(1_i64 << 10),
+            "M" => Some(1 << 20),
+            "G" => Some(1 << 30),
+            _ => None,
+        };
+        let unit = if name.ends_with("SIZE") { " bytes" } else { "" };
+        let meant = times.map_or(value, |times| value.saturating_mul(times));
+        return Some(Finding::error(
+            name,
+            format!("`{text}` is read as {value}{unit}: the unit `{rest}` behind the number is ignored"),
+            format!("write {name}={meant}"),
+        ));
+    }
+    if octal {
+        let meant = text.trim_start_matches('0');
+        return Some(Finding::error(
+            name,
+            format!("`{text}` is octal, and is read as {value}"),
+            format!("write {name}={}", if meant.is_empty() { "0" } else { meant }),
+        ));
+    }
+    if name == "NCCL_IB_RETRY_CNT" && value > most {
+        let found =
+            format!("{value} does not fit into three bits, so that cards take {}; the largest value is 7", value & 7);
+        return Some(Finding::error(name, found, format!("write {name}=7")));
+    }
+    if (least..=most).contains(&value) {
+        return None;
+    }
+    let near = match name {
+        "NCCL_IB_SL" => "0, or 3 where the switches say so".to_owned(),
+        "NCCL_IB_GID_INDEX" => {
+            return Some(Finding::error(
+                name,
+                format!("{value} is beyond the rows of a GID table, whose range is 0 to 255"),
+                format!("unset {name}, so that NCCL searches the row"),
+            ));
+        }
+        _ => format!("{} or {}", least.max(0), most),
+    };
+    Some(Finding::error(
+        name,
+        format!("{value} is out of its range, {}", range()),
+        format!("write a number, {}: {near}", range()),
+    ))
+}
+
+fn level(name: &str, value: &str) -> Option<Finding> {
+    if LEVELS.contains(&value) {
+        return None;
+    }
+    if value.bytes().all(|byte| byte.is_ascii_digit()) {
+        return None;
+    }
+    let upper = value.to_ascii_uppercase();
+    let fix = match LEVELS.iter().find(|level| **level == upper) {
+        Some(level) => format!("write {name}={level}"),
+        None => format!("write one of {}; nvidia-smi's NODE is PHB here", LEVELS.join(", ")),
+    };
+    Some(Finding::error(name, format!("`{value}` is unknown and ignored: words of levels are compared exactly"), fix))
+}
+
+fn unknown_name(name: &str) -> Option<Finding> {
+    if OTHER_NCCL.contains(&name) && !REPLACED.iter().any(|(old, _)| *old == name) {
+        return None;
+    }
+    if let Some((_, fix)) = REPLACED.iter().find(|(old, _)| *old == name) {
+        return Some(Finding::warning(name, format!("NCCL does not read {name}, and says nothing"), *fix));
+    }
+    misspelt(name, NCCL, OTHER_NCCL, "NCCL")
+}
+
+/// Returns a finding about a name that is nearly that of a variable. A name that is like none may belong to a newer version.
+fn misspelt(name: &str, known: &[Variable], others: &[&str], library: &str) -> Option<Finding> {
+    let names = known.iter().map(|variable| variable.name).chain(others.iter().copied());
+    let (distance, near) = names.map(|known| (distance(name, known), known)).min()?;
+    let most = if name.len() < 14 { 1 } else { 2 };
+    (1..=most).contains(&distance).then(|| {
+        Finding::warning(name, format!("{library} does not know {name}, and ignores it"), format!("write {near}"))
+    })
+}
+
+/// The number of letters that are inserted, removed or replaced.
+fn distance(one: &str, other: &str) -> usize {
+    let other: Vec<char> = other.chars().collect();
+    let mut row: Vec<usize> = (0..=other.len()).collect();
+    for (index, letter) in one.chars().enumerate() {
+        let mut before = std::mem::replace(&mut row[0], index + 1);
+        for (at, other_letter) in other.iter().enumerate() {
+            let replaced = before + usize::from(letter != *other_letter);
+            before = row[at + 1];
+            row[at + 1] = replaced.min(before + 1).min(row[at] + 1);
+        }
+    }
+    row[other.len()]
+}
+
+fn value_of_ucx(known: &Variable, value: &str) -> Option<Finding> {
+    let name = known.name;
+    let bare = value.trim_matches(['"', '\'']);
+    if bare.len() != value.len() {
+        let found = format!("{name}: the quotes belong to the value `{value}`, and UCX finds nothing of that name");
+        return Some(Finding::error(name, found, format!("write it without quotes: {name}={bare}")));
+    }
+    let unreadable = |expected: &str| {
+        let found = format!("UCX cannot read {name}=`{value}`, and does not start; UCX 1.13 may even end the process");
+        Finding::error(name, found, format!("write {expected}, or unset {name}"))
+    };
+    match known.kind {
+        Kind::Memory => (!is_memory(value)).then(|| unreadable("a number or a size such as 64k, auto or inf")),
+        Kind::Number(..) if value != "auto" && value.parse::<u32>().is_err() => Some(unreadable("a number")),
+        Kind::Words(words) if !words.iter().any(|word| word.eq_ignore_ascii_case(value)) => {
+            Some(unreadable(&format!("one of {}", words.join(", "))))
+        }
+        _ if matches!(name, "UCX_IB_GID_INDEX" | "UCX_IB_TRAFFIC_CLASS" | "UCX_IB_SL")
+            && value != "auto"
+            && value.parse::<u16>().is_err() =>
+        {
+            Some(unreadable("a number or auto"))
+        }
+        _ => None,
+    }
+}
+
+/// Reads a size as `ucs_str_to_memunits` does. A list by kind of memory has `:` before each value.
+fn is_memory(text: &str) -> bool {
+    let one = |text: &str| {
+        let text = text.rsplit(':').next().unwrap_or_default();
+        if ["auto", "inf", "infinity"].contains(&text) {
+            return true;
+        }
+        let digits = text.trim_end_matches(['b', 'B']).trim_end_matches(['k', 'K', 'm', 'M', 'g', 'G', 't', 'T']);
+        !digits.is_empty() && digits.parse::<f64>().is_ok()
+    };
+    !text.is_empty() && text.split(',').all(one)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_near_by_their_letters() {
+        assert_eq!(distance("UCX_NET_DEVICE", "UCX_NET_DEVICES"), 1);
+        assert_eq!(distance("", "abc"), 3);
+        assert_eq!(distance("kitten", "sitting"), 3);
+    }
+
+    #[test]
+    fn no_variable_of_the_table_is_taken_for_a_mistake() {
+        for name in NCCL.iter().chain(UCX).map(|variable| variable.name).chain(OTHER_NCCL.iter().copied()) {
+            let replaced = REPLACED.iter().any(|(old, _)| *old == name);
+            assert!(variable(name).is_some() || replaced || unknown_name(name).is_none(), "{name}");
+        }
+    }
+}
