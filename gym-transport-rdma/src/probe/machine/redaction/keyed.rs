@@ -49,8 +49,12 @@ impl Key {
             0xff00.. => return address,
             // Link-local, of which the network has no other bits.
             0xfe80..=0xfebf => 64,
-            0xfc00..=0xfdff => 8,
-            _ => 3,
+            // Beside them: site-local, which are no longer used.
+            0xfe00..=0xfeff => 10,
+            // Global addresses.
+            0x2000..=0x3fff => 3,
+            // Local ones, and those that are reserved: so that none becomes one of another kind.
+            _ => 8,
         };
         let (high, low) = ((address.to_bits() >> 64) as u64, address.to_bits() as u64);
         let high = self.turned("ipv6", high, |at, before| at >= kept && before != 0, None);
