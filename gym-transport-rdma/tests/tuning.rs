@@ -9,15 +9,10 @@ use machines::judge::{Grade, Said, grade};
 use machines::{Case, case, cases};
 
 fn said(findings: Vec<Finding>) -> Vec<Said> {
-    let severity = |severity| match severity {
-        Severity::Ok => "ok",
-        Severity::Warning => "warning",
-        Severity::Error => "error",
-    };
     findings
         .into_iter()
         .map(|finding| Said {
-            severity: severity(finding.severity).to_owned(),
+            severity: finding.severity.as_str().to_owned(),
             about: finding.about,
             found: finding.found,
             fix: finding.fix,

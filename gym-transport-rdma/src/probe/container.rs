@@ -2,6 +2,7 @@
 
 use crate::probe::files::Files;
 use crate::probe::finding::{Finding, Status, Topic, finding};
+use crate::probe::machine::mount_bytes;
 use crate::probe::ports::Port;
 
 /// Minimum size of `/dev/shm`. Docker's default is 64 MiB. A UCX endpoint over shared memory takes a few MiB, so with
@@ -68,17 +69,7 @@ fn container_kind(files: &Files<'_>) -> Option<String> {
 /// Returns the `size=` of the mount at `/dev/shm`; `None` without one, which means half of the memory.
 fn shm_bytes(mounts: &str) -> Option<u64> {
     let line = mounts.lines().find(|line| line.split_whitespace().nth(1) == Some("/dev/shm"))?;
-    let options = line.split_whitespace().nth(3)?;
-    let size = options.split(',').find_map(|option| option.strip_prefix("size="))?;
-    let digits = size.trim_end_matches(|letter: char| !letter.is_ascii_digit());
-    let unit: u64 = match &size[digits.len()..] {
-        "" => 1,
-        "k" => 1 << 10,
-        "m" => 1 << 20,
-        "g" => 1 << 30,
-        _ => return None,
-    };
-    digits.parse::<u64>().ok()?.checked_mul(unit)
+    mount_bytes(line.split_whitespace().nth(3)?)
 }
 
 #[cfg(test)]

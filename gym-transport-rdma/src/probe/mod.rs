@@ -450,10 +450,12 @@ fn or_unknown(version: Option<String>) -> String {
 
 /// Returns the number of device nodes of GPUs.
 fn gpus(files: &Files<'_>) -> usize {
-    let is_gpu = |name: &str| {
-        name.strip_prefix("nvidia").is_some_and(|n| !n.is_empty() && n.bytes().all(|b| b.is_ascii_digit()))
-    };
-    files.names("/dev").iter().filter(|name| is_gpu(name)).count()
+    files.names("/dev").iter().filter(|name| is_gpu_node(name)).count()
+}
+
+/// Returns `true` for the name of a device node of a GPU, such as `nvidia0`.
+pub(crate) fn is_gpu_node(name: &str) -> bool {
+    name.strip_prefix("nvidia").is_some_and(|n| !n.is_empty() && n.bytes().all(|b| b.is_ascii_digit()))
 }
 
 /// Parses a driver version: `NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue …` → `550.54.15`.

@@ -16,6 +16,18 @@ pub enum Severity {
     Error,
 }
 
+impl Severity {
+    /// Returns `ok`, `warning` or `error`.
+    #[must_use]
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::Ok => "ok",
+            Self::Warning => "warning",
+            Self::Error => "error",
+        }
+    }
+}
+
 /// What a check has found: the fact, and the way to mend it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
@@ -53,12 +65,7 @@ impl Finding {
 
 impl fmt::Display for Finding {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let severity = match self.severity {
-            Severity::Ok => "ok",
-            Severity::Warning => "warning",
-            Severity::Error => "error",
-        };
-        write!(f, "{severity}: {}: {}", self.about, self.found)?;
+        write!(f, "{}: {}: {}", self.severity.as_str(), self.about, self.found)?;
         if !self.fix.is_empty() {
             write!(f, "; fix: {}", self.fix)?;
         }

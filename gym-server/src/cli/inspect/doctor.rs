@@ -186,7 +186,7 @@ mod checks {
     use gym_client::transport::rdma::probe::machine::Live;
     use gym_client::transport::rdma::probe::{Finding as Found, Probe, ProbeOptions, Status, Topic};
     use gym_client::transport::rdma::transport::UcxReport;
-    use gym_client::transport::rdma::tuning::{self, Severity};
+    use gym_client::transport::rdma::tuning;
     use gym_core::World;
     use gym_core::transport::TransportReport;
     use serde_json::to_value;
@@ -208,13 +208,9 @@ mod checks {
     }
 
     fn of_tuning(finding: tuning::Finding) -> Finding {
-        let status = match finding.severity {
-            Severity::Ok => "ok",
-            Severity::Warning => "warning",
-            Severity::Error => "error",
-        };
         let found = format!("{} ({})", finding.found, finding.because);
-        Finding { topic: finding.about, status, found, fix: Some(finding.fix).filter(|fix| !fix.is_empty()) }
+        let (status, fix) = (finding.severity.as_str(), Some(finding.fix).filter(|fix| !fix.is_empty()));
+        Finding { topic: finding.about, status, found, fix }
     }
 
     /// Combines the findings from files with UCX's own report.

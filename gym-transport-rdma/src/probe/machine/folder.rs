@@ -152,7 +152,7 @@ impl Machine for Folder {
             let mut fields = line.split_whitespace().skip(1);
             (unescaped(fields.next()?) == real).then(|| fields.nth(1).unwrap_or_default())
         });
-        let total = options.and_then(size).ok_or(Unknown::NotRecorded)?;
+        let total = options.and_then(mount_bytes).ok_or(Unknown::NotRecorded)?;
         let free = total.saturating_sub(self.bytes_below(&real, DEPTH_MAX));
         Ok(Space { total, free })
     }
@@ -176,8 +176,8 @@ fn unescaped(path: &str) -> String {
         .fold(path.to_owned(), |path, (from, to)| path.replace(from, to))
 }
 
-/// Returns the bytes of the option `size=`.
-fn size(options: &str) -> Option<u64> {
+/// Returns the bytes of the option `size=` of a mount.
+pub(in crate::probe) fn mount_bytes(options: &str) -> Option<u64> {
     let size = options.split(',').find_map(|option| option.strip_prefix("size="))?;
     let digits = size.trim_end_matches(|letter: char| !letter.is_ascii_digit());
     let unit: u64 = match &size[digits.len()..] {
@@ -316,7 +316,7 @@ mod tests {
         for (options, bytes) in
             [("rw,size=8g", Some(8 << 30)), ("size=99999999999g", None), ("rw", None), ("size=", None)]
         {
-            assert_eq!(size(options), bytes, "{options}");
+            assert_eq!(mount_bytes(options), bytes, "{options}");
         }
     }
 }

@@ -22,6 +22,7 @@ use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 
 pub use crate::probe::machine::folder::Folder;
+pub(in crate::probe) use crate::probe::machine::folder::mount_bytes;
 pub use crate::probe::machine::live::Live;
 pub use crate::probe::machine::recorder::Recorder;
 pub use crate::probe::machine::recording::{Cut, RECORDING_FORMAT, Recording, RecordingError};

@@ -3,6 +3,7 @@
 mod cards;
 mod interfaces;
 
+use crate::probe::is_gpu_node;
 use crate::probe::machine::Machine;
 use crate::tuning::settings::{Settings, Version};
 
@@ -29,10 +30,6 @@ impl<'m> Host<'m> {
             Version::read(&library.version?)
         };
         let nccl = version("libnccl.so.2");
-        let gpu = |name: &&String| {
-            name.strip_prefix("nvidia")
-                .is_some_and(|rest| !rest.is_empty() && rest.bytes().all(|byte| byte.is_ascii_digit()))
-        };
         Self {
             settings: Settings::of(machine, nccl),
             name: text(machine, "/proc/sys/kernel/hostname").unwrap_or_else(|| "this machine".to_owned()),
@@ -40,7 +37,7 @@ impl<'m> Host<'m> {
             ucx: version("libucp.so.0"),
             cards: cards::cards(machine),
             interfaces: interfaces::interfaces(machine),
-            gpus: machine.names("/dev").unwrap_or_default().iter().filter(gpu).count(),
+            gpus: machine.names("/dev").unwrap_or_default().iter().filter(|name| is_gpu_node(name)).count(),
             machine,
         }
     }

@@ -7,7 +7,7 @@ use std::process::ExitCode;
 
 use gym_client::transport::rdma::probe::machine::{Live, Machine, Recorder, Recording, Redactor};
 use gym_client::transport::rdma::probe::{Probe, Status, Topic, load};
-use gym_client::transport::rdma::tuning::{self, Severity};
+use gym_client::transport::rdma::tuning;
 use gym_core::World;
 use serde::Serialize;
 use serde_json::Value;
@@ -221,15 +221,10 @@ impl Told {
     }
 
     fn tuned(machine: &str, finding: tuning::Finding) -> Self {
-        let severity = match finding.severity {
-            Severity::Ok => "ok",
-            Severity::Warning => "warning",
-            Severity::Error => "error",
-        };
         Self {
             machine: machine.to_owned(),
             about: finding.about,
-            severity,
+            severity: finding.severity.as_str(),
             found: finding.found,
             fix: Some(finding.fix).filter(|fix| !fix.is_empty()),
             because: finding.because,
