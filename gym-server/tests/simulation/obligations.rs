@@ -25,6 +25,10 @@ const PAST_FAILURES_OF_CLUSTERS: &[u64] = &[68269];
 /// - a broken connection to a living rank was not opened again.
 const PAST_FAILURES_OF_GROUPS: &[u64] = &[237, 265, 320, 189, 1024, 37, 69, 95, 127, 5, 100, 6, 56];
 
+/// Seeds of everything at once that once failed: a message that a fault had delayed ended the reservation of ranks that served again, and the
+/// controller no longer looked after them.
+const PAST_FAILURES_OF_WHOLE: &[u64] = &[37709];
+
 /// What some seed of a cluster must have: members that the head server gave up, workers that a pool gave up, their late responses, workers
 /// that return to a restarted head server, and pools that keep all workers through such restarts.
 const COUNTED: [&str; 5] = [
@@ -42,7 +46,8 @@ impl Setting {
             Self::Servers => PAST_FAILURES,
             Self::Cluster => PAST_FAILURES_OF_CLUSTERS,
             Self::Groups => PAST_FAILURES_OF_GROUPS,
-            Self::Whole | Self::Values => &[],
+            Self::Whole => PAST_FAILURES_OF_WHOLE,
+            Self::Values => &[],
         }
     }
 

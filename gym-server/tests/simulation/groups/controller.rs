@@ -30,6 +30,9 @@ const RANK_STARTS_WITHIN: Duration = Duration::from_secs(15);
 /// Limits a restart that the controller asks for.
 const RESTART_WITHIN: Duration = Duration::from_secs(60);
 
+/// The time between two looks at ranks that serve after the faults.
+const LOOK_AFTER: Duration = Duration::from_secs(2);
+
 /// One life of the controller's process.
 pub(super) struct Controller {
     pub(super) life: u64,
@@ -148,8 +151,7 @@ impl Controller {
             let called = join_all(calls.into_iter().map(|(args, rank)| call(group, audit, args, rank, deadline))).await;
             if healed && called.iter().all(|call| call.is_ok()) {
                 self.serves.cancel();
-                self.until.cancelled().await;
-                return Left::Done;
+                return self.keep(group).await;
             }
             let failed: Vec<GroupError> = called.into_iter().filter_map(std::result::Result::err).collect();
             let late: Vec<Rank> = failed.iter().flat_map(GroupError::unanswered).collect();
@@ -169,6 +171,27 @@ impl Controller {
             if group.worker_status().iter().any(|rank| rank.state == RankState::Retired) {
                 self.audit.count("budget spent");
                 return Left::GaveUp;
+            }
+        }
+    }
+
+    /// Looks after the ranks until nobody needs them: a message that a fault has delayed ends a reservation after the faults.
+    async fn keep(&self, group: &Group) -> Left {
+        loop {
+            tokio::select! {
+                biased;
+                () = self.until.cancelled() => return Left::Done,
+                () = tokio::time::sleep(LOOK_AFTER) => {}
+            }
+            let states = group.worker_status();
+            if states.iter().any(|rank| rank.state == RankState::Retired) {
+                return Left::GaveUp;
+            }
+            if !self.plan.restarts && states.iter().any(|rank| rank.state == RankState::Dead) {
+                let restarted = group.restart_failed_workers(&CallContext::within(RESTART_WITHIN)).await;
+                if let Err(error) = restarted {
+                    self.restart_failed(&error);
+                }
             }
         }
     }
