@@ -9,6 +9,7 @@ import json
 import os
 import pathlib
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
@@ -88,7 +89,7 @@ def main():
         print("docker-rdma: with NCCL_IB_HCA=mlx5_0 and no card, the container ends with 2 and the fix", flush=True)
         status = 0
         print("docker-rdma: passed", flush=True)
-    except Failed as failure:
+    except (Failed, subprocess.TimeoutExpired) as failure:
         print(f"docker-rdma: {failure}", file=sys.stderr)
         for name in ("head", "worker", "wrong"):
             print(docker("logs", "--tail", "25", f"{ID}-{name}", check=False), file=sys.stderr)
