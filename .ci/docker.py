@@ -138,20 +138,30 @@ def serving(project):
         return set()
 
 
-def build(program, folder):
-    stripped = folder / "program"
-    shutil.copy(program, stripped)
-    run("strip", stripped, check=False)
-    began = time.monotonic()
+def make_base():
     base = subprocess.run([ROOT / ".ci/docker-base", BASE], check=False).returncode
     if base != 0:
         print(f"docker: the base image was not built (.ci/docker-base ended with {base})", file=sys.stderr)
         sys.exit(base)
+
+
+def context_of(program, folder):
+    """Returns a folder with what the Dockerfile copies, and a program that was built before."""
+    stripped = folder / "program"
+    shutil.copy(program, stripped)
+    run("strip", stripped, check=False)
     context = folder / "context"
     shutil.copytree(DEPLOY, context / "examples/deploy")
     shutil.copytree(ROOT / "examples/data", context / "examples/data")
     shutil.copytree(ROOT / "examples/configs", context / "examples/configs")
     shutil.move(stripped, context / "program")
+    return context
+
+
+def build(program, folder):
+    began = time.monotonic()
+    make_base()
+    context = context_of(program, folder)
     arguments = ["-f", context / "examples/deploy/Dockerfile", "--build-arg", f"BUILD_IMAGE={BASE}", "--build-arg", f"BASE_IMAGE={BASE}",
                  "--build-arg", "PROGRAM=program", "--force-rm"]
     # The first stage by its name, so that it can be removed.

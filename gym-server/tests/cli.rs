@@ -5,6 +5,8 @@
 
 #[path = "cli/collect.rs"]
 mod collect;
+#[path = "cli/doctor.rs"]
+mod doctor;
 #[path = "cli/fixture.rs"]
 mod fixture;
 #[path = "cli/models.rs"]
@@ -102,6 +104,7 @@ fn main() -> ExitCode {
         models::a_command_waits_for_the_model_as_long_as_asked,
         models::doctor_calls_the_model_endpoints_of_a_configuration,
         models::doctor_tells_a_head_server_from_another_program,
+        doctor::doctor_measures_each_usable_transport_between_two_processes,
         models::a_truncated_rollout_is_scored_or_fails,
         plan::a_plan_is_computed_from_a_measurement_that_checks_itself,
         plan::a_plan_of_rollouts_that_fail_says_why,
@@ -114,6 +117,7 @@ fn main() -> ExitCode {
     ];
     #[cfg(feature = "rdma")]
     cases.extend(cases![
+        doctor::doctor_asks_nccl_in_a_process_of_its_own_where_ranks_would_meet,
         recordings::this_machine_is_recorded_and_replayed,
         recordings::a_replay_judges_folders_and_recordings_with_their_names,
         recordings::what_cannot_be_replayed_or_recorded_is_refused_with_the_fix,

@@ -64,6 +64,7 @@ const ROOMS: &[(&str, &[&[&str]])] = &[
             &["ucx"],
             &["sys", "memory", "tuning"],
             &["probe"],
+            &["nccl"],
         ],
     ),
     (

@@ -45,6 +45,7 @@
 //! | [`fabric`] | the progress thread, its connections and UCX workers |
 //! | [`memory`] | pool of registered buffers |
 //! | `ucx`, `sys` | safe wrappers of UCX; its bindings and the loader of the library |
+//! | [`nccl`] | loads NCCL when it is used: version, texts of errors, unique id |
 //! | [`mod@probe`] | reports the RDMA and NCCL support of this machine, without loading UCX |
 //!
 //! # The path of a message
@@ -188,6 +189,7 @@ pub mod fabric;
 pub mod fuzzing;
 pub mod memory;
 mod messaging;
+pub mod nccl;
 pub mod probe;
 mod sys;
 pub mod transport;

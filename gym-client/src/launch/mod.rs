@@ -58,7 +58,8 @@ pub(crate) mod process;
 mod spec;
 
 #[cfg(feature = "rdma")]
-pub use crate::transport::report::ucx_report;
+pub use crate::transport::inquiry::{NcclMeeting, nccl_meeting, ucx_report};
+pub use crate::transport::inquiry::{SelfTest, self_test};
 pub use child::{ChildHandle, ChildState, ExitReport};
 pub use error::LaunchError;
 pub use launcher::{Launcher, LauncherBuilder};
@@ -68,15 +69,15 @@ pub use prepare::prepare;
 pub use process::tree::{ProcessTree, SessionLeader};
 pub use spec::{ChildSpec, RestartPolicy};
 
-#[cfg(feature = "rdma")]
-use crate::transport::report;
+use crate::transport::inquiry;
 use process::{roles, shim, watchdog};
 
 /// Turns the process into a shim or watchdog if it was started as one. Must be the first line of `main` in every
 /// program that launches children.
 ///
 /// Children and the watchdog are started by executing the current program again with a hidden first argument. In such a
-/// process this function does not return: the process becomes the child's program or the watchdog, or reports on UCX.
+/// process this function does not return: the process becomes the child's program or the watchdog, or answers a question
+/// such as [`self_test`].
 /// Otherwise it returns at once, and [`Launcher`] may execute the program again.
 ///
 /// Call it before threads are started and before arguments are parsed.
@@ -85,12 +86,9 @@ pub fn enter() {
     match arguments.next() {
         Some(role) if role == roles::SHIM_ROLE => shim::become_program(arguments),
         Some(role) if role == roles::WATCHDOG_ROLE => watchdog::run(arguments),
-        #[cfg(feature = "rdma")]
-        Some(role) if role == report::REPORT_ROLE => report::be_reporter(),
-        _ => {
-            roles::set_entered();
-            #[cfg(feature = "rdma")]
-            report::set_entered();
-        }
+        Some(role) => inquiry::enter(&role, arguments),
+        None => {}
     }
+    roles::set_entered();
+    inquiry::set_entered();
 }

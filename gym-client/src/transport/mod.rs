@@ -8,6 +8,7 @@
 pub mod body;
 mod connectors;
 mod exposition;
+pub(crate) mod inquiry;
 mod metrics;
 mod paths;
 mod peer;
@@ -36,8 +37,6 @@ pub use paths::{PeerPath, Refusal};
 pub use peer::ReconnectingPeer;
 #[cfg(feature = "rdma")]
 pub use ucx::metrics::UcxMetrics;
-#[cfg(feature = "rdma")]
-pub(crate) use ucx::report;
 
 use connectors::{ConnectOnly, Connectors, SchemeConnector};
 use paths::Paths;

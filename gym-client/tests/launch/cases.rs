@@ -53,6 +53,7 @@ pub(crate) fn main() {
         a_shim_that_does_not_enter_is_named,
         names_are_unique_and_come_free_again,
         wrong_specifications_start_nothing,
+        two_processes_measure_a_transport,
     ];
     run_cases(cases, run)
 }
@@ -549,3 +550,19 @@ async fn wrong_specifications_start_nothing() {
     assert!(lines.all().is_empty());
     end(&launcher).await;
 }
+
+#[cfg(feature = "http")]
+async fn two_processes_measure_a_transport() {
+    use gym_client::launch::self_test;
+    use gym_core::transport::Transport;
+
+    let measured = self_test(gym_client::transport::HTTP, LONG).await.expect("measures");
+    assert!(measured.round_trip_us > 0.0 && measured.gb_per_s > 0.0, "{measured:?}");
+    let unknown = self_test(Transport::new("pigeon", 1), LONG).await.expect_err("is unknown");
+    assert!(unknown.contains("pigeon") && unknown.contains("http"), "{unknown}");
+    let late = self_test(gym_client::transport::HTTP, Duration::ZERO).await.expect_err("has no time");
+    assert_eq!(late, "the two processes took longer than 0ns");
+}
+
+#[cfg(not(feature = "http"))]
+async fn two_processes_measure_a_transport() {}

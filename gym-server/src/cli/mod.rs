@@ -60,7 +60,7 @@ pub fn main(servers: Servers) -> ExitCode {
 #[must_use]
 pub fn main_with(servers: Servers, arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
     #[cfg(feature = "groups")]
-    servers.workers().enter();
+    inspect::self_test::workers(servers.workers()).enter();
     #[cfg(not(feature = "groups"))]
     gym_client::launch::enter();
     let console = Console::new();

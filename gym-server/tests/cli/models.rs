@@ -71,7 +71,7 @@ pub(crate) fn doctor_calls_the_model_endpoints_of_a_configuration() {
     let port = free_port();
     folder.call_engine(port);
     let finding = |code| {
-        let (out, _) = ended_with(&folder.run(&["doctor", "--json", "--config", "gym.yaml"]), code);
+        let (out, _) = ended_with(&folder.run(&["doctor", "--json", "--no-self-test", "--config", "gym.yaml"]), code);
         let diagnosis: serde_json::Value = serde_json::from_str(&out).unwrap();
         diagnosis["findings"].as_array().unwrap().iter().find(|row| row["topic"] == "model_endpoint").unwrap().clone()
     };
@@ -81,7 +81,7 @@ pub(crate) fn doctor_calls_the_model_endpoints_of_a_configuration() {
     // Other findings of this machine decide the exit code.
     let responds = format!("model endpoint http://127.0.0.1:{port}/v1 (policy_model) responds");
     until(|| {
-        let out = String::from_utf8(folder.run(&["doctor", "--config", "gym.yaml"]).stdout).unwrap();
+        let out = String::from_utf8(folder.run(&["doctor", "--no-self-test", "--config", "gym.yaml"]).stdout).unwrap();
         if out.contains(&responds) { Ok(()) } else { Err(out) }
     });
 }
@@ -90,7 +90,7 @@ pub(crate) fn doctor_tells_a_head_server_from_another_program() {
     let folder = TestFolder::new();
     let head_port = |port: u16| {
         let port = format!("++head_server.port={port}");
-        let out = folder.run(&["doctor", "--json", "--output", "out/rollouts.jsonl", &port]).stdout;
+        let out = folder.run(&["doctor", "--json", "--no-self-test", "--output", "out/rollouts.jsonl", &port]).stdout;
         let diagnosis: serde_json::Value = serde_json::from_slice(&out).unwrap();
         let findings = diagnosis["findings"].as_array().unwrap().clone();
         for topic in ["head_port", "descriptors", "disk", "clock"] {

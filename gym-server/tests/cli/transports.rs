@@ -4,7 +4,7 @@ use crate::fixture::{CONFIG, TestFolder, ended_with, get, row};
 
 /// Returns `true` if this machine supports the transport. A missing transport is printed, or fails with `GYM_UCX_REQUIRED=1`.
 pub(crate) fn has(folder: &TestFolder, transport: &str) -> bool {
-    let doctor = folder.run(&["doctor", "--require-transport", transport]);
+    let doctor = folder.run(&["doctor", "--no-self-test", "--require-transport", transport]);
     let has = doctor.status.code() != Some(1);
     assert!(has || std::env::var_os("GYM_UCX_REQUIRED").is_none(), "{}", String::from_utf8_lossy(&doctor.stderr));
     if !has {
@@ -82,7 +82,7 @@ pub(crate) fn a_required_transport_fails_without_fallback() {
 
 pub(crate) fn doctor_reports_why_a_required_transport_is_unavailable() {
     let folder = TestFolder::new();
-    let doctor = folder.run(&["doctor", "--json", "--require-transport", "rdma"]);
+    let doctor = folder.run(&["doctor", "--json", "--no-self-test", "--require-transport", "rdma"]);
     let diagnosis: serde_json::Value = serde_json::from_slice(&doctor.stdout).unwrap();
     let transports = diagnosis["transports"].as_array().unwrap();
     let rdma = transports.iter().find(|row| row["transport"] == "rdma").unwrap();

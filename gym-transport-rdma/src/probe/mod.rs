@@ -12,6 +12,7 @@ use std::path::{Path, PathBuf};
 
 use serde::Serialize;
 
+use crate::nccl::Nccl;
 use crate::probe::files::Files;
 use crate::probe::finding::finding;
 pub use crate::probe::finding::{Finding, Status, Topic};
@@ -163,7 +164,10 @@ impl Probe {
 #[must_use]
 pub fn load(machine: &Live) -> Loaded {
     let files = Files::new(machine);
-    let nccl = files.library("libnccl.so.2").map(|library| versions::nccl_version(Path::new(&library.path)));
+    let nccl = files.library("libnccl.so.2").map(|library| {
+        let version = Nccl::load(Path::new(&library.path)).and_then(|nccl| nccl.version());
+        version.map(|version| version.to_string()).map_err(|error| error.to_string())
+    });
     // Without a driver and a GPU, its version means nothing.
     let has_gpu = gpus(&files) > 0 && files.text("/proc/driver/nvidia/version").is_some();
     let cuda = files.library("libcuda.so.1").filter(|_| has_gpu);
@@ -390,9 +394,7 @@ impl Prober<'_> {
         };
         match self.loaded.nccl.clone().unwrap_or_else(|| Ok(or_unknown(version))) {
             Ok(version) => finding(topic, Status::Ok, format!("NCCL {version} ({path})")),
-            Err(error) => {
-                finding(topic, Status::Missing, format!("NCCL cannot be loaded from {path}: {error}")).fix(fix)
-            }
+            Err(error) => finding(topic, Status::Missing, error).fix(fix),
         }
     }
 

@@ -1,17 +1,18 @@
 //! UCX as one of this program's backends.
 
 pub(super) mod metrics;
-pub(crate) mod report;
 
 use std::sync::Arc;
 
 use gym_transport_http::http1::HttpConnector;
 use gym_transport_rdma::{Ucx, UcxBackend, UcxConfig};
 
+use crate::transport::inquiry;
+
 /// Returns a backend that loads UCX when it is first used.
 pub(super) fn backend() -> UcxBackend {
     let backend = UcxBackend::new(Arc::new(HttpConnector::default()), Ucx::new(UcxConfig::default()));
-    backend.reported_by(|within| Box::pin(report::ucx_report(within)))
+    backend.reported_by(|within| Box::pin(inquiry::ucx_report(within)))
 }
 
 /// Returns the reason why this host cannot use RDMA, as far as its files show.

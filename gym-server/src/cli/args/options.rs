@@ -572,6 +572,12 @@ pub(in crate::cli) struct DoctorArgs {
     /// Seconds allowed for UCX to load and to list its devices
     #[arg(long, value_name = "SECS", default_value = "20", value_parser = seconds)]
     pub(in crate::cli) ucx_timeout: Duration,
+    /// Seconds allowed for NCCL to load and to choose an interface
+    #[arg(long, value_name = "SECS", default_value = "20", value_parser = seconds)]
+    pub(in crate::cli) nccl_timeout: Duration,
+    /// Do not have two processes of this machine call each other over each transport
+    #[arg(long)]
+    pub(in crate::cli) no_self_test: bool,
     /// Write what the checks ask this machine, with its answers, to a file that --replay judges elsewhere. Nothing else is checked
     #[arg(long, value_name = "FILE", conflicts_with_all = ["files", "require_transport", "output"])]
     pub(in crate::cli) record: Option<PathBuf>,

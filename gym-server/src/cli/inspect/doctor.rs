@@ -18,6 +18,7 @@ use crate::cli::exit::{FAILED, FAULTY, Failure, INCOMPLETE, Outcome};
 use crate::cli::inspect::finding::Finding;
 use crate::cli::inspect::machine::{self, Examined};
 use crate::cli::inspect::recording;
+use crate::cli::inspect::self_test::{self, Tested};
 use crate::cli::setup::configuration::{LoadedConfig, Need, load};
 use crate::cli::setup::models;
 use crate::stack::{self, Servers};
@@ -29,6 +30,8 @@ struct Diagnosis {
     summary: String,
     /// The transports in order of preference.
     transports: Vec<TransportReport>,
+    /// What two processes of this machine have measured; empty without the self-test.
+    self_test: Vec<Tested>,
     findings: Vec<Finding>,
     /// Ports of RDMA devices, with the GID to use.
     ports: serde_json::Value,
@@ -58,7 +61,11 @@ pub(in crate::cli) async fn doctor(args: &DoctorArgs, overrides: &[String], serv
         endpoints: &endpoints,
     };
     findings.extend(machine::findings(examined).await);
-    let mut diagnosis = checks::diagnosis(&transports, args.ucx_timeout).await;
+    let mut diagnosis = checks::diagnosis(&transports, args).await;
+    if !args.no_self_test {
+        diagnosis.self_test = self_test::run(&diagnosis.transports).await;
+        findings.extend(diagnosis.self_test.iter().filter_map(Tested::finding));
+    }
     diagnosis.findings.splice(0..0, findings);
     diagnosis.findings.sort_by_key(|finding| match finding.status {
         "error" => 0,
@@ -162,6 +169,9 @@ impl Diagnosis {
             [check.transport.to_string(), usable.to_owned(), check.because.clone()]
         });
         let mut text = console::table(["transport", "usable", "devices, or why unavailable"], rows);
+        if !self.self_test.is_empty() {
+            let _ = write!(text, "\n\n{}", self_test::table(&self.self_test));
+        }
         text.push('\n');
         for finding in &self.findings {
             let _ =
@@ -177,34 +187,66 @@ impl Diagnosis {
 
 #[cfg(feature = "rdma")]
 mod checks {
+    use std::net::IpAddr;
+    use std::path::Path;
     use std::time::Duration;
 
-    use gym_client::Transports;
     use gym_client::transport::RDMA;
     use gym_client::transport::rdma::UcxBackend;
     use gym_client::transport::rdma::backend::{WITH_VERBS, to_load};
-    use gym_client::transport::rdma::probe::machine::Live;
+    use gym_client::transport::rdma::probe::machine::{Live, Machine as _};
     use gym_client::transport::rdma::probe::{Finding as Found, Probe, ProbeOptions, Status, Topic};
     use gym_client::transport::rdma::transport::UcxReport;
     use gym_client::transport::rdma::tuning;
+    use gym_client::{Transports, launch};
     use gym_core::World;
     use gym_core::transport::TransportReport;
     use serde_json::to_value;
 
     use super::Diagnosis;
+    use crate::cli::args::options::DoctorArgs;
     use crate::cli::inspect::finding::Finding;
 
-    pub(super) async fn diagnosis(transports: &Transports, within: Duration) -> Diagnosis {
+    pub(super) async fn diagnosis(transports: &Transports, args: &DoctorArgs) -> Diagnosis {
+        let within = args.ucx_timeout;
         let reports = transports.diagnose(within).await;
         let (probe, ucx) = match transports.get::<UcxBackend>() {
             Some(backend) => backend.examine(within).await,
             None => (ProbeOptions::new().without_loading().probe(), Err("the program has no UCX backend".to_owned())),
         };
         let mut diagnosis = judge(reports, &probe, &ucx);
+        diagnosis.findings.extend(nccl_meeting(args.nccl_timeout).await);
         // Many small files are read.
         let tuned = World::real().blocking(|| tuning::judge(&Live::new())).await.unwrap_or_default();
         diagnosis.findings.extend(tuned.into_iter().map(of_tuning));
         diagnosis
+    }
+
+    /// Asks NCCL which interface it chooses, in a process of its own.
+    async fn nccl_meeting(within: Duration) -> Option<Finding> {
+        let library = World::real().blocking(|| Live::new().library("libnccl.so.2")).await.ok()?.ok()??;
+        let topic = "nccl_interface".to_owned();
+        let (status, found, fix) = match launch::nccl_meeting(Path::new(&library.path), within).await {
+            Ok(meeting) => {
+                let place = meeting
+                    .address
+                    .map_or_else(|| "an address of its choice".to_owned(), |address| interface_of(address.ip()));
+                ("ok", format!("ranks of NCCL {} would meet at {place}", meeting.version), None)
+            }
+            Err(error) => {
+                let fix =
+                    "set NCCL_SOCKET_IFNAME to an interface that is up and that the other machines reach, or unset it";
+                ("error", format!("ranks of NCCL would not find each other: {error}"), Some(fix.to_owned()))
+            }
+        };
+        Some(Finding { topic, status, found, fix })
+    }
+
+    /// Returns an address with the name of its interface.
+    fn interface_of(address: IpAddr) -> String {
+        let addresses = Live::new().addresses().unwrap_or_default();
+        let interface = addresses.into_iter().find(|own| own.address == address);
+        interface.map_or_else(|| address.to_string(), |own| format!("{address} ({})", own.interface))
     }
 
     fn of_tuning(finding: tuning::Finding) -> Finding {
@@ -240,6 +282,7 @@ mod checks {
         Diagnosis {
             summary: probe.summary.clone(),
             transports,
+            self_test: Vec::new(),
             findings,
             ports: to_value(&probe.ports).unwrap_or_default(),
             ucx: ucx.as_ref().ok().and_then(|report| to_value(report).ok()).unwrap_or_default(),
@@ -273,15 +316,15 @@ mod checks {
 #[cfg(not(feature = "rdma"))]
 mod checks {
     use std::path::Path;
-    use std::time::Duration;
 
     use gym_client::Transports;
     use serde_json::Value;
 
     use super::Diagnosis;
+    use crate::cli::args::options::DoctorArgs;
     use crate::cli::inspect::finding::Finding;
 
-    pub(super) async fn diagnosis(transports: &Transports, within: Duration) -> Diagnosis {
+    pub(super) async fn diagnosis(transports: &Transports, args: &DoctorArgs) -> Diagnosis {
         let summary = "This program was built without the feature `rdma`, so UCX was not checked.";
         let fix = "build with the feature `rdma` of gym-server";
         let finding = Finding {
@@ -292,7 +335,8 @@ mod checks {
         };
         Diagnosis {
             summary: summary.to_owned(),
-            transports: transports.diagnose(within).await,
+            transports: transports.diagnose(args.ucx_timeout).await,
+            self_test: Vec::new(),
             findings: vec![finding, gpu(Path::new("/"))],
             ports: Value::Array(Vec::new()),
             ucx: Value::Null,

@@ -7,6 +7,7 @@ mod machine;
 #[cfg(feature = "ray")]
 pub(super) mod ray;
 mod recording;
+pub(super) mod self_test;
 pub(super) mod status;
 pub(super) mod stuck;
 pub(super) mod top;
