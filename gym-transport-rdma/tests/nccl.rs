@@ -1,0 +1,216 @@
+//! The backend `nccl` over a library without a GPU: values, agreement before NCCL begins, failures.
+#![allow(clippy::unwrap_used)]
+
+#[path = "fake_nccl/mod.rs"]
+mod fake_nccl;
+
+use std::any::Any;
+use std::sync::Arc;
+use std::time::Duration;
+
+use futures_util::future::join_all;
+use gym_core::group::DType;
+use gym_core::group::collective::{
+    Buffer, Collective, Collectives as _, Communicator, InProcessCollectives, Meeting, Memory, Moved, ReduceOp, Seat,
+};
+use gym_core::{CallContext, Code, Incarnation};
+use gym_transport_rdma::nccl::cuda::{CudaDevice, CudaMemory};
+use gym_transport_rdma::nccl::{NcclCollectives, NcclOptions};
+
+const LONG: Duration = Duration::from_secs(30);
+
+/// The ranks of a meeting, each with a GPU of its own.
+async fn ranks(world_size: u32) -> Vec<(Arc<dyn Communicator>, CudaDevice)> {
+    let (nccl, cuda) = fake_nccl::libraries();
+    let host = Arc::new(InProcessCollectives::new());
+    let seats: Arc<[Seat]> = (0..world_size).map(|rank| Seat::new(rank, Incarnation(1))).collect();
+    let join = async |rank: u32| {
+        let mut options = NcclOptions::default();
+        (options.nccl, options.cuda, options.device) = (nccl.clone(), cuda.clone(), rank);
+        let backend = NcclCollectives::open(host.clone(), &options).unwrap();
+        let meeting = Meeting::new("data", 1, rank, Arc::clone(&seats)).unwrap();
+        (backend.join(&CallContext::within(LONG), meeting).await.unwrap(), backend.device().clone())
+    };
+    join_all((0..world_size).map(join)).await
+}
+
+fn up(device: &CudaDevice, dtype: DType, bytes: &[u8]) -> Buffer {
+    Buffer::new(dtype, Memory::Device(Box::new(device.upload(bytes).unwrap())))
+}
+
+fn down(moved: Moved) -> Vec<u8> {
+    moved.result.unwrap();
+    let Memory::Device(memory) = moved.buffer.memory else { panic!("host memory") };
+    (memory as Box<dyn Any>).downcast::<CudaMemory>().unwrap().download().unwrap()
+}
+
+fn floats(values: impl IntoIterator<Item = f32>) -> Vec<u8> {
+    values.into_iter().flat_map(f32::to_le_bytes).collect()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn every_operation_moves_the_memory_of_one_to_eight_gpus() {
+    for world_size in [1, 2, 3, 8_u32] {
+        let ranks = ranks(world_size).await;
+        let (cx, size) = (CallContext::within(LONG), world_size as usize);
+        // Divisible by all sizes, and longer than a chunk of the library.
+        for elements in [0, 24, 24 * 12_000] {
+            let own = |rank: usize| floats((0..elements).map(|i| (i % 7 + rank) as f32));
+            let call = async |operation: Collective| {
+                let moved = ranks.iter().enumerate().map(|(rank, (communicator, device))| {
+                    communicator.start(&cx, operation, up(device, DType::F32, &own(rank)))
+                });
+                join_all(moved).await.into_iter().map(down).collect::<Vec<_>>()
+            };
+            let summed = |i: usize| (size * (i % 7) + size * (size - 1) / 2) as f32;
+            let sum = floats((0..elements).map(summed));
+            for result in call(Collective::AllReduce(ReduceOp::Sum)).await {
+                assert_eq!(result, sum, "all_reduce of {elements} over {size}");
+            }
+            let mean = floats((0..elements).map(|i| summed(i) / size as f32));
+            assert!(call(Collective::AllReduce(ReduceOp::Mean)).await.iter().all(|result| *result == mean));
+            let largest = own(size - 1);
+            assert!(call(Collective::AllReduce(ReduceOp::Max)).await.iter().all(|result| *result == largest));
+            assert!(call(Collective::AllReduce(ReduceOp::Min)).await.iter().all(|result| *result == own(0)));
+            let root = Collective::Broadcast { root: world_size - 1 };
+            assert!(call(root).await.iter().all(|result| *result == largest), "broadcast");
+            let all: Vec<u8> = (0..size).flat_map(own).collect();
+            assert!(call(Collective::AllGather).await.iter().all(|result| *result == all), "all_gather");
+            let scattered = call(Collective::ReduceScatter(ReduceOp::Sum)).await;
+            assert_eq!(scattered.concat(), sum, "reduce_scatter of {elements} over {size}");
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn every_type_that_the_sdk_sums_is_one_of_nccl() {
+    let ranks = ranks(2).await;
+    let cx = CallContext::within(LONG);
+    let (f16, bf16) = ([[0x00, 0x3c], [0x00, 0x40], [0x00, 0x42]], [[0x80, 0x3f], [0x00, 0x40], [0x40, 0x40]]);
+    let cases: [(DType, Vec<u8>, Vec<u8>, Vec<u8>); 7] = [
+        (DType::F32, floats([1.0]), floats([2.0]), floats([3.0])),
+        (DType::F64, 1.0_f64.to_le_bytes().into(), 2.0_f64.to_le_bytes().into(), 3.0_f64.to_le_bytes().into()),
+        (DType::F16, f16[0].into(), f16[1].into(), f16[2].into()),
+        (DType::Bf16, bf16[0].into(), bf16[1].into(), bf16[2].into()),
+        (DType::I32, (-1_i32).to_le_bytes().into(), 3_i32.to_le_bytes().into(), 2_i32.to_le_bytes().into()),
+        (DType::I64, i64::MAX.to_le_bytes().into(), 1_i64.to_le_bytes().into(), i64::MIN.to_le_bytes().into()),
+        (DType::U8, vec![200], vec![100], vec![44]),
+    ];
+    for (dtype, one, other, sum) in cases {
+        let starts = ranks.iter().zip([one, other]).map(|((communicator, device), bytes)| {
+            communicator.start(&cx, Collective::AllReduce(ReduceOp::Sum), up(device, dtype, &bytes))
+        });
+        for moved in join_all(starts).await {
+            assert_eq!(down(moved), sum, "{dtype}");
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn host_and_device_memory_take_turns_in_one_order() {
+    let ranks = ranks(2).await;
+    let cx = CallContext::within(LONG);
+    let all = ranks.iter().map(async |(communicator, device)| {
+        let mut transfers = Vec::new();
+        for number in 0..20 {
+            let bytes = floats([number as f32]);
+            let buffer = match number % 2 {
+                0 => up(device, DType::F32, &bytes),
+                _ => Buffer::host(DType::F32, bytes[..].into()),
+            };
+            transfers.push(communicator.start(&cx, Collective::AllReduce(ReduceOp::Sum), buffer));
+        }
+        for (number, moved) in join_all(transfers).await.into_iter().enumerate() {
+            let sum = floats([2.0 * number as f32]);
+            if number % 2 == 0 {
+                assert_eq!(down(moved), sum);
+            } else {
+                assert_eq!(moved.buffer.host_bytes().unwrap(), sum);
+            }
+        }
+    });
+    join_all(all).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn different_calls_are_found_before_nccl_begins_and_the_memory_comes_back() {
+    let ranks = ranks(3).await;
+    let cx = CallContext::within(LONG);
+    let starts = ranks.iter().enumerate().map(|(rank, (communicator, device))| {
+        let bytes = vec![0; if rank == 1 { 8 } else { 16 }];
+        communicator.start(&cx, Collective::AllReduce(ReduceOp::Sum), up(device, DType::F32, &bytes))
+    });
+    for (rank, moved) in join_all(starts).await.into_iter().enumerate() {
+        let error = moved.result.unwrap_err();
+        assert_eq!(error.code(), Code::FailedPrecondition, "{error}");
+        let text = error.to_string();
+        assert!(text.contains("rank 1 calls all_reduce(sum) of 2 F32"), "rank {rank}: {text}");
+        assert_eq!(moved.buffer.bytes(), if rank == 1 { 8 } else { 16 });
+        assert!(matches!(moved.buffer.memory, Memory::Device(_)));
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_rank_that_never_calls_is_named_at_the_deadline_and_one_that_leaves_at_once() {
+    let mut ranks = ranks(3).await;
+    let cx = CallContext::within(Duration::from_millis(300));
+    let start = |rank: usize, ranks: &[(Arc<dyn Communicator>, CudaDevice)]| {
+        let (communicator, device) = &ranks[rank];
+        communicator.start(&cx, Collective::AllReduce(ReduceOp::Sum), up(device, DType::F32, &[0; 16]))
+    };
+    let moved = join_all([start(0, &ranks), start(1, &ranks)]).await;
+    for moved in moved {
+        let error = moved.result.unwrap_err();
+        assert_eq!(error.code(), Code::DeadlineExceeded, "{error}");
+        assert!(error.to_string().contains("rank 2 has"), "{error}");
+    }
+    let late = start(2, &ranks).await.result.unwrap_err();
+    assert!(late.to_string().contains("rank 2 has"), "the first cause stays: {late}");
+    ranks = self::ranks(2).await;
+    drop(ranks.pop());
+    let (communicator, device) = &ranks[0];
+    let cx = CallContext::within(LONG);
+    let moved = communicator.start(&cx, Collective::AllReduce(ReduceOp::Sum), up(device, DType::F32, &[0; 16])).await;
+    let error = moved.result.unwrap_err();
+    assert!(error.to_string().contains("rank 1 has left"), "{error}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_nccl_cannot_do_is_refused_and_aborts_nothing() {
+    let ranks = ranks(2).await;
+    let cx = CallContext::within(LONG);
+    let (communicator, device) = &ranks[0];
+    for (operation, words) in [
+        (Collective::Send { to: 1 }, "send and receive move host memory"),
+        (Collective::ReduceScatter(ReduceOp::Sum), "3 elements are not divisible by 2 ranks"),
+    ] {
+        let moved = communicator.start(&cx, operation, up(device, DType::F32, &[0; 12])).await;
+        let error = moved.result.unwrap_err();
+        assert_eq!((error.code(), moved.buffer.bytes()), (Code::Unimplemented, 12), "{error}");
+        assert!(error.to_string().contains(words), "{error}");
+    }
+    let elsewhere = up(&ranks[1].1, DType::F32, &[0; 4]);
+    let error = communicator.start(&cx, Collective::AllReduce(ReduceOp::Sum), elsewhere).await.result.unwrap_err();
+    assert!(error.to_string().contains("moves memory of cuda:0, not 4 bytes of cuda:1"), "{error}");
+    let sums = ranks.iter().map(|(communicator, device)| {
+        communicator.start(&cx, Collective::AllReduce(ReduceOp::Sum), up(device, DType::F32, &floats([1.0])))
+    });
+    assert!(join_all(sums).await.into_iter().all(|moved| down(moved) == floats([2.0])));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn two_ranks_with_one_gpu_are_refused_before_nccl_waits() {
+    let (nccl, cuda) = fake_nccl::libraries();
+    let host = Arc::new(InProcessCollectives::new());
+    let seats: Arc<[Seat]> = (0..2).map(|rank| Seat::new(rank, Incarnation(1))).collect();
+    let join = async |rank: u32| {
+        let mut options = NcclOptions::default();
+        (options.nccl, options.cuda) = (nccl.clone(), cuda.clone());
+        let backend = NcclCollectives::open(host.clone(), &options).unwrap();
+        let meeting = Meeting::new("data", 1, rank, Arc::clone(&seats)).unwrap();
+        backend.join(&CallContext::within(LONG), meeting).await.unwrap_err()
+    };
+    for error in join_all((0..2).map(join)).await {
+        assert!(error.to_string().contains("ranks 0 and 1 have one GPU"), "{error}");
+    }
+}
