@@ -87,7 +87,8 @@ async fn every_type_that_the_sdk_sums_is_one_of_nccl() {
     let ranks = ranks(2).await;
     let cx = CallContext::within(LONG);
     let (f16, bf16) = ([[0x00, 0x3c], [0x00, 0x40], [0x00, 0x42]], [[0x80, 0x3f], [0x00, 0x40], [0x40, 0x40]]);
-    let cases: [(DType, Vec<u8>, Vec<u8>, Vec<u8>); 7] = [
+    type Case = (DType, Vec<u8>, Vec<u8>, Vec<u8>);
+    let cases: [Case; 7] = [
         (DType::F32, floats([1.0]), floats([2.0]), floats([3.0])),
         (DType::F64, 1.0_f64.to_le_bytes().into(), 2.0_f64.to_le_bytes().into(), 3.0_f64.to_le_bytes().into()),
         (DType::F16, f16[0].into(), f16[1].into(), f16[2].into()),

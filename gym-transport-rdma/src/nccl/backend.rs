@@ -152,7 +152,7 @@ impl Collectives for NcclCollectives {
 
 impl NcclCollectives {
     async fn join_nccl(&self, cx: &CallContext, host: &Arc<dyn Communicator>) -> Result<Arc<dyn Communicator>> {
-        let id = self.prepare(cx, &**host).await?;
+        let id = Box::new(self.prepare(cx, &**host).await?);
         let comm = self.numbers.fetch_add(1, Ordering::Relaxed);
         let (joined, answer) = oneshot::channel();
         let (failing, rank) = (Arc::downgrade(host), host.meeting().rank);

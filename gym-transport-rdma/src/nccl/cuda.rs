@@ -150,9 +150,12 @@ fn check(functions: &CudaFunctions, function: &'static str, code: CudaResult) ->
     let mut text = std::ptr::null();
     // SAFETY: a valid, exclusive place for one pointer; the function takes any code.
     let known = unsafe { (functions.error_string)(code, &raw mut text) } == 0 && !text.is_null();
-    // SAFETY: a C string that lives as long as the library, which is never unloaded.
-    let text =
-        if known { unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned() } else { "no text".to_owned() };
+    let text = if known {
+        // SAFETY: a C string that lives as long as the library, which is never unloaded.
+        unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
+    } else {
+        "no text".to_owned()
+    };
     Err(CudaError::Failed { function, code, text })
 }
 

@@ -69,7 +69,7 @@ pub(super) type OnFailure = Box<dyn Fn(Error) + Send>;
 pub(super) enum Command {
     Join {
         comm: u64,
-        id: UniqueId,
+        id: Box<UniqueId>,
         world_size: usize,
         position: usize,
         on_failure: OnFailure,

@@ -130,8 +130,8 @@ impl Comm {
                 // SAFETY: as above.
                 ("ncclBroadcast", unsafe { (functions.broadcast)(source, target, count, dtype, root, raw, stream) })
             }
-            // SAFETY: as above; the target has the elements of all ranks.
             Operation::AllGather => {
+                // SAFETY: as above; the target has the elements of all ranks.
                 ("ncclAllGather", unsafe { (functions.all_gather)(source, target, count, dtype, raw, stream) })
             }
             // SAFETY: as above; the source has the elements of all ranks.
