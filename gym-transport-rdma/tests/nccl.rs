@@ -15,7 +15,7 @@ use gym_core::group::collective::{
 };
 use gym_core::{CallContext, Code, Incarnation};
 use gym_transport_rdma::nccl::cuda::{CudaDevice, CudaMemory};
-use gym_transport_rdma::nccl::{NcclCollectives, NcclOptions};
+use gym_transport_rdma::nccl::{Nccl, NcclCollectives, NcclError, NcclOptions};
 
 const LONG: Duration = Duration::from_secs(30);
 
@@ -54,7 +54,7 @@ async fn every_operation_moves_the_memory_of_one_to_eight_gpus() {
         let ranks = ranks(world_size).await;
         let (cx, size) = (CallContext::within(LONG), world_size as usize);
         // Divisible by all sizes, and longer than a chunk of the library.
-        for elements in [0, 24, 24 * 12_000] {
+        for elements in [0, 24, if world_size == 2 { 24 * 12_000 } else { 240 }] {
             let own = |rank: usize| floats((0..elements).map(|i| (i % 7 + rank) as f32));
             let call = async |operation: Collective| {
                 let moved = ranks.iter().enumerate().map(|(rank, (communicator, device))| {
@@ -214,4 +214,77 @@ async fn two_ranks_with_one_gpu_are_refused_before_nccl_waits() {
     for error in join_all((0..2).map(join)).await {
         assert!(error.to_string().contains("ranks 0 and 1 have one GPU"), "{error}");
     }
+}
+
+/// Twelve files that are not NCCL, or not whole.
+#[tokio::test]
+async fn a_missing_or_wrong_library_is_an_error_that_names_it() {
+    let (nccl, cuda) = fake_nccl::libraries();
+    let folder = tempfile::tempdir().unwrap();
+    let file = |name: &str, contents: &[u8]| {
+        let path = folder.path().join(name);
+        std::fs::write(&path, contents).unwrap();
+        path
+    };
+    let whole = std::fs::read(&nccl).unwrap();
+    let mut other_machine = whole.clone();
+    other_machine[18] = 0xb7;
+    let mut other_class = whole.clone();
+    other_class[4] = 1;
+    let closed = file("closed.so", &whole);
+    std::fs::set_permissions(&closed, std::os::unix::fs::PermissionsExt::from_mode(0)).unwrap();
+    let dangling = folder.path().join("dangling.so");
+    std::os::unix::fs::symlink("nowhere", &dangling).unwrap();
+    let wrong = [
+        folder.path().join("missing.so"),
+        file("empty.so", b""),
+        file("text.so", b"no library\n"),
+        file("header.so", &whole[..64]),
+        file("half.so", &whole[..whole.len() / 2]),
+        file("machine.so", &other_machine),
+        file("class.so", &other_class),
+        folder.path().to_owned(),
+        dangling,
+        "libc.so.6".into(),
+        "libno-such-nccl.so.2".into(),
+        "".into(),
+    ];
+    for path in wrong {
+        for (nccl, cuda) in [(path.clone(), cuda.clone()), (nccl.clone(), path.clone())] {
+            let mut options = NcclOptions::default();
+            (options.nccl, options.cuda) = (nccl, cuda);
+            let error = NcclCollectives::open(Arc::new(InProcessCollectives::new()), &options).unwrap_err();
+            let text = error.to_string();
+            assert_eq!(error.code(), Code::FailedPrecondition, "{text}");
+            assert!(text.contains(path.to_str().unwrap()), "{}: {text}", path.display());
+        }
+    }
+}
+
+/// NVIDIA's own library, at the paths of `GYM_NCCL_WHEELS`, separated by colons. No GPU is needed.
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "needs the libraries that the tier `nccl-wheel` downloads"]
+async fn nvidias_library_tells_its_version_makes_ids_and_fails_without_a_gpu() {
+    let wheels = std::env::var("GYM_NCCL_WHEELS").expect("GYM_NCCL_WHEELS has the paths of libraries");
+    for path in wheels.split(':') {
+        let nccl = Nccl::load(path.as_ref()).unwrap();
+        let version = nccl.version().unwrap();
+        assert!(path.contains(&version.to_string()), "{path} has version {version}");
+        // Two ids differ, and tell one address of this machine.
+        let ids = [nccl.unique_id().unwrap(), nccl.unique_id().unwrap()];
+        assert!(ids[0] != ids[1] && ids[0].address().is_some(), "{ids:?}");
+        let mut options = NcclOptions::default();
+        (options.nccl, options.cuda) = (path.into(), fake_nccl::libraries().1);
+        let backend = NcclCollectives::open(Arc::new(InProcessCollectives::new()), &options).unwrap();
+        let seats: Arc<[Seat]> = [Seat::new(0, Incarnation(1))].into();
+        let meeting = Meeting::new("data", 1, 0, seats).unwrap();
+        let error = backend.join(&CallContext::within(LONG), meeting).await.unwrap_err();
+        println!("NCCL {version}: ids at {:?}; {error}", ids[0].address());
+        assert!(
+            error.to_string().contains("ncclCommInitRankConfig failed with code 1 (unhandled cuda error"),
+            "{error}"
+        );
+    }
+    let error = Nccl::load("libno-such-nccl.so.2".as_ref()).unwrap_err();
+    assert!(matches!(error, NcclError::Load { .. }), "{error}");
 }

@@ -10,6 +10,7 @@ use std::path::Path;
 use libloading::Library;
 
 use crate::nccl::NcclError;
+use crate::nccl::elf::check_whole;
 use crate::nccl::library::{NcclResult, RawId, loader_message};
 
 /// `ncclComm_t`.
@@ -134,6 +135,9 @@ impl CudaFunctions {
 
 /// Loads a library for good, and reads its functions.
 fn with_library<T, E>(path: &Path, failed: impl FnOnce(String) -> E, read: impl FnOnce(&Library) -> T) -> Result<T, E> {
+    if let Err(why) = check_whole(path) {
+        return Err(failed(why));
+    }
     // SAFETY: loading runs the library's constructors. Callers pass a library of NVIDIA's by its own soname, in a directory of the dynamic loader or of the
     // user. Neither changes signal handlers or libc, and both can be loaded on any thread.
     let library = unsafe { Library::new(path) }.map_err(|error| failed(loader_message(&error)))?;

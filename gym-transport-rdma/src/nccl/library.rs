@@ -7,6 +7,7 @@ use std::path::Path;
 
 use libloading::Library;
 
+use crate::nccl::elf::check_whole;
 use crate::nccl::{NcclError, NcclVersion, UNIQUE_ID_BYTES, UniqueId};
 
 /// `ncclNcclResultt` is a C enum, passed as `int`; 0 is success.
@@ -35,6 +36,7 @@ impl fmt::Debug for Functions {
 
 impl Functions {
     pub(super) fn load(path: &Path) -> Result<Self, NcclError> {
+        check_whole(path).map_err(|why| NcclError::Load { path: path.to_owned(), why })?;
         // SAFETY: loading runs the library's constructors. Callers pass a file with NCCL's own soname, in a directory of the dynamic loader or of the
         // user. Any user of NCCL in this process would run the same code. NCCL changes neither signal handlers nor libc, and can be loaded on any thread.
         let loaded = unsafe { Library::new(path) };

@@ -10,6 +10,7 @@ mod bindings;
 mod communicator;
 #[cfg(feature = "nccl")]
 pub mod cuda;
+mod elf;
 #[cfg(feature = "nccl")]
 mod engine;
 mod library;
