@@ -6,14 +6,18 @@ mod fake_nccl;
 
 use std::any::Any;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
+use async_trait::async_trait;
 use futures_util::future::join_all;
 use gym_core::group::DType;
 use gym_core::group::collective::{
-    Buffer, Collective, Collectives as _, Communicator, InProcessCollectives, Meeting, Memory, Moved, ReduceOp, Seat,
+    Buffer, Collective, Collectives, Communicator, InProcessCollectives, Meeting, Memory, Moved, ReduceOp, Seat,
+    Transfer,
 };
-use gym_core::{CallContext, Code, Incarnation};
+use gym_core::testing::conformance::{CollectiveFixture, collectives};
+use gym_core::{CallContext, Code, Error, Incarnation};
 use gym_transport_rdma::nccl::cuda::{CudaDevice, CudaMemory};
 use gym_transport_rdma::nccl::{Nccl, NcclCollectives, NcclError, NcclOptions};
 
@@ -78,6 +82,40 @@ async fn every_operation_moves_the_memory_of_one_to_eight_gpus() {
             assert!(call(Collective::AllGather).await.iter().all(|result| *result == all), "all_gather");
             let scattered = call(Collective::ReduceScatter(ReduceOp::Sum)).await;
             assert_eq!(scattered.concat(), sum, "reduce_scatter of {elements} over {size}");
+        }
+        // Lengths that differ, parts that are not equal, and sends that cross.
+        let starts = ranks.iter().enumerate().map(|(rank, (communicator, device))| {
+            communicator.start(&cx, Collective::AllGather, up(device, DType::F32, &floats((0..rank).map(|i| i as f32))))
+        });
+        let all = floats((0..size).flat_map(|rank| (0..rank).map(|i| i as f32)));
+        assert!(join_all(starts).await.into_iter().all(|moved| down(moved) == all), "ragged all_gather over {size}");
+        let odd = floats((0..size * 2 + 1).map(|i| i as f32));
+        let starts = ranks.iter().map(|(communicator, device)| {
+            communicator.start(&cx, Collective::ReduceScatter(ReduceOp::Sum), up(device, DType::F32, &odd))
+        });
+        let parts: Vec<u8> = join_all(starts).await.into_iter().flat_map(down).collect();
+        assert_eq!(parts, floats((0..size * 2 + 1).map(|i| (i * size) as f32)), "odd reduce_scatter over {size}");
+        for number in 0..3 {
+            let starts = ranks.iter().enumerate().flat_map(|(rank, (communicator, device))| {
+                let own = |rank: usize| floats([(rank * 10 + number) as f32]);
+                let others = (0..size).filter(move |other| *other != rank);
+                let send = |other| {
+                    communicator.start(&cx, Collective::Send { to: other as u32 }, up(device, DType::F32, &own(rank)))
+                };
+                let receive = |other| {
+                    let from = Collective::Receive { from: other as u32 };
+                    let transfer = communicator.start(&cx, from, up(device, DType::F32, &[0; 4]));
+                    let expected = own(other);
+                    async move { assert_eq!(down(transfer.await), expected, "rank {rank} from rank {other}") }
+                };
+                let sent: Vec<_> = others.clone().map(send).collect();
+                let received: Vec<_> = others.map(receive).collect();
+                [async move {
+                    join_all(sent).await.into_iter().for_each(|moved| drop(down(moved)));
+                    join_all(received).await;
+                }]
+            });
+            join_all(starts.collect::<Vec<_>>()).await;
         }
     }
 }
@@ -177,26 +215,91 @@ async fn a_rank_that_never_calls_is_named_at_the_deadline_and_one_that_leaves_at
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_nccl_cannot_do_is_refused_and_aborts_nothing() {
+async fn memory_of_another_gpu_is_refused_and_aborts_nothing() {
     let ranks = ranks(2).await;
-    let cx = CallContext::within(LONG);
-    let (communicator, device) = &ranks[0];
-    for (operation, words) in [
-        (Collective::Send { to: 1 }, "send and receive move host memory"),
-        (Collective::ReduceScatter(ReduceOp::Sum), "3 elements are not divisible by 2 ranks"),
-    ] {
-        let moved = communicator.start(&cx, operation, up(device, DType::F32, &[0; 12])).await;
-        let error = moved.result.unwrap_err();
-        assert_eq!((error.code(), moved.buffer.bytes()), (Code::Unimplemented, 12), "{error}");
-        assert!(error.to_string().contains(words), "{error}");
-    }
+    let (cx, (communicator, _)) = (CallContext::within(LONG), &ranks[0]);
     let elsewhere = up(&ranks[1].1, DType::F32, &[0; 4]);
-    let error = communicator.start(&cx, Collective::AllReduce(ReduceOp::Sum), elsewhere).await.result.unwrap_err();
+    let moved = communicator.start(&cx, Collective::AllReduce(ReduceOp::Sum), elsewhere).await;
+    let error = moved.result.unwrap_err();
+    assert_eq!((error.code(), moved.buffer.bytes()), (Code::Unimplemented, 4), "{error}");
     assert!(error.to_string().contains("moves memory of cuda:0, not 4 bytes of cuda:1"), "{error}");
     let sums = ranks.iter().map(|(communicator, device)| {
         communicator.start(&cx, Collective::AllReduce(ReduceOp::Sum), up(device, DType::F32, &floats([1.0])))
     });
     assert!(join_all(sums).await.into_iter().all(|moved| down(moved) == floats([2.0])));
+}
+
+/// Ranks that put the host memory of each call on their GPU, and its result back.
+#[derive(Debug)]
+struct OnDevices {
+    host: Arc<InProcessCollectives>,
+    devices: AtomicU32,
+}
+
+#[async_trait]
+impl CollectiveFixture for OnDevices {
+    async fn rank(&self, rank: u32) -> (Arc<dyn Collectives>, Seat) {
+        let (mut options, (nccl, cuda)) = (NcclOptions::default(), fake_nccl::libraries());
+        (options.nccl, options.cuda) = (nccl, cuda);
+        options.device = self.devices.fetch_add(1, Ordering::Relaxed) % 8;
+        let nccl = NcclCollectives::open(self.host.clone(), &options).unwrap();
+        (Arc::new(OnDevice(nccl)), Seat::new(rank, Incarnation(1)))
+    }
+}
+
+#[derive(Debug)]
+struct OnDevice(NcclCollectives);
+
+#[async_trait]
+impl Collectives for OnDevice {
+    fn name(&self) -> &'static str {
+        self.0.name()
+    }
+
+    async fn join(&self, cx: &CallContext, meeting: Meeting) -> gym_core::Result<Arc<dyn Communicator>> {
+        Ok(Arc::new(Uploading(self.0.join(cx, meeting).await?, self.0.device().clone())))
+    }
+}
+
+#[derive(Debug)]
+struct Uploading(Arc<dyn Communicator>, CudaDevice);
+
+#[async_trait]
+impl Communicator for Uploading {
+    fn meeting(&self) -> &Meeting {
+        self.0.meeting()
+    }
+
+    fn start(&self, cx: &CallContext, operation: Collective, buffer: Buffer) -> Transfer {
+        let Some(bytes) = buffer.host_bytes().filter(|_| operation != Collective::Barrier) else {
+            return self.0.start(cx, operation, buffer);
+        };
+        let moved = self.0.start(cx, operation, up(&self.1, buffer.dtype, bytes));
+        let (completion, transfer) = Transfer::new();
+        tokio::spawn(async move {
+            let Moved { buffer, result } = moved.await;
+            let Memory::Device(memory) = buffer.memory else { panic!("host memory") };
+            let memory = (memory as Box<dyn Any>).downcast::<CudaMemory>().unwrap();
+            completion.finish(Buffer::host(buffer.dtype, memory.download().unwrap()[..].into()), result);
+        });
+        transfer
+    }
+
+    fn abort(&self, why: Error) {
+        self.0.abort(why);
+    }
+
+    async fn closed(&self) -> Error {
+        self.0.closed().await
+    }
+}
+
+/// Ends at the first case about errors: where ranks call different operations, each names its own in the subject of the one cause, because the host's meeting
+/// knows only the agreement.
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "the subject of a failure is not yet the same on every rank"]
+async fn memory_of_gpus_passes_the_suite_of_collectives() {
+    collectives(&OnDevices { host: Arc::default(), devices: AtomicU32::new(0) }, 1).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -231,8 +334,6 @@ async fn a_missing_or_wrong_library_is_an_error_that_names_it() {
     other_machine[18] = 0xb7;
     let mut other_class = whole.clone();
     other_class[4] = 1;
-    let closed = file("closed.so", &whole);
-    std::fs::set_permissions(&closed, std::os::unix::fs::PermissionsExt::from_mode(0)).unwrap();
     let dangling = folder.path().join("dangling.so");
     std::os::unix::fs::symlink("nowhere", &dangling).unwrap();
     let wrong = [

@@ -1,8 +1,8 @@
 //! NCCL as a backend of collective operations.
 
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 
 use async_trait::async_trait;
 use bytes::BytesMut;
@@ -12,7 +12,7 @@ use gym_core::{CallContext, Code, Error, Execution, Handler, Result};
 use tokio::runtime::Handle;
 use tokio::sync::oneshot;
 
-use crate::nccl::communicator::{Inner, NcclCommunicator};
+use crate::nccl::communicator::{Inner, NcclCommunicator, RankDevice, again, on_failure};
 use crate::nccl::cuda::CudaDevice;
 use crate::nccl::engine::{Command, Engine};
 use crate::nccl::raw::Communication;
@@ -50,10 +50,7 @@ impl Default for NcclOptions {
 #[derive(Debug)]
 pub struct NcclCollectives {
     host: Arc<dyn Collectives>,
-    communication: Communication,
-    device: CudaDevice,
-    engine: Engine,
-    numbers: AtomicU64,
+    rank: Arc<RankDevice>,
 }
 
 impl NcclCollectives {
@@ -68,21 +65,22 @@ impl NcclCollectives {
             cannot(format!("no GPU {}: {error}; `rgym doctor` says what is missing", options.device))
         })?;
         let engine = Engine::start(device.clone(), communication.clone())?;
-        Ok(Self { host, communication, device, engine, numbers: AtomicU64::new(1) })
+        let numbers = AtomicU64::new(1);
+        Ok(Self { host, rank: Arc::new(RankDevice { communication, device, engine, numbers }) })
     }
 
     /// Returns the GPU, to put memory there.
     #[must_use]
     pub fn device(&self) -> &CudaDevice {
-        &self.device
+        &self.rank.device
     }
 
     /// Compares versions and GPUs before NCCL waits for them, and hands the id of the first rank to all.
     async fn prepare(&self, cx: &CallContext, host: &dyn Communicator) -> Result<UniqueId> {
-        let nccl = self.communication.nccl();
+        let nccl = self.rank.communication.nccl();
         let internal = |error: String| Error::not_started(Code::FailedPrecondition, error);
         let version = nccl.version().map_err(|error| internal(error.to_string()))?;
-        let uuid = self.device.uuid().map_err(|error| internal(error.to_string()))?;
+        let uuid = self.rank.device.uuid().map_err(|error| internal(error.to_string()))?;
         let mut facts = BytesMut::with_capacity(FACTS_BYTES);
         facts.extend_from_slice(&version.code().to_le_bytes());
         facts.extend_from_slice(&uuid);
@@ -137,7 +135,7 @@ impl Collectives for NcclCollectives {
         let joined = self.join_nccl(cx, &host).await;
         leaving.0 = None;
         joined.inspect_err(|error| {
-            host.abort(Error::new(error.code(), error.execution(), error.message().to_owned()));
+            host.abort(again(error));
         })
     }
 
@@ -153,24 +151,18 @@ impl Collectives for NcclCollectives {
 impl NcclCollectives {
     async fn join_nccl(&self, cx: &CallContext, host: &Arc<dyn Communicator>) -> Result<Arc<dyn Communicator>> {
         let id = Box::new(self.prepare(cx, &**host).await?);
-        let comm = self.numbers.fetch_add(1, Ordering::Relaxed);
+        let all = self.rank.numbers.fetch_add(1, Ordering::Relaxed);
         let (joined, answer) = oneshot::channel();
-        let (failing, rank) = (Arc::downgrade(host), host.meeting().rank);
-        let on_failure = Box::new(move |error: Error| {
-            if let Some(host) = failing.upgrade() {
-                let why = format!("rank {rank} has failed: {}", error.message());
-                host.abort(Error::new(error.code(), error.execution(), why).about(error.subject().to_owned()));
-            }
-        });
         let (world_size, position) = (host.meeting().world_size(), host.meeting().position());
-        let join = Command::Join { comm, id, world_size, position, on_failure, joined };
-        self.engine.tell(join).map_err(|(_, error)| error)?;
+        let on_failure = on_failure(host);
+        let join = Command::Join { comm: all, id, world_size, position, on_failure, joined };
+        self.rank.engine.tell(join).map_err(|(_, error)| error)?;
         let inner = Arc::new(Inner {
             host: Arc::clone(host),
-            engine: self.engine.clone(),
-            device: self.device.clone(),
-            number: comm,
+            rank: Arc::clone(&self.rank),
+            all,
             runtime: Handle::current(),
+            places: Mutex::default(),
             aborted: AtomicBool::new(false),
         });
         let answer = async {
@@ -181,11 +173,10 @@ impl NcclCollectives {
             }
         };
         if let Err(error) = cx.bound(Execution::NotStarted, answer).await {
-            let again = Error::new(error.code(), error.execution(), error.message().to_owned());
-            inner.abort(again).await;
+            inner.abort(again(&error)).await;
             return Err(error);
         }
-        Ok(Arc::new(NcclCommunicator { inner, next: std::sync::Mutex::new(0) }))
+        Ok(Arc::new(NcclCommunicator(inner)))
     }
 }
 

@@ -95,6 +95,11 @@ functions! {
         all_reduce: "ncclAllReduce"(Address, Address, usize, c_int, c_int, RawComm, Handle) -> NcclResult;
         broadcast: "ncclBroadcast"(Address, Address, usize, c_int, c_int, RawComm, Handle) -> NcclResult;
         all_gather: "ncclAllGather"(Address, Address, usize, c_int, RawComm, Handle) -> NcclResult;
+        reduce: "ncclReduce"(Address, Address, usize, c_int, c_int, c_int, RawComm, Handle) -> NcclResult;
+        send: "ncclSend"(Address, usize, c_int, c_int, RawComm, Handle) -> NcclResult;
+        receive: "ncclRecv"(Address, usize, c_int, c_int, RawComm, Handle) -> NcclResult;
+        group_start: "ncclGroupStart"() -> NcclResult;
+        group_end: "ncclGroupEnd"() -> NcclResult;
         reduce_scatter: "ncclReduceScatter"(Address, Address, usize, c_int, c_int, RawComm, Handle) -> NcclResult;
     }
 }

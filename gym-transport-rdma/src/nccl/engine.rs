@@ -18,6 +18,7 @@ use tokio::sync::oneshot;
 use tokio::time::Instant;
 
 use crate::nccl::UniqueId;
+use crate::nccl::communicator::again;
 use crate::nccl::cuda::{CudaDevice, CudaMemory, Event, Stream};
 use crate::nccl::raw::{Comm, Communication, Operation, Progress};
 
@@ -36,8 +37,6 @@ pub(super) struct Run {
     /// Its place in the order, from 0.
     pub(super) number: u64,
     pub(super) operation: Operation,
-    /// The type for NCCL.
-    pub(super) nccl_type: i32,
     pub(super) count: usize,
     pub(super) dtype: DType,
     pub(super) memory: Box<CudaMemory>,
@@ -241,6 +240,11 @@ impl Member {
 
     /// Looks at what is in flight. Returns `false` once the communicator has ended.
     fn look(&mut self, number: u64, own: &SyncSender<Command>) -> bool {
+        let idle = self.running.is_empty() && self.waiting.is_empty() && self.launching.is_none();
+        let left = || Error::not_started(Code::Unavailable, "the communicator was left");
+        if self.released && idle && matches!(self.stage, Stage::Joining(..)) {
+            self.abort(number, Arc::new(left), own);
+        }
         match &mut self.stage {
             Stage::Joining(comm, joined) => match comm.progress() {
                 Ok(Progress::Pending) => true,
@@ -256,9 +260,9 @@ impl Member {
                 Err(error) => {
                     let error = failed(&error);
                     if let Some(joined) = joined.take() {
-                        let _ = joined.send(Err(failed_again(&error)));
+                        let _ = joined.send(Err(again(&error)));
                     }
-                    self.abort(number, Arc::new(move || failed_again(&error)), own);
+                    self.abort(number, Arc::new(move || again(&error)), own);
                     true
                 }
             },
@@ -273,11 +277,7 @@ impl Member {
                 }
                 let idle = self.running.is_empty() && self.waiting.is_empty() && self.launching.is_none();
                 if self.released && (idle || self.failed) {
-                    self.abort(
-                        number,
-                        Arc::new(|| Error::not_started(Code::Unavailable, "the communicator was left")),
-                        own,
-                    );
+                    self.abort(number, Arc::new(left), own);
                 }
                 true
             }
@@ -317,7 +317,7 @@ impl Member {
             && let Some(run) = self.waiting.remove(&self.next)
         {
             self.next += 1;
-            let begun = comm.start(run.operation, run.count, run.nccl_type, &run.memory, run.result.as_deref(), stream);
+            let begun = comm.start(&run.operation, run.count, run.dtype, &run.memory, run.result.as_deref(), stream);
             // It stays here until it has ended, whatever NCCL says of it.
             self.launching = Some(run);
             match begun {
@@ -374,11 +374,6 @@ impl Stage {
     }
 }
 
-fn failed(error: &crate::nccl::NcclError) -> Error {
+pub(super) fn failed(error: &crate::nccl::NcclError) -> Error {
     Error::unknown(Code::Unavailable, format!("NCCL: {error}"))
-}
-
-/// Returns the same error once more.
-fn failed_again(error: &Error) -> Error {
-    Error::new(error.code(), error.execution(), error.message().to_owned()).about(error.subject().to_owned())
 }

@@ -27,13 +27,25 @@ pub(super) enum Progress {
     Pending,
 }
 
-/// An operation as NCCL has it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// An operation as NCCL has it. Positions are those of the communicator.
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Operation {
     AllReduce(ReduceOp),
-    Broadcast { position: usize },
+    Broadcast {
+        position: usize,
+    },
     AllGather,
+    /// The ranks have these numbers of elements.
+    AllGatherParts(Vec<usize>),
     ReduceScatter(ReduceOp),
+    /// The ranks get these numbers of elements.
+    ReduceScatterParts(ReduceOp, Vec<usize>),
+    Send {
+        position: usize,
+    },
+    Receive {
+        position: usize,
+    },
 }
 
 /// `ncclDataType_t` of a type; `None` if NCCL does not have it.
@@ -51,6 +63,17 @@ pub(super) fn nccl_type(dtype: DType) -> Option<c_int> {
         DType::Bf16 => 9,
         _ => return None,
     })
+}
+
+/// Returns position, offset in bytes and number of elements of each part that has elements.
+fn parts(counts: &[usize], size: usize) -> impl Iterator<Item = (usize, u64, usize)> {
+    let mut offset = 0;
+    let parts = counts.iter().enumerate().map(move |(position, count)| {
+        let at = offset;
+        offset += (count * size) as u64;
+        (position, at, *count)
+    });
+    parts.filter(|(.., count)| *count > 0)
 }
 
 /// `ncclRedOp_t`.
@@ -108,38 +131,78 @@ impl Comm {
     /// call may be made but [`Comm::progress`].
     ///
     /// The caller keeps both memories until the stream has come past the operation, or the communicator was aborted and the stream is idle. `to` may be `from`
-    /// where both have one length.
+    /// where both have one length. `from` and `to` have the elements that the operation reads and writes, which the caller has checked.
     pub(super) fn start(
         &self,
-        operation: Operation,
+        operation: &Operation,
         count: usize,
-        dtype: c_int,
+        dtype: DType,
         from: &CudaMemory,
         to: Option<&CudaMemory>,
         stream: &Stream,
     ) -> Result<Progress, NcclError> {
         let (source, target) = (from.address(), to.unwrap_or(from).address());
         let (raw, stream, functions) = (self.raw, stream.handle(), &self.of.functions);
+        let (size, dtype) = (dtype.size(), nccl_type(dtype).unwrap_or(-1));
+        let place = |position: usize| c_int::try_from(position).unwrap_or(c_int::MAX);
         let (function, code) = match operation {
             // SAFETY: the addresses are those of memory of the device, of the lengths that the caller has checked; it keeps them alive.
             Operation::AllReduce(op) => ("ncclAllReduce", unsafe {
-                (functions.all_reduce)(source, target, count, dtype, nccl_op(op), raw, stream)
+                (functions.all_reduce)(source, target, count, dtype, nccl_op(*op), raw, stream)
             }),
-            Operation::Broadcast { position } => {
-                let root = c_int::try_from(position).unwrap_or(c_int::MAX);
-                // SAFETY: as above.
-                ("ncclBroadcast", unsafe { (functions.broadcast)(source, target, count, dtype, root, raw, stream) })
-            }
+            // SAFETY: as above.
+            Operation::Broadcast { position } => ("ncclBroadcast", unsafe {
+                (functions.broadcast)(source, target, count, dtype, place(*position), raw, stream)
+            }),
             Operation::AllGather => {
                 // SAFETY: as above; the target has the elements of all ranks.
                 ("ncclAllGather", unsafe { (functions.all_gather)(source, target, count, dtype, raw, stream) })
             }
+            Operation::AllGatherParts(counts) => {
+                let parts = parts(counts, size);
+                return self.grouped(parts.map(|(position, offset, count)| {
+                    // SAFETY: as above; the part lies within the target, and the source has this rank's own.
+                    let code = unsafe {
+                        (functions.broadcast)(source, target + offset, count, dtype, place(position), raw, stream)
+                    };
+                    ("ncclBroadcast", code)
+                }));
+            }
             // SAFETY: as above; the source has the elements of all ranks.
             Operation::ReduceScatter(op) => ("ncclReduceScatter", unsafe {
-                (functions.reduce_scatter)(source, target, count, dtype, nccl_op(op), raw, stream)
+                (functions.reduce_scatter)(source, target, count, dtype, nccl_op(*op), raw, stream)
             }),
+            Operation::ReduceScatterParts(op, counts) => {
+                let parts = parts(counts, size);
+                return self.grouped(parts.map(|(position, offset, count)| {
+                    // SAFETY: as above; the part lies within the source, and the target has this rank's own.
+                    let code = unsafe {
+                        let root = place(position);
+                        (functions.reduce)(source + offset, target, count, dtype, nccl_op(*op), root, raw, stream)
+                    };
+                    ("ncclReduce", code)
+                }));
+            }
+            Operation::Send { position } => {
+                // SAFETY: as above.
+                ("ncclSend", unsafe { (functions.send)(source, count, dtype, place(*position), raw, stream) })
+            }
+            Operation::Receive { position } => {
+                // SAFETY: as above.
+                ("ncclRecv", unsafe { (functions.receive)(target, count, dtype, place(*position), raw, stream) })
+            }
         };
         self.check(function, code)
+    }
+
+    /// Makes several calls as one.
+    fn grouped(&self, calls: impl Iterator<Item = (&'static str, NcclResult)>) -> Result<Progress, NcclError> {
+        // SAFETY: the group ends below, on this thread.
+        self.check("ncclGroupStart", unsafe { (self.of.functions.group_start)() })?;
+        let begun = calls.map(|(function, code)| self.check(function, code)).collect::<Result<Vec<_>, _>>();
+        // SAFETY: the group has begun above, also where a call within it has failed.
+        let ended = self.check("ncclGroupEnd", unsafe { (self.of.functions.group_end)() });
+        begun.and(ended)
     }
 
     /// Ends the communicator on this rank. It may block for ever, so a thread of its own calls it. Nothing may use the communicator meanwhile.

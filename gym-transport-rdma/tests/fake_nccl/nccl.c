@@ -1,8 +1,8 @@
 /* One library that answers as libnccl.so.2 and as libcuda.so.1, without a GPU, for tests only.
  *
  * Host memory stands for device memory, a thread for a stream, and a file in /dev/shm for the network between ranks. A device pointer
- * carries a tag, so that a host access faults as it does beside a real GPU. All types and operations of NCCL that the SDK uses are there,
- * with the ranks' values added in the order of ranks, in f32 for 16-bit floats.
+ * carries a tag, so that a host access faults as it does beside a real GPU. All types and operations of NCCL that the SDK uses are there.
+ * Values are added in the order of gym_core::group::collective::reduction, in f32 for 16-bit floats, so that results can be compared.
  *
  *   FAKE_NCCL_VERSION=21903     the code of ncclGetVersion [default: 23203]
  *   FAKE_NCCL_FAIL=3:2          the third operation of this process fails with code 2
@@ -341,17 +341,18 @@ static uint64_t joined64(int signed_, int op, uint64_t a, uint64_t b) {
   int less = signed_ ? (int64_t)b < (int64_t)a : b < a;
   return op == SUM ? a + b : op == MAX ? (less ? a : b) : (less ? b : a);
 }
-/* Joins one element of all ranks. */
-static void reduce(comm *c, int type, int op, size_t at, void *to, size_t i) {
+/* Joins one element of all ranks, from the one after its owner to the owner. */
+static void reduce(comm *c, int type, int op, int owner, size_t at, void *to, size_t i) {
+  int first = (owner + 1) % c->world;
   if (type == 4 || type == 5) {
-    uint64_t sum = ((uint64_t *)slot(c, 0))[at];
-    for (int rank = 1; rank < c->world; rank++) sum = joined64(type == 4, op, sum, ((uint64_t *)slot(c, rank))[at]);
+    uint64_t sum = ((uint64_t *)slot(c, first))[at];
+    for (int step = 1; step < c->world; step++) sum = joined64(type == 4, op, sum, ((uint64_t *)slot(c, (first + step) % c->world))[at]);
     ((uint64_t *)to)[i] = sum;
     return;
   }
-  double sum = value(type, slot(c, 0), at);
-  for (int rank = 1; rank < c->world; rank++) {
-    double next = value(type, slot(c, rank), at);
+  double sum = value(type, slot(c, first), at);
+  for (int step = 1; step < c->world; step++) {
+    double next = value(type, slot(c, (first + step) % c->world), at);
     if (op == SUM || op == AVG) sum = type == 8 || type < 6 ? sum + next : (double)((float)sum + (float)next);
     else if (next != next || (sum == sum && (op == MAX ? next > sum : next < sum))) sum = next;
   }
@@ -359,7 +360,7 @@ static void reduce(comm *c, int type, int op, size_t at, void *to, size_t i) {
   set(type, to, i, sum);
 }
 
-enum { ALL_REDUCE, BROADCAST, ALL_GATHER, REDUCE_SCATTER, SEND, RECEIVE };
+enum { ALL_REDUCE, BROADCAST, ALL_GATHER, REDUCE_SCATTER, REDUCE, SEND, RECEIVE };
 typedef struct {
   comm *c;
   int kind, type, op, peer, asynchronous;
@@ -382,6 +383,13 @@ static void pair(operation *o) {
     else memcpy(o->to + at, box(c, from, to), part), atomic_fetch_add(taken, 1);
   }
 }
+/* The rank whose slice has an element: slice i of w is [i n/w, (i+1) n/w). */
+static int owner(size_t element, size_t elements, int world) {
+  int i = (int)((element * (size_t)world) / (elements ? elements : 1));
+  while (i + 1 < world && (size_t)(i + 1) * elements / (size_t)world <= element) i++;
+  while (i > 0 && (size_t)i * elements / (size_t)world > element) i--;
+  return i;
+}
 static void together(operation *o) {
   comm *c = o->c;
   size_t each = width(o->type), total = o->count * each * (o->kind == REDUCE_SCATTER ? (size_t)c->world : 1);
@@ -391,7 +399,7 @@ static void together(operation *o) {
     if (!meet(c)) return;
     switch (o->kind) {
     case ALL_REDUCE:
-      for (size_t i = 0; i < part / each; i++) reduce(c, o->type, o->op, i, o->to + at, i);
+      for (size_t i = 0; i < part / each; i++) reduce(c, o->type, o->op, owner(at / each + i, o->count, c->world), i, o->to + at, i);
       break;
     case BROADCAST: memcpy(o->to + at, slot(c, o->peer), part); break;
     case ALL_GATHER:
@@ -400,8 +408,11 @@ static void together(operation *o) {
     case REDUCE_SCATTER:
       for (size_t i = 0; i < part / each; i++) {
         size_t element = at / each + i;
-        if (element / o->count == (size_t)c->rank) reduce(c, o->type, o->op, i, o->to, element % o->count);
+        if (element / o->count == (size_t)c->rank) reduce(c, o->type, o->op, c->rank, i, o->to, element % o->count);
       }
+      break;
+    case REDUCE:
+      for (size_t i = 0; i < part / each && c->rank == o->peer; i++) reduce(c, o->type, o->op, c->rank, i, o->to, at / each + i);
     }
     if (!meet(c)) return;
   }
@@ -444,6 +455,9 @@ int ncclAllGather(address from, address to, size_t count, int type, comm *c, str
 }
 int ncclReduceScatter(address from, address to, size_t count, int type, int op, comm *c, stream *s) {
   return start((operation){.c = c, .kind = REDUCE_SCATTER, .type = type, .op = op, .count = count}, from, to, s);
+}
+int ncclReduce(address from, address to, size_t count, int type, int op, int root, comm *c, stream *s) {
+  return start((operation){.c = c, .kind = REDUCE, .type = type, .op = op, .peer = root, .count = count}, from, to, s);
 }
 int ncclSend(address from, size_t count, int type, int peer, comm *c, stream *s) {
   return start((operation){.c = c, .kind = SEND, .type = type, .peer = peer, .count = count}, from, from, s);
