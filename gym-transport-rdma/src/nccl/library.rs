@@ -7,23 +7,25 @@ use std::path::Path;
 
 use libloading::Library;
 
+use crate::nccl::elf::check_whole;
 use crate::nccl::{NcclError, NcclVersion, UNIQUE_ID_BYTES, UniqueId};
 
-/// `ncclResult_t` is a C enum, passed as `int`; 0 is success.
-type Result_ = c_int;
+/// `ncclNcclResultt` is a C enum, passed as `int`; 0 is success.
+pub(super) type NcclResult = c_int;
 
 /// `typedef struct { char internal[NCCL_UNIQUE_ID_BYTES]; } ncclUniqueId`.
 #[repr(C)]
-struct RawId {
-    internal: [c_char; UNIQUE_ID_BYTES],
+#[derive(Clone, Copy)]
+pub(super) struct RawId {
+    pub(super) internal: [c_char; UNIQUE_ID_BYTES],
 }
 
 /// The functions, whose code stays loaded for good.
 #[derive(Clone, Copy)]
 pub(super) struct Functions {
-    get_version: unsafe extern "C" fn(*mut c_int) -> Result_,
-    get_error_string: unsafe extern "C" fn(Result_) -> *const c_char,
-    get_unique_id: unsafe extern "C" fn(*mut RawId) -> Result_,
+    get_version: unsafe extern "C" fn(*mut c_int) -> NcclResult,
+    get_error_string: unsafe extern "C" fn(NcclResult) -> *const c_char,
+    get_unique_id: unsafe extern "C" fn(*mut RawId) -> NcclResult,
 }
 
 impl fmt::Debug for Functions {
@@ -34,6 +36,7 @@ impl fmt::Debug for Functions {
 
 impl Functions {
     pub(super) fn load(path: &Path) -> Result<Self, NcclError> {
+        check_whole(path).map_err(|why| NcclError::Load { path: path.to_owned(), why })?;
         // SAFETY: loading runs the library's constructors. Callers pass a file with NCCL's own soname, in a directory of the dynamic loader or of the
         // user. Any user of NCCL in this process would run the same code. NCCL changes neither signal handlers nor libc, and can be loaded on any thread.
         let loaded = unsafe { Library::new(path) };
@@ -72,7 +75,7 @@ impl Functions {
         Ok(UniqueId(id.internal.map(|byte| byte.to_ne_bytes()[0])))
     }
 
-    fn check(&self, function: &'static str, code: Result_) -> Result<(), NcclError> {
+    pub(super) fn check(&self, function: &'static str, code: NcclResult) -> Result<(), NcclError> {
         if code == 0 {
             return Ok(());
         }

@@ -2,7 +2,20 @@
 //!
 //! Source: `nccl.h` of NCCL 2.19 to 2.32. The functions that are bound have one signature in all of them.
 
+#[cfg(feature = "nccl")]
+mod backend;
+#[cfg(feature = "nccl")]
+mod bindings;
+#[cfg(feature = "nccl")]
+mod communicator;
+#[cfg(feature = "nccl")]
+pub mod cuda;
+mod elf;
+#[cfg(feature = "nccl")]
+mod engine;
 mod library;
+#[cfg(feature = "nccl")]
+mod raw;
 mod unique_id;
 
 use std::fmt;
@@ -10,6 +23,8 @@ use std::path::{Path, PathBuf};
 
 use thiserror::Error;
 
+#[cfg(feature = "nccl")]
+pub use crate::nccl::backend::{NcclCollectives, NcclOptions};
 use crate::nccl::library::Functions;
 pub(crate) use crate::nccl::library::loader_message;
 pub use crate::nccl::unique_id::{UNIQUE_ID_BYTES, UniqueId};
@@ -32,6 +47,12 @@ impl NcclVersion {
         let of_major = if code >= 10_000 { 10_000 } else { 1_000 };
         let rest = code % of_major;
         Self { major: code / of_major, minor: rest / 100, patch: rest % 100 }
+    }
+
+    /// Returns the code of `ncclGetVersion`, in the form since 2.9.
+    #[must_use]
+    pub fn code(self) -> u32 {
+        self.major * 10_000 + self.minor * 100 + self.patch
     }
 }
 

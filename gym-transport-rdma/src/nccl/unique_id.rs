@@ -22,6 +22,12 @@ impl fmt::Debug for UniqueId {
 }
 
 impl UniqueId {
+    /// Takes an id that another rank has made.
+    #[must_use]
+    pub fn new(bytes: [u8; UNIQUE_ID_BYTES]) -> Self {
+        Self(bytes)
+    }
+
     /// Returns the bytes, to hand them to the other ranks.
     #[must_use]
     pub fn as_bytes(&self) -> &[u8; UNIQUE_ID_BYTES] {

@@ -1,7 +1,9 @@
-//! Collective operations between the ranks of a group: the trait, meetings and the backend `mem` of [`gym_core::group::collective`], and the backend
-//! `host`, whose ranks are in processes, on nodes or on Ray.
+//! Collective operations between the ranks of a group: the trait, meetings and the backend `mem` of [`gym_core::group::collective`], and the backends
+//! `host`, whose ranks are in processes, on nodes or on Ray, and `nccl`, for memory of GPUs.
 
 mod host;
+#[cfg(feature = "nccl")]
+pub mod nccl;
 mod options;
 
 pub use gym_core::group::collective::*;

@@ -38,7 +38,7 @@ impl CollectiveOptions {
     /// Returns the peers of a rank. `backend` is used unless the options name one that is not in this build.
     pub(crate) fn peers(self, group: &Arc<str>, rank: Rank, backend: Arc<dyn Collectives>) -> Peers {
         let backend = match self.backend {
-            CommunicationBackend::Nccl => Arc::new(Missing),
+            CommunicationBackend::Nccl => over_nccl(backend),
             _ => backend,
         };
         Peers::new(Arc::clone(group), rank, backend).compressing_gradients(self.compress_gradients)
@@ -55,18 +55,31 @@ impl CollectiveOptions {
 
     /// Writes a warning if ranks that meet will get an error.
     pub(crate) fn warn(self, group: &str) {
-        if self.backend == CommunicationBackend::Nccl {
+        if self.backend == CommunicationBackend::Nccl && cfg!(not(feature = "nccl")) {
             tracing::warn!(group, "{WITHOUT_NCCL}; calls are not affected");
         }
     }
 }
 
-const WITHOUT_NCCL: &str = "communication_backend 'nccl' needs a build with the feature `nccl` and libnccl.so.2, and this build has none: collective \
+const WITHOUT_NCCL: &str = "communication_backend 'nccl' needs a build with the feature `nccl`, and this build has none: collective \
                             operations fail; use 'auto' or 'host' for ranks on CPUs";
 
-/// The backend of a group that asks for NCCL.
+#[cfg(feature = "nccl")]
+fn over_nccl(host: Arc<dyn Collectives>) -> Arc<dyn Collectives> {
+    super::nccl::over(host).unwrap_or_else(|error| {
+        let why = format!("communication_backend 'nccl': {}; use 'auto' or 'host' for ranks on CPUs", error.message());
+        Arc::new(Missing(why))
+    })
+}
+
+#[cfg(not(feature = "nccl"))]
+fn over_nccl(_: Arc<dyn Collectives>) -> Arc<dyn Collectives> {
+    Arc::new(Missing(WITHOUT_NCCL.to_owned()))
+}
+
+/// The backend of a rank that asks for NCCL and cannot have it.
 #[derive(Debug)]
-struct Missing;
+struct Missing(String);
 
 #[async_trait]
 impl Collectives for Missing {
@@ -75,6 +88,6 @@ impl Collectives for Missing {
     }
 
     async fn join(&self, _: &CallContext, meeting: Meeting) -> Result<Arc<dyn Communicator>> {
-        Err(Error::not_started(Code::Unimplemented, WITHOUT_NCCL).about(format!("join {meeting}")))
+        Err(Error::not_started(Code::FailedPrecondition, self.0.clone()).about(format!("join {meeting}")))
     }
 }

@@ -8,7 +8,9 @@ use std::time::Duration;
 use futures_util::future::join_all;
 use gym_core::transport::TransportPolicy;
 use gym_core::{CallContext, Code, Result, worker};
-use gym_group::collective::{CollectiveOptions, CommunicatorExt as _, Peers, ReduceOp};
+#[cfg(feature = "nccl")]
+use gym_group::collective::nccl;
+use gym_group::collective::{CollectiveOptions, Communicator, CommunicatorExt as _, Peers, ReduceOp};
 use gym_group::placement::{ClusterSpec, CommunicationBackend};
 use gym_group::{
     Dispatch, Group, GroupError, Payload, Rank, RankLayout, RankState, Tensor, WorkerEnv, WorkerGroupExt as _,
@@ -46,9 +48,8 @@ worker! {
             let values = |rank: Rank| (0..elements).map(move |at| (at % 1_000) as f32 + rank as f32);
             let expected: Vec<f32> = (0..elements).map(|at| (at % 1_000) as f32 * meeting.world_size() as f32)
                 .map(|sum| sum + meeting.seats.iter().map(|seat| seat.rank as f32).sum::<f32>()).collect();
-            let sum = peers.all_reduce(cx, Tensor::from_vec([elements], values(self.rank).collect())?, ReduceOp::Sum).await?;
-            let sum = sum.view::<f32>()?;
-            Ok((sum[0], sum[..] == expected[..], peers.meeting().epoch).into())
+            let sum = summed(&*peers, cx, values(self.rank).collect()).await?;
+            Ok((sum[0], sum == expected, peers.meeting().epoch).into())
         }
         /// Returns the sum of a third of each rank, as gradients travel.
         exclusive async fn gradient(&mut self, cx: &CallContext, _: Payload<()>) -> Result<Payload<f32>> {
@@ -61,15 +62,32 @@ worker! {
         exclusive async fn endure(&mut self, cx: &CallContext, call: Payload<(usize, u64)>) -> Result<Payload<(String, u64, u64)>> {
             let (peers, (elements, deadline)) = (self.peers.all(cx).await?, call.value);
             loop {
-                let tensor = Tensor::from_vec([elements], vec![1.0_f32; elements])?;
+                let values = vec![1.0_f32; elements];
                 let (cx, began) = (cx.child().at_most(Duration::from_millis(deadline)), Instant::now());
-                if let Err(error) = peers.all_reduce(&cx, tensor, ReduceOp::Sum).await {
+                if let Err(error) = summed(&*peers, &cx, values).await {
                     return Ok((error.to_string(), micros(), began.elapsed().as_micros() as u64).into());
                 }
                 cx.progress.advance(1);
             }
         }
     }
+}
+
+/// Returns the sum of the ranks' values: of a GPU's memory where the rank has NCCL.
+async fn summed(peers: &dyn Communicator, cx: &CallContext, values: Vec<f32>) -> Result<Vec<f32>> {
+    #[cfg(feature = "nccl")]
+    if std::env::var_os(nccl::NCCL_LIBRARY_VARIABLE).is_some() {
+        return super::nccl::summed(peers, cx, &values).await;
+    }
+    let sum = peers.all_reduce(cx, Tensor::from_vec([values.len()], values)?, ReduceOp::Sum).await?;
+    Ok(sum.view::<f32>()?.to_vec())
+}
+
+/// Has one rank sum.
+#[cfg(feature = "nccl")]
+pub(crate) async fn sum_at(group: &Group, rank: Rank) -> Result<(), GroupError> {
+    let call = group.call(summing::sum, (String::new(), 100)).dispatch(Dispatch::rank(rank)).deadline(LONG);
+    call.await.map(drop)
 }
 
 /// The clock that processes of a machine have in common.
@@ -96,6 +114,10 @@ async fn summing_over(restarts: u32, collectives: CollectiveOptions, policy: Opt
     options.layout = Some(layout());
     let mut spec = spec("summing", RANKS);
     spec.collectives = collectives;
+    #[cfg(feature = "nccl")]
+    if collectives.backend == CommunicationBackend::Nccl {
+        spec.variables = super::nccl::variables();
+    }
     if let Some(policy) = policy {
         options.transports = options.transports.with_policy(policy.clone());
         spec.transport_policy = Some(policy);
@@ -155,19 +177,38 @@ pub(crate) async fn the_options_of_a_group_name_how_its_ranks_meet() {
     }
     stop(&group).await;
 
-    let mut options = CollectiveOptions::default();
-    options.backend = CommunicationBackend::Nccl;
-    let group = summing_with(0, options).await;
-    let error = group.call(summing::gradient, ()).deadline(LONG).await.expect_err("no NCCL");
-    assert_eq!(error.cause().code(), Code::Unimplemented);
-    assert!(error.to_string().contains("the feature `nccl` and libnccl.so.2"), "{error}");
+    let mut spec = spec("summing", RANKS);
+    spec.collectives.backend = CommunicationBackend::Nccl;
+    // Also where the machine has them.
+    for name in ["GYM_NCCL_LIBRARY", "GYM_CUDA_LIBRARY"] {
+        spec.variables.insert(name.to_owned(), "/no/such/library".to_owned());
+    }
+    let group = start(spec, self::options()).await.expect("starts");
+    let error = group.call(summing::sum, (String::new(), 1)).deadline(LONG).await.expect_err("no NCCL");
+    assert_eq!(error.cause().code(), Code::FailedPrecondition);
+    let why = if cfg!(feature = "nccl") { "NCCL cannot be loaded from /no/such/library" } else { "the feature `nccl`" };
+    let text = error.to_string();
+    assert!(text.contains(why) && text.contains("use 'auto' or 'host' for ranks on CPUs"), "{error}");
     stop(&group).await;
 }
 
 pub(crate) async fn the_survivors_of_a_killed_rank_name_it() {
     let number =
         |name: &str, otherwise: u64| std::env::var(name).map_or(otherwise, |text| text.parse().expect("a number"));
-    kill_ranks(number("GYM_COLLECTIVE_KILLS", 10), None).await;
+    kill_ranks(number("GYM_COLLECTIVE_KILLS", 10), CollectiveOptions::default(), None).await;
+}
+
+#[cfg(feature = "nccl")]
+pub(crate) async fn the_survivors_of_a_rank_that_is_killed_under_nccl_name_it() {
+    let kills = std::env::var("GYM_COLLECTIVE_KILLS").map_or(5, |text| text.parse().expect("a number"));
+    kill_ranks(kills, over_nccl(), None).await;
+}
+
+#[cfg(feature = "nccl")]
+pub(crate) fn over_nccl() -> CollectiveOptions {
+    let mut options = CollectiveOptions::default();
+    options.backend = CommunicationBackend::Nccl;
+    options
 }
 
 /// Lets all ranks sum, each time with this deadline in milliseconds, until one sum fails. Returns when all do, because a rank that asks for its peers when
@@ -208,9 +249,9 @@ fn survivors_name(outcomes: Vec<Endured>, lost: Rank, when: &str) -> Vec<(u64, u
 }
 
 /// Kills ranks while they sum. With a policy, over its transports.
-pub(crate) async fn kill_ranks(kills: u64, policy: Option<TransportPolicy>) {
+pub(crate) async fn kill_ranks(kills: u64, collectives: CollectiveOptions, policy: Option<TransportPolicy>) {
     let first_seed = std::env::var("GYM_KILL_SEED").map_or(1, |text| text.parse().expect("a number"));
-    let group = summing_over(u32::try_from(kills).expect("fits"), CollectiveOptions::default(), policy).await;
+    let group = summing_over(u32::try_from(kills).expect("fits"), collectives, policy).await;
     let mut epoch = check_sums(&group, 100).await;
     let mut times = Vec::new();
     for seed in first_seed..first_seed + kills {
@@ -275,7 +316,16 @@ pub(crate) async fn an_operation_that_waits_tells_for_whom() {
 }
 
 pub(crate) async fn a_stopped_rank_is_named_at_the_deadline() {
-    let group = summing(1).await;
+    stop_rank(CollectiveOptions::default()).await;
+}
+
+#[cfg(feature = "nccl")]
+pub(crate) async fn a_rank_that_is_stopped_under_nccl_is_named_at_the_deadline() {
+    stop_rank(over_nccl()).await;
+}
+
+async fn stop_rank(collectives: CollectiveOptions) {
+    let group = summing_with(1, collectives).await;
     check_sums(&group, 100).await;
     let (stopped, deadline) = (2, 400);
     let mut calls = Vec::new();

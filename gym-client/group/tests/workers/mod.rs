@@ -24,6 +24,8 @@ mod failure;
 mod gpus;
 mod health;
 mod kills;
+#[cfg(feature = "nccl")]
+mod nccl;
 mod nodes;
 mod provisioner;
 mod ranks;
@@ -158,6 +160,14 @@ pub(crate) fn main() {
         bad_input::the_table_of_bad_input_has_these_cases,
         kills::workers_killed_during_calls_leave_no_doubt,
     ];
+    #[cfg(feature = "nccl")]
+    cases.extend(cases![
+        collectives::the_survivors_of_a_rank_that_is_killed_under_nccl_name_it,
+        collectives::a_rank_that_is_stopped_under_nccl_is_named_at_the_deadline,
+        nccl::a_failure_of_nccl_at_one_rank_ends_the_sum_of_all_and_names_it,
+        nccl::ranks_with_other_versions_or_without_a_gpu_do_not_meet,
+        nccl::a_process_whose_abort_hangs_ends_and_is_started_again,
+    ]);
     #[cfg(feature = "rdma")]
     cases.extend(cases![
         ucx::ucx_is_chosen_by_the_groups_configuration_alone,

@@ -120,7 +120,7 @@ pub(crate) async fn ucx_ranks_in_processes_meet_and_name_a_killed_one() {
     }
     for level in [gym_client::transport::SHM, gym_client::transport::UCX_TCP] {
         let policy = gym_core::transport::TransportPolicy::of([level]).expect("a rung");
-        super::collectives::kill_ranks(3, Some(policy)).await;
+        super::collectives::kill_ranks(3, gym_group::collective::CollectiveOptions::default(), Some(policy)).await;
     }
 }
 

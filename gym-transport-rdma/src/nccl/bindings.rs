@@ -1,0 +1,166 @@
+//! The functions of NCCL and of CUDA's driver that communicators need.
+//!
+//! Sources: `nccl.h` of NCCL 2.19, the oldest version that is supported, and `cuda.h` of CUDA 12. Later versions keep these signatures.
+#![allow(unsafe_code)]
+
+use std::ffi::{c_char, c_int, c_uint, c_void};
+use std::fmt;
+use std::path::Path;
+
+use libloading::Library;
+
+use crate::nccl::NcclError;
+use crate::nccl::elf::check_whole;
+use crate::nccl::library::{NcclResult, RawId, loader_message};
+
+/// `ncclComm_t`.
+pub(super) type RawComm = *mut c_void;
+/// `CUstream`, `CUevent` and `CUcontext` are pointers to structures without members.
+pub(super) type Handle = *mut c_void;
+/// `CUdeviceptr`.
+pub(super) type Address = u64;
+/// `CUresult`, a C enum; 0 is success.
+pub(super) type CudaResult = c_int;
+
+/// `ncclInProgress`.
+pub(super) const IN_PROGRESS: NcclResult = 7;
+/// `CUDA_ERROR_NOT_READY`.
+pub(super) const NOT_READY: CudaResult = 600;
+
+/// `ncclConfig_t` as of NCCL 2.17. NCCL reads `size` bytes and fills in what later versions have added.
+#[repr(C)]
+pub(super) struct RawConfig {
+    size: usize,
+    magic: c_uint,
+    version: c_uint,
+    blocking: c_int,
+    cga_cluster_size: c_int,
+    min_ctas: c_int,
+    max_ctas: c_int,
+    net_name: *const c_char,
+    split_share: c_int,
+}
+
+impl RawConfig {
+    /// Returns NCCL's defaults, without blocking calls.
+    pub(super) fn non_blocking() -> Self {
+        // `NCCL_CONFIG_UNDEF_INT`.
+        let undefined = c_int::MIN;
+        Self {
+            size: size_of::<Self>(),
+            magic: 0xcafe_beef,
+            version: 21_703,
+            blocking: 0,
+            cga_cluster_size: undefined,
+            min_ctas: undefined,
+            max_ctas: undefined,
+            net_name: std::ptr::null(),
+            split_share: undefined,
+        }
+    }
+}
+
+macro_rules! functions {
+    ($(#[$doc:meta])* $name:ident { $($field:ident: $symbol:literal($($argument:ty),*) -> $result:ty;)* }) => {
+        $(#[$doc])*
+        #[derive(Clone, Copy)]
+        pub(super) struct $name { $(pub(super) $field: unsafe extern "C" fn($($argument),*) -> $result,)* }
+
+        impl $name {
+            /// Returns the functions of a library, or the name of the first one that it lacks.
+            fn of(library: &Library) -> Result<Self, &'static str> {
+                $(
+                    // SAFETY: the symbol has this signature in the headers of all supported versions. The caller never unloads the library.
+                    let $field = *unsafe { library.get(concat!($symbol, "\0").as_bytes()) }.map_err(|_| $symbol)?;
+                )*
+                Ok(Self { $($field),* })
+            }
+        }
+
+        impl fmt::Debug for $name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str(stringify!($name))
+            }
+        }
+    };
+}
+
+functions! {
+    /// What communicators call.
+    CommunicatorFunctions {
+        get_last_error: "ncclGetLastError"(RawComm) -> *const c_char;
+        init: "ncclCommInitRankConfig"(*mut RawComm, c_int, RawId, c_int, *mut RawConfig) -> NcclResult;
+        abort: "ncclCommAbort"(RawComm) -> NcclResult;
+        async_error: "ncclCommGetAsyncError"(RawComm, *mut NcclResult) -> NcclResult;
+        all_reduce: "ncclAllReduce"(Address, Address, usize, c_int, c_int, RawComm, Handle) -> NcclResult;
+        broadcast: "ncclBroadcast"(Address, Address, usize, c_int, c_int, RawComm, Handle) -> NcclResult;
+        all_gather: "ncclAllGather"(Address, Address, usize, c_int, RawComm, Handle) -> NcclResult;
+        reduce: "ncclReduce"(Address, Address, usize, c_int, c_int, c_int, RawComm, Handle) -> NcclResult;
+        send: "ncclSend"(Address, usize, c_int, c_int, RawComm, Handle) -> NcclResult;
+        receive: "ncclRecv"(Address, usize, c_int, c_int, RawComm, Handle) -> NcclResult;
+        group_start: "ncclGroupStart"() -> NcclResult;
+        group_end: "ncclGroupEnd"() -> NcclResult;
+        reduce_scatter: "ncclReduceScatter"(Address, Address, usize, c_int, c_int, RawComm, Handle) -> NcclResult;
+    }
+}
+
+functions! {
+    /// The driver's functions. No CUDA runtime is needed.
+    CudaFunctions {
+        init: "cuInit"(c_uint) -> CudaResult;
+        device: "cuDeviceGet"(*mut c_int, c_int) -> CudaResult;
+        uuid: "cuDeviceGetUuid_v2"(*mut [u8; 16], c_int) -> CudaResult;
+        retain_context: "cuDevicePrimaryCtxRetain"(*mut Handle, c_int) -> CudaResult;
+        set_context: "cuCtxSetCurrent"(Handle) -> CudaResult;
+        allocate: "cuMemAlloc_v2"(*mut Address, usize) -> CudaResult;
+        free: "cuMemFree_v2"(Address) -> CudaResult;
+        upload: "cuMemcpyHtoD_v2"(Address, *const c_void, usize) -> CudaResult;
+        download: "cuMemcpyDtoH_v2"(*mut c_void, Address, usize) -> CudaResult;
+        create_stream: "cuStreamCreate"(*mut Handle, c_uint) -> CudaResult;
+        create_event: "cuEventCreate"(*mut Handle, c_uint) -> CudaResult;
+        record_event: "cuEventRecord"(Handle, Handle) -> CudaResult;
+        query_event: "cuEventQuery"(Handle) -> CudaResult;
+        destroy_event: "cuEventDestroy_v2"(Handle) -> CudaResult;
+        error_string: "cuGetErrorString"(CudaResult, *mut *const c_char) -> CudaResult;
+    }
+}
+
+impl CommunicatorFunctions {
+    pub(super) fn load(path: &Path) -> Result<Self, NcclError> {
+        let not_nccl = |function| NcclError::NotNccl { path: path.to_owned(), function };
+        with_library(path, |why| NcclError::Load { path: path.to_owned(), why }, Self::of)?.map_err(not_nccl)
+    }
+}
+
+impl CudaFunctions {
+    pub(super) fn load(path: &Path) -> Result<Self, String> {
+        with_library(path, |why| why, Self::of)?.map_err(|function| format!("it has no function {function}"))
+    }
+}
+
+/// Loads a library for good, and reads its functions.
+fn with_library<T, E>(path: &Path, failed: impl FnOnce(String) -> E, read: impl FnOnce(&Library) -> T) -> Result<T, E> {
+    if let Err(why) = check_whole(path) {
+        return Err(failed(why));
+    }
+    // SAFETY: loading runs the library's constructors. Callers pass a library of NVIDIA's by its own soname, in a directory of the dynamic loader or of the
+    // user. Neither changes signal handlers or libc, and both can be loaded on any thread.
+    let library = unsafe { Library::new(path) }.map_err(|error| failed(loader_message(&error)))?;
+    let functions = read(&library);
+    // Never unloaded: constructors may have left threads or exit handlers behind, and the functions outlive this call.
+    std::mem::forget(library);
+    Ok(functions)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_configuration_has_the_layout_of_nccl_2_17() {
+        assert_eq!(size_of::<RawConfig>(), 48);
+        assert_eq!(std::mem::offset_of!(RawConfig, blocking), 16);
+        assert_eq!(std::mem::offset_of!(RawConfig, net_name), 32);
+        assert_eq!(std::mem::offset_of!(RawConfig, split_share), 40);
+    }
+}

@@ -1,0 +1,391 @@
+//! The backend `nccl` over a library without a GPU: values, agreement before NCCL begins, failures.
+#![allow(clippy::unwrap_used)]
+
+#[path = "fake_nccl/mod.rs"]
+mod fake_nccl;
+
+use std::any::Any;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use futures_util::future::join_all;
+use gym_core::group::DType;
+use gym_core::group::collective::{
+    Buffer, Collective, Collectives, Communicator, InProcessCollectives, Meeting, Memory, Moved, ReduceOp, Seat,
+    Transfer,
+};
+use gym_core::testing::conformance::{CollectiveFixture, collectives};
+use gym_core::{CallContext, Code, Error, Incarnation};
+use gym_transport_rdma::nccl::cuda::{CudaDevice, CudaMemory};
+use gym_transport_rdma::nccl::{Nccl, NcclCollectives, NcclError, NcclOptions};
+
+const LONG: Duration = Duration::from_secs(30);
+
+/// The ranks of a meeting, each with a GPU of its own.
+async fn ranks(world_size: u32) -> Vec<(Arc<dyn Communicator>, CudaDevice)> {
+    let (nccl, cuda) = fake_nccl::libraries();
+    let host = Arc::new(InProcessCollectives::new());
+    let seats: Arc<[Seat]> = (0..world_size).map(|rank| Seat::new(rank, Incarnation(1))).collect();
+    let join = async |rank: u32| {
+        let mut options = NcclOptions::default();
+        (options.nccl, options.cuda, options.device) = (nccl.clone(), cuda.clone(), rank);
+        let backend = NcclCollectives::open(host.clone(), &options).unwrap();
+        let meeting = Meeting::new("data", 1, rank, Arc::clone(&seats)).unwrap();
+        (backend.join(&CallContext::within(LONG), meeting).await.unwrap(), backend.device().clone())
+    };
+    join_all((0..world_size).map(join)).await
+}
+
+fn up(device: &CudaDevice, dtype: DType, bytes: &[u8]) -> Buffer {
+    Buffer::new(dtype, Memory::Device(Box::new(device.upload(bytes).unwrap())))
+}
+
+fn down(moved: Moved) -> Vec<u8> {
+    moved.result.unwrap();
+    let Memory::Device(memory) = moved.buffer.memory else { panic!("host memory") };
+    (memory as Box<dyn Any>).downcast::<CudaMemory>().unwrap().download().unwrap()
+}
+
+fn floats(values: impl IntoIterator<Item = f32>) -> Vec<u8> {
+    values.into_iter().flat_map(f32::to_le_bytes).collect()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn every_operation_moves_the_memory_of_one_to_eight_gpus() {
+    for world_size in [1, 2, 3, 8_u32] {
+        let ranks = ranks(world_size).await;
+        let (cx, size) = (CallContext::within(LONG), world_size as usize);
+        // Divisible by all sizes, and longer than a chunk of the library.
+        for elements in [0, 24, if world_size == 2 { 24 * 12_000 } else { 240 }] {
+            let own = |rank: usize| floats((0..elements).map(|i| (i % 7 + rank) as f32));
+            let call = async |operation: Collective| {
+                let moved = ranks.iter().enumerate().map(|(rank, (communicator, device))| {
+                    communicator.start(&cx, operation, up(device, DType::F32, &own(rank)))
+                });
+                join_all(moved).await.into_iter().map(down).collect::<Vec<_>>()
+            };
+            let summed = |i: usize| (size * (i % 7) + size * (size - 1) / 2) as f32;
+            let sum = floats((0..elements).map(summed));
+            for result in call(Collective::AllReduce(ReduceOp::Sum)).await {
+                assert_eq!(result, sum, "all_reduce of {elements} over {size}");
+            }
+            let mean = floats((0..elements).map(|i| summed(i) / size as f32));
+            assert!(call(Collective::AllReduce(ReduceOp::Mean)).await.iter().all(|result| *result == mean));
+            let largest = own(size - 1);
+            assert!(call(Collective::AllReduce(ReduceOp::Max)).await.iter().all(|result| *result == largest));
+            assert!(call(Collective::AllReduce(ReduceOp::Min)).await.iter().all(|result| *result == own(0)));
+            let root = Collective::Broadcast { root: world_size - 1 };
+            assert!(call(root).await.iter().all(|result| *result == largest), "broadcast");
+            let all: Vec<u8> = (0..size).flat_map(own).collect();
+            assert!(call(Collective::AllGather).await.iter().all(|result| *result == all), "all_gather");
+            let scattered = call(Collective::ReduceScatter(ReduceOp::Sum)).await;
+            assert_eq!(scattered.concat(), sum, "reduce_scatter of {elements} over {size}");
+        }
+        // Lengths that differ, parts that are not equal, and sends that cross.
+        let starts = ranks.iter().enumerate().map(|(rank, (communicator, device))| {
+            communicator.start(&cx, Collective::AllGather, up(device, DType::F32, &floats((0..rank).map(|i| i as f32))))
+        });
+        let all = floats((0..size).flat_map(|rank| (0..rank).map(|i| i as f32)));
+        assert!(join_all(starts).await.into_iter().all(|moved| down(moved) == all), "ragged all_gather over {size}");
+        let odd = floats((0..size * 2 + 1).map(|i| i as f32));
+        let starts = ranks.iter().map(|(communicator, device)| {
+            communicator.start(&cx, Collective::ReduceScatter(ReduceOp::Sum), up(device, DType::F32, &odd))
+        });
+        let parts: Vec<u8> = join_all(starts).await.into_iter().flat_map(down).collect();
+        assert_eq!(parts, floats((0..size * 2 + 1).map(|i| (i * size) as f32)), "odd reduce_scatter over {size}");
+        for number in 0..3 {
+            let starts = ranks.iter().enumerate().flat_map(|(rank, (communicator, device))| {
+                let own = |rank: usize| floats([(rank * 10 + number) as f32]);
+                let others = (0..size).filter(move |other| *other != rank);
+                let send = |other| {
+                    communicator.start(&cx, Collective::Send { to: other as u32 }, up(device, DType::F32, &own(rank)))
+                };
+                let receive = |other| {
+                    let from = Collective::Receive { from: other as u32 };
+                    let transfer = communicator.start(&cx, from, up(device, DType::F32, &[0; 4]));
+                    let expected = own(other);
+                    async move { assert_eq!(down(transfer.await), expected, "rank {rank} from rank {other}") }
+                };
+                let sent: Vec<_> = others.clone().map(send).collect();
+                let received: Vec<_> = others.map(receive).collect();
+                [async move {
+                    join_all(sent).await.into_iter().for_each(|moved| drop(down(moved)));
+                    join_all(received).await;
+                }]
+            });
+            join_all(starts.collect::<Vec<_>>()).await;
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn every_type_that_the_sdk_sums_is_one_of_nccl() {
+    let ranks = ranks(2).await;
+    let cx = CallContext::within(LONG);
+    let (f16, bf16) = ([[0x00, 0x3c], [0x00, 0x40], [0x00, 0x42]], [[0x80, 0x3f], [0x00, 0x40], [0x40, 0x40]]);
+    type Case = (DType, Vec<u8>, Vec<u8>, Vec<u8>);
+    let cases: [Case; 7] = [
+        (DType::F32, floats([1.0]), floats([2.0]), floats([3.0])),
+        (DType::F64, 1.0_f64.to_le_bytes().into(), 2.0_f64.to_le_bytes().into(), 3.0_f64.to_le_bytes().into()),
+        (DType::F16, f16[0].into(), f16[1].into(), f16[2].into()),
+        (DType::Bf16, bf16[0].into(), bf16[1].into(), bf16[2].into()),
+        (DType::I32, (-1_i32).to_le_bytes().into(), 3_i32.to_le_bytes().into(), 2_i32.to_le_bytes().into()),
+        (DType::I64, i64::MAX.to_le_bytes().into(), 1_i64.to_le_bytes().into(), i64::MIN.to_le_bytes().into()),
+        (DType::U8, vec![200], vec![100], vec![44]),
+    ];
+    for (dtype, one, other, sum) in cases {
+        let starts = ranks.iter().zip([one, other]).map(|((communicator, device), bytes)| {
+            communicator.start(&cx, Collective::AllReduce(ReduceOp::Sum), up(device, dtype, &bytes))
+        });
+        for moved in join_all(starts).await {
+            assert_eq!(down(moved), sum, "{dtype}");
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn host_and_device_memory_take_turns_in_one_order() {
+    let ranks = ranks(2).await;
+    let cx = CallContext::within(LONG);
+    let all = ranks.iter().map(async |(communicator, device)| {
+        let mut transfers = Vec::new();
+        for number in 0..20 {
+            let bytes = floats([number as f32]);
+            let buffer = match number % 2 {
+                0 => up(device, DType::F32, &bytes),
+                _ => Buffer::host(DType::F32, bytes[..].into()),
+            };
+            transfers.push(communicator.start(&cx, Collective::AllReduce(ReduceOp::Sum), buffer));
+        }
+        for (number, moved) in join_all(transfers).await.into_iter().enumerate() {
+            let sum = floats([2.0 * number as f32]);
+            if number % 2 == 0 {
+                assert_eq!(down(moved), sum);
+            } else {
+                assert_eq!(moved.buffer.host_bytes().unwrap(), sum);
+            }
+        }
+    });
+    join_all(all).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn different_calls_are_found_before_nccl_begins_and_the_memory_comes_back() {
+    let ranks = ranks(3).await;
+    let cx = CallContext::within(LONG);
+    let starts = ranks.iter().enumerate().map(|(rank, (communicator, device))| {
+        let bytes = vec![0; if rank == 1 { 8 } else { 16 }];
+        communicator.start(&cx, Collective::AllReduce(ReduceOp::Sum), up(device, DType::F32, &bytes))
+    });
+    for (rank, moved) in join_all(starts).await.into_iter().enumerate() {
+        let error = moved.result.unwrap_err();
+        assert_eq!(error.code(), Code::FailedPrecondition, "{error}");
+        let text = error.to_string();
+        assert!(text.contains("rank 1 calls all_reduce(sum) of 2 F32"), "rank {rank}: {text}");
+        assert_eq!(moved.buffer.bytes(), if rank == 1 { 8 } else { 16 });
+        assert!(matches!(moved.buffer.memory, Memory::Device(_)));
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_rank_that_never_calls_is_named_at_the_deadline_and_one_that_leaves_at_once() {
+    let mut ranks = ranks(3).await;
+    let cx = CallContext::within(Duration::from_millis(300));
+    let start = |rank: usize, ranks: &[(Arc<dyn Communicator>, CudaDevice)]| {
+        let (communicator, device) = &ranks[rank];
+        communicator.start(&cx, Collective::AllReduce(ReduceOp::Sum), up(device, DType::F32, &[0; 16]))
+    };
+    let moved = join_all([start(0, &ranks), start(1, &ranks)]).await;
+    for moved in moved {
+        let error = moved.result.unwrap_err();
+        assert_eq!(error.code(), Code::DeadlineExceeded, "{error}");
+        assert!(error.to_string().contains("rank 2 has"), "{error}");
+    }
+    let late = start(2, &ranks).await.result.unwrap_err();
+    assert!(late.to_string().contains("rank 2 has"), "the first cause stays: {late}");
+    ranks = self::ranks(2).await;
+    drop(ranks.pop());
+    let (communicator, device) = &ranks[0];
+    let cx = CallContext::within(LONG);
+    let moved = communicator.start(&cx, Collective::AllReduce(ReduceOp::Sum), up(device, DType::F32, &[0; 16])).await;
+    let error = moved.result.unwrap_err();
+    assert!(error.to_string().contains("rank 1 has left"), "{error}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn memory_of_another_gpu_is_refused_and_aborts_nothing() {
+    let ranks = ranks(2).await;
+    let (cx, (communicator, _)) = (CallContext::within(LONG), &ranks[0]);
+    let elsewhere = up(&ranks[1].1, DType::F32, &[0; 4]);
+    let moved = communicator.start(&cx, Collective::AllReduce(ReduceOp::Sum), elsewhere).await;
+    let error = moved.result.unwrap_err();
+    assert_eq!((error.code(), moved.buffer.bytes()), (Code::Unimplemented, 4), "{error}");
+    assert!(error.to_string().contains("moves memory of cuda:0, not 4 bytes of cuda:1"), "{error}");
+    let sums = ranks.iter().map(|(communicator, device)| {
+        communicator.start(&cx, Collective::AllReduce(ReduceOp::Sum), up(device, DType::F32, &floats([1.0])))
+    });
+    assert!(join_all(sums).await.into_iter().all(|moved| down(moved) == floats([2.0])));
+}
+
+/// Ranks that put the host memory of each call on their GPU, and its result back.
+#[derive(Debug)]
+struct OnDevices {
+    host: Arc<InProcessCollectives>,
+    devices: AtomicU32,
+}
+
+#[async_trait]
+impl CollectiveFixture for OnDevices {
+    async fn rank(&self, rank: u32) -> (Arc<dyn Collectives>, Seat) {
+        let (mut options, (nccl, cuda)) = (NcclOptions::default(), fake_nccl::libraries());
+        (options.nccl, options.cuda) = (nccl, cuda);
+        options.device = self.devices.fetch_add(1, Ordering::Relaxed) % 8;
+        let nccl = NcclCollectives::open(self.host.clone(), &options).unwrap();
+        (Arc::new(OnDevice(nccl)), Seat::new(rank, Incarnation(1)))
+    }
+}
+
+#[derive(Debug)]
+struct OnDevice(NcclCollectives);
+
+#[async_trait]
+impl Collectives for OnDevice {
+    fn name(&self) -> &'static str {
+        self.0.name()
+    }
+
+    async fn join(&self, cx: &CallContext, meeting: Meeting) -> gym_core::Result<Arc<dyn Communicator>> {
+        Ok(Arc::new(Uploading(self.0.join(cx, meeting).await?, self.0.device().clone())))
+    }
+}
+
+#[derive(Debug)]
+struct Uploading(Arc<dyn Communicator>, CudaDevice);
+
+#[async_trait]
+impl Communicator for Uploading {
+    fn meeting(&self) -> &Meeting {
+        self.0.meeting()
+    }
+
+    fn start(&self, cx: &CallContext, operation: Collective, buffer: Buffer) -> Transfer {
+        let Some(bytes) = buffer.host_bytes().filter(|_| operation != Collective::Barrier) else {
+            return self.0.start(cx, operation, buffer);
+        };
+        let moved = self.0.start(cx, operation, up(&self.1, buffer.dtype, bytes));
+        let (completion, transfer) = Transfer::new();
+        tokio::spawn(async move {
+            let Moved { buffer, result } = moved.await;
+            let Memory::Device(memory) = buffer.memory else { panic!("host memory") };
+            let memory = (memory as Box<dyn Any>).downcast::<CudaMemory>().unwrap();
+            completion.finish(Buffer::host(buffer.dtype, memory.download().unwrap()[..].into()), result);
+        });
+        transfer
+    }
+
+    fn abort(&self, why: Error) {
+        self.0.abort(why);
+    }
+
+    async fn closed(&self) -> Error {
+        self.0.closed().await
+    }
+}
+
+/// Ends at the first case about errors: where ranks call different operations, each names its own in the subject of the one cause, because the host's meeting
+/// knows only the agreement.
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "the subject of a failure is not yet the same on every rank"]
+async fn memory_of_gpus_passes_the_suite_of_collectives() {
+    collectives(&OnDevices { host: Arc::default(), devices: AtomicU32::new(0) }, 1).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn two_ranks_with_one_gpu_are_refused_before_nccl_waits() {
+    let (nccl, cuda) = fake_nccl::libraries();
+    let host = Arc::new(InProcessCollectives::new());
+    let seats: Arc<[Seat]> = (0..2).map(|rank| Seat::new(rank, Incarnation(1))).collect();
+    let join = async |rank: u32| {
+        let mut options = NcclOptions::default();
+        (options.nccl, options.cuda) = (nccl.clone(), cuda.clone());
+        let backend = NcclCollectives::open(host.clone(), &options).unwrap();
+        let meeting = Meeting::new("data", 1, rank, Arc::clone(&seats)).unwrap();
+        backend.join(&CallContext::within(LONG), meeting).await.unwrap_err()
+    };
+    for error in join_all((0..2).map(join)).await {
+        assert!(error.to_string().contains("ranks 0 and 1 have one GPU"), "{error}");
+    }
+}
+
+/// Twelve files that are not NCCL, or not whole.
+#[tokio::test]
+async fn a_missing_or_wrong_library_is_an_error_that_names_it() {
+    let (nccl, cuda) = fake_nccl::libraries();
+    let folder = tempfile::tempdir().unwrap();
+    let file = |name: &str, contents: &[u8]| {
+        let path = folder.path().join(name);
+        std::fs::write(&path, contents).unwrap();
+        path
+    };
+    let whole = std::fs::read(&nccl).unwrap();
+    let mut other_machine = whole.clone();
+    other_machine[18] = 0xb7;
+    let mut other_class = whole.clone();
+    other_class[4] = 1;
+    let dangling = folder.path().join("dangling.so");
+    std::os::unix::fs::symlink("nowhere", &dangling).unwrap();
+    let wrong = [
+        folder.path().join("missing.so"),
+        file("empty.so", b""),
+        file("text.so", b"no library\n"),
+        file("header.so", &whole[..64]),
+        file("half.so", &whole[..whole.len() / 2]),
+        file("machine.so", &other_machine),
+        file("class.so", &other_class),
+        folder.path().to_owned(),
+        dangling,
+        "libc.so.6".into(),
+        "libno-such-nccl.so.2".into(),
+        "".into(),
+    ];
+    for path in wrong {
+        for (nccl, cuda) in [(path.clone(), cuda.clone()), (nccl.clone(), path.clone())] {
+            let mut options = NcclOptions::default();
+            (options.nccl, options.cuda) = (nccl, cuda);
+            let error = NcclCollectives::open(Arc::new(InProcessCollectives::new()), &options).unwrap_err();
+            let text = error.to_string();
+            assert_eq!(error.code(), Code::FailedPrecondition, "{text}");
+            assert!(text.contains(path.to_str().unwrap()), "{}: {text}", path.display());
+        }
+    }
+}
+
+/// NVIDIA's own library, at the paths of `GYM_NCCL_WHEELS`, separated by colons. No GPU is needed.
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "needs the libraries that the tier `nccl-wheel` downloads"]
+async fn nvidias_library_tells_its_version_makes_ids_and_fails_without_a_gpu() {
+    let wheels = std::env::var("GYM_NCCL_WHEELS").expect("GYM_NCCL_WHEELS has the paths of libraries");
+    for path in wheels.split(':') {
+        let nccl = Nccl::load(path.as_ref()).unwrap();
+        let version = nccl.version().unwrap();
+        assert!(path.contains(&version.to_string()), "{path} has version {version}");
+        // Two ids differ, and tell one address of this machine.
+        let ids = [nccl.unique_id().unwrap(), nccl.unique_id().unwrap()];
+        assert!(ids[0] != ids[1] && ids[0].address().is_some(), "{ids:?}");
+        let mut options = NcclOptions::default();
+        (options.nccl, options.cuda) = (path.into(), fake_nccl::libraries().1);
+        let backend = NcclCollectives::open(Arc::new(InProcessCollectives::new()), &options).unwrap();
+        let seats: Arc<[Seat]> = [Seat::new(0, Incarnation(1))].into();
+        let meeting = Meeting::new("data", 1, 0, seats).unwrap();
+        let error = backend.join(&CallContext::within(LONG), meeting).await.unwrap_err();
+        println!("NCCL {version}: ids at {:?}; {error}", ids[0].address());
+        assert!(
+            error.to_string().contains("ncclCommInitRankConfig failed with code 1 (unhandled cuda error"),
+            "{error}"
+        );
+    }
+    let error = Nccl::load("libno-such-nccl.so.2".as_ref()).unwrap_err();
+    assert!(matches!(error, NcclError::Load { .. }), "{error}");
+}
