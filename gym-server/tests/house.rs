@@ -62,8 +62,9 @@ const ROOMS: &[(&str, &[&[&str]])] = &[
             &["messaging"],
             &["fabric"],
             &["ucx"],
-            &["sys", "memory", "tuning"],
-            &["probe"],
+            &["sys", "memory", "probe"],
+            &["tuning"],
+            &["machine"],
         ],
     ),
     (

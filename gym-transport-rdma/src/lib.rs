@@ -46,6 +46,8 @@
 //! | [`memory`] | pool of registered buffers |
 //! | `ucx`, `sys` | safe wrappers of UCX; its bindings and the loader of the library |
 //! | [`mod@probe`] | reports the RDMA and NCCL support of this machine, without loading UCX |
+//! | [`tuning`] | rules about the settings of NCCL, RoCE and UCX, from which the probe also takes its verdicts |
+//! | [`machine`] | what both ask: this machine, a folder that holds one, or a recording |
 //!
 //! # The path of a message
 //!
@@ -186,6 +188,7 @@ pub mod backend;
 pub mod fabric;
 #[cfg(feature = "testing")]
 pub mod fuzzing;
+pub mod machine;
 pub mod memory;
 mod messaging;
 pub mod probe;

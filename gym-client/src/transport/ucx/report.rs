@@ -51,7 +51,11 @@ fn read(output: &Output) -> Result<UcxReport, String> {
     let text = String::from_utf8_lossy(&output.stdout);
     let said = text.lines().find_map(|line| line.strip_prefix(MARK));
     match said.and_then(|said| serde_json::from_str::<Result<UcxReport, String>>(said).ok()) {
-        Some(found) => found,
+        Some(found) => found.map(|mut report| {
+            let errors = String::from_utf8_lossy(&output.stderr);
+            report.warnings = text.lines().chain(errors.lines()).filter_map(warning).collect();
+            report
+        }),
         None => {
             let how = match output.status.signal() {
                 Some(signal) => format!("died by signal {signal}"),
@@ -62,6 +66,12 @@ fn read(output: &Output) -> Result<UcxReport, String> {
             Err(format!("the process that loaded UCX {how}; it said last: {last}"))
         }
     }
+}
+
+/// Returns the text of a line with a warning of UCX: `[1.2] [host:1:0] ucp_context.c:1014 UCX  WARN  transport …`.
+fn warning(line: &str) -> Option<String> {
+    let (before, text) = line.split_once(" WARN ")?;
+    before.trim_end().ends_with("UCX").then(|| text.trim().to_owned())
 }
 
 pub(crate) fn be_reporter() -> ! {
@@ -88,6 +98,16 @@ mod tests {
     fn the_answer_is_found_among_what_ucx_prints() {
         let answer = "[1] UCX  WARN unused environment variable\n\ngym-ucx-report {\"Err\":\"not there\"}\n";
         assert_eq!(read(&output(0, answer, "")), Err("not there".to_owned()));
+    }
+
+    #[test]
+    fn warnings_of_ucx_are_part_of_the_report() {
+        let report = r#"gym-ucx-report {"Ok":{"version":"1.13.1","path":"/x","resources":[],"signals_restored":[],"patched":[]}}"#;
+        let line = "[17.4] [vm:1:0]  parser.c:1908 UCX  WARN  unused env variable: UCX_FOO";
+        for (stdout, stderr) in [(format!("{line}\n{report}\n"), String::new()), (report.to_owned(), line.to_owned())] {
+            let report = read(&output(0, &stdout, &stderr)).expect("a report");
+            assert_eq!(report.warnings, ["unused env variable: UCX_FOO"]);
+        }
     }
 
     #[test]

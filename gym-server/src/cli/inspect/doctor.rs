@@ -203,9 +203,36 @@ mod checks {
         let mut diagnosis = judge(reports, &probe, &ucx);
         // Many small files are read.
         let tuned = World::real().blocking(|| tuning::judge(&Live::new())).await.unwrap_or_default();
-        diagnosis.findings.extend(tuned.into_iter().map(of_tuning));
+        diagnosis.findings.extend(probe.beside(tuned).into_iter().map(of_tuning));
+        let said = warnings(&ucx, &diagnosis.findings);
+        diagnosis.findings.extend(said);
         diagnosis
     }
+
+    /// Returns what UCX itself warned of, apart from what a rule has said already.
+    pub(super) fn warnings(ucx: &Result<UcxReport, String>, findings: &[Finding]) -> Vec<Finding> {
+        let warnings = ucx.iter().flat_map(|report| &report.warnings);
+        // A rule names the variable, or the device that UCX puts in quotes.
+        let is_said = |warning: &str| {
+            let fact = warning.split([';', '(']).next().unwrap_or(warning);
+            let fact = fact.split(", please").next().unwrap_or(fact);
+            let words = fact.split([' ', ',']).filter(|word| word.starts_with("UCX_"));
+            let names: Vec<&str> = fact.split('\'').skip(1).step_by(2).chain(words).collect();
+            let is_told = |name: &&str| {
+                let mut faults = findings.iter().filter(|finding| matches!(finding.status, "warning" | "error"));
+                faults.any(|finding| finding.topic == **name || finding.found.contains(*name))
+            };
+            !names.is_empty() && names.iter().all(is_told)
+        };
+        let told = warnings.filter(|warning| !is_said(warning)).map(|warning| {
+            let fix = "correct the variable or the line of ucx.conf that it names, or remove it";
+            Finding::warning("ucx", format!("UCX warns: {warning}"), fix)
+        });
+        told.collect()
+    }
+
+    /// How processes of one host may read each other's memory.
+    const CMA: &str = "in a container: --cap-add=SYS_PTRACE, compose: cap_add: [SYS_PTRACE]; on a host: sysctl kernel.yama.ptrace_scope=0";
 
     fn of_tuning(finding: tuning::Finding) -> Finding {
         let found = format!("{} ({})", finding.found, finding.because);
@@ -222,20 +249,23 @@ mod checks {
             .map(|finding| match (finding.topic, ucx) {
                 // The report of a loaded UCX is more reliable than its files. A UCX whose files exist but which cannot be loaded is
                 // broken.
-                (Topic::Ucx, Ok(report)) => loaded(report, ports),
-                (Topic::Ucx, Err(why)) => Finding {
+                (Topic::Ucx, Ok(report)) if finding.because.is_empty() => loaded(report, ports),
+                (Topic::Ucx, Err(why)) if probe.ucx_stopped().is_none() => Finding {
                     status: if finding.status == Status::Missing { "missing" } else { "warning" },
-                    fix: Some(to_load()),
+                    fix: Some(to_load(why)),
                     ..written(finding, why.clone())
                 },
-                _ => written(finding, finding.found.clone()),
+                _ if finding.because.is_empty() => written(finding, finding.found.clone()),
+                // A rule about settings knows more than UCX says.
+                _ => written(finding, format!("{} ({})", finding.found, finding.because)),
             })
             .collect();
-        // Warnings first, then missing components; otherwise in the order of their dependencies.
+        // Errors and warnings first, then missing components; otherwise in the order of their dependencies.
         findings.sort_by_key(|finding| match finding.status {
-            "warning" => 0,
-            "missing" => 1,
-            _ => 2,
+            "error" => 0,
+            "warning" => 1,
+            "missing" => 2,
+            _ => 3,
         });
         Diagnosis {
             summary: probe.summary.clone(),
@@ -251,6 +281,7 @@ mod checks {
         let status = match finding.status {
             Status::Ok => "ok",
             Status::Warning => "warning",
+            Status::Error => "error",
             Status::Missing => "missing",
             Status::NotNeeded => "not_needed",
         };
@@ -259,6 +290,14 @@ mod checks {
 
     fn loaded(report: &UcxReport, ports: bool) -> Finding {
         let found = format!("UCX {} ({}): {}", report.version, report.path.display(), report.resources.join(", "));
+        // Docker's default profile forbids it, and so does ptrace_scope.
+        let has = |prefix: &str| report.resources.iter().any(|name| name.starts_with(prefix));
+        let shares = has("posix/") || has("sysv/");
+        let is_free = std::env::var_os("UCX_TLS").is_none();
+        let found = match is_free && shares && !has("cma/") && !has("xpmem/") && !has("knem/") {
+            true => format!("{found}; without cma, bulk data is copied twice on this host ({CMA})"),
+            false => found,
+        };
         let (status, fix) = if ports && report.of(RDMA).is_empty() {
             ("warning", Some(WITH_VERBS.to_owned()))
         } else if report.patched.is_empty() {
@@ -374,7 +413,7 @@ mod tests {
         }
         let report = |resources: &[&str]| -> UcxReport {
             let report = json!({"version": "1.13.1", "path": "/opt/libucp.so.0", "resources": resources,
-                "signals_restored": [], "patched": []});
+                "signals_restored": [], "patched": [], "warnings": []});
             serde_json::from_value(report).expect("a report")
         };
         let (probe, ucx) = (ProbeOptions::new().root(root.path()).probe(), ucx.map(report).map_err(str::to_owned));
@@ -402,7 +441,8 @@ mod tests {
         assert_eq!(usable(&complete), ["mem", "shm", "rdma", "ucx_tcp", "http"]);
         assert_eq!(complete.missing(RDMA), None);
         // UCX lists the device, but the process could not pin its memory.
-        let poor = diagnosis(&[COMPLETE[0], COMPLETE[1]], Ok(&devices));
+        let limit = "Max locked memory         8388608              8388608              bytes\n";
+        let poor = diagnosis(&[COMPLETE[0], COMPLETE[1], ("proc/self/limits", limit), COMPLETE[3]], Ok(&devices));
         assert_eq!(usable(&poor), ["mem", "shm", "ucx_tcp", "http"]);
         let missing = poor.missing(RDMA).unwrap();
         assert!(missing.contains("may be pinned") && missing.contains("; fix: "), "{missing}");
@@ -430,6 +470,40 @@ mod tests {
     }
 
     #[test]
+    fn a_setting_that_stops_ucx_is_named_with_its_source_and_no_installation_is_advised() {
+        let library = ("usr/lib/libucp.so.0", "");
+        let of = |variables: &str, why: &str| diagnosis(&[library, ("proc/self/environ", variables)], Err(why));
+        let quoted = of("UCX_TLS=\"rc\"\0", "start UCX with: No such device (UCX status -16)");
+        let unreadable = of("UCX_MAX_EAGER_LANES=abc\0", "the process that loaded UCX died by signal 11");
+        for (found, name, value) in [(quoted, "UCX_TLS", "\"rc\""), (unreadable, "UCX_MAX_EAGER_LANES", "`abc`")] {
+            let ucx = found.findings.iter().find(|finding| finding.topic == "ucx").unwrap();
+            let fix = ucx.fix.as_deref().unwrap();
+            assert!(ucx.status == "error" && ucx.found.contains(name) && ucx.found.contains(value), "{ucx:?}");
+            assert!(ucx.found.contains("the environment") && !fix.contains("install"), "{ucx:?}");
+            let tcp = found.missing(UCX_TCP).unwrap();
+            assert!(tcp.contains(name) && !tcp.contains("install"), "{tcp}");
+        }
+    }
+
+    #[test]
+    fn warnings_of_ucx_are_findings_unless_a_rule_has_said_it() {
+        let mut report: UcxReport = serde_json::from_value(json!({"version": "1.13.1", "path": "/x", "resources": [],
+            "signals_restored": [], "patched": []}))
+        .unwrap();
+        report.warnings = vec![
+            "unused env variables: UCX_FOO,UCX_NET_DEVICES (set UCX_WARN_UNUSED_ENV_VARS=n to suppress this warning)"
+                .to_owned(),
+            "network device 'eth9' is not available, please use one or more of: 'eth0'(tcp)".to_owned(),
+            "transport 'foo' is not available, please use one or more of: self".to_owned(),
+        ];
+        let rule = Finding::warning("UCX_NET_DEVICES", "eth9 is not here: UCX knows eth0", "write it");
+        let said = checks::warnings(&Ok(report), &[rule]);
+        let found: Vec<&str> = said.iter().map(|finding| finding.found.as_str()).collect();
+        assert_eq!(found.len(), 2, "{found:?}");
+        assert!(found[0].contains("UCX_FOO") && found[1].contains("'foo'"), "{found:?}");
+    }
+
+    #[test]
     fn every_warning_and_everything_missing_has_a_fix() {
         for found in
             [diagnosis(&[], Err("not there")), diagnosis(&COMPLETE, Ok(&["tcp/lo"])), diagnosis(&COMPLETE, Ok(&[]))]
@@ -438,7 +512,7 @@ mod tests {
                 assert_eq!(check.fix.is_none(), check.usable, "{check:?}");
             }
             for finding in &found.findings {
-                let wanted = matches!(finding.status, "warning" | "missing");
+                let wanted = matches!(finding.status, "error" | "warning" | "missing");
                 assert_eq!(finding.fix.is_some(), wanted, "{finding:?}");
             }
             assert!(found.text().contains(&found.summary));
