@@ -129,22 +129,24 @@ pub const WITH_VERBS: &str = "install a UCX with verbs (Debian's libucx0, dnf's 
 const KEPT_FROM: &str = "look at UCX_TLS and UCX_NET_DEVICES: they keep UCX from what it has";
 const NO_TRANSPORT: &str = "UCX has no transport for it here";
 
-/// The fix where UCX cannot be used for this reason.
+/// Returns the fact and the fix where UCX cannot be used for this reason.
 #[must_use]
-pub fn to_load(why: &str) -> String {
-    // UCX is there, and refuses to start.
-    if why.starts_with("start UCX") || why.starts_with("read UCX's configuration") {
-        return "look at the UCX_ variables of the environment and at ucx.conf: /etc/ucx, the home, UCX_CONFIG_DIR and the current folder".to_owned();
+pub fn fact_and_fix(why: &str) -> (String, String) {
+    if let Some((fact, fix)) = why.split_once("; fix: ") {
+        return (fact.to_owned(), fix.to_owned());
     }
-    if why.starts_with("open a worker") {
-        return "give it what it lacks: shared memory, or descriptors (ulimit -n)".to_owned();
-    }
-    if why.starts_with("load UCX: UCX_") {
-        return "correct the setting".to_owned();
-    }
-    format!(
-        "install UCX 1.13 or later (apt-get install libucx0; dnf install ucx ucx-ib), or name its folder in {LIBRARY_VARIABLE}"
-    )
+    let starts = |words: &[&str]| words.iter().any(|word| why.starts_with(word));
+    let fix = if starts(&["start UCX", "read UCX's configuration"]) {
+        // UCX is there, and refuses.
+        "look at the UCX_ variables of the environment and at ucx.conf: /etc/ucx, the home, UCX_CONFIG_DIR and the current folder".to_owned()
+    } else if starts(&["open a worker"]) {
+        "give it what it lacks: shared memory, or descriptors (ulimit -n)".to_owned()
+    } else {
+        format!(
+            "install UCX 1.13 or later (apt-get install libucx0; dnf install ucx ucx-ib), or name its folder in {LIBRARY_VARIABLE}"
+        )
+    };
+    (why.to_owned(), fix)
 }
 
 /// Combines the findings from files with UCX's own report.
@@ -163,7 +165,9 @@ pub fn diagnose(transport: Transport, probe: &Probe, ucx: &Result<UcxReport, Str
             let stopped = probe.ucx_stopped().and_then(|setting| Some((&setting.found, setting.fix.as_ref()?)));
             return match stopped {
                 Some((found, fix)) => TransportReport::unusable(transport, found, fix.as_str()),
-                None => TransportReport::unusable(transport, "UCX cannot be loaded: see the finding ucx", to_load(why)),
+                None => {
+                    TransportReport::unusable(transport, "UCX cannot be used: see the finding ucx", fact_and_fix(why).1)
+                }
             };
         }
     };

@@ -42,7 +42,9 @@ fn explained(what: &str, status: String, machine: &dyn Machine) -> String {
         return status;
     }
     let place = match machine.space("/dev/shm") {
-        Ok(space) => format!("/dev/shm has {} MiB, of which {} MiB are free", space.total >> 20, space.free >> 20),
+        Ok(space) => {
+            format!("/dev/shm has {}, of which {} are free", tuning::size(space.total), tuning::size(space.free))
+        }
         Err(_) => "/dev/shm is not there, or cannot be read".to_owned(),
     };
     format!("{status}; its queues are in shared memory: {place}; fix: {}", tuning::MORE_SHARED_MEMORY)

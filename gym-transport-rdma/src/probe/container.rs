@@ -20,7 +20,7 @@ pub(crate) fn shared_memory(files: &Files<'_>, host: &Host<'_>) -> Finding {
     // A size that is not known is no fault.
     let size = host.machine.space("/dev/shm").ok().map(|Space { total, .. }| total);
     if let Some(bytes) = size.filter(|bytes| *bytes < limits::SHM_BYTES_MIN) {
-        let found = format!("/dev/shm holds only {} MiB", bytes >> 20);
+        let found = format!("/dev/shm holds only {}", limits::size(bytes));
         return finding(topic, Status::Warning, found).fix(limits::MORE);
     }
     let bulk = match files.text("/proc/sys/kernel/yama/ptrace_scope").as_deref() {

@@ -20,7 +20,7 @@ mod syntax;
 mod table;
 
 pub use finding::{Finding, Severity};
-pub(crate) use rules::limits::MORE as MORE_SHARED_MEMORY;
+pub(crate) use rules::limits::{MORE as MORE_SHARED_MEMORY, size};
 pub use table::{Kind, NCCL, UCX, Variable, variable};
 
 use serde::Serialize;

@@ -182,7 +182,7 @@ mod checks {
     use gym_client::Transports;
     use gym_client::transport::RDMA;
     use gym_client::transport::rdma::UcxBackend;
-    use gym_client::transport::rdma::backend::{WITH_VERBS, to_load};
+    use gym_client::transport::rdma::backend::{WITH_VERBS, fact_and_fix};
     use gym_client::transport::rdma::probe::machine::Live;
     use gym_client::transport::rdma::probe::{Finding as Found, Probe, ProbeOptions, Status, Topic};
     use gym_client::transport::rdma::transport::UcxReport;
@@ -250,11 +250,11 @@ mod checks {
                 // The report of a loaded UCX is more reliable than its files. A UCX whose files exist but which cannot be loaded is
                 // broken.
                 (Topic::Ucx, Ok(report)) if finding.because.is_empty() => loaded(report, ports),
-                (Topic::Ucx, Err(why)) if probe.ucx_stopped().is_none() => Finding {
-                    status: if finding.status == Status::Missing { "missing" } else { "warning" },
-                    fix: Some(to_load(why)),
-                    ..written(finding, why.clone())
-                },
+                (Topic::Ucx, Err(why)) if probe.ucx_stopped().is_none() => {
+                    let (fact, fix) = fact_and_fix(why);
+                    let status = if finding.status == Status::Missing { "missing" } else { "warning" };
+                    Finding { status, fix: Some(fix), ..written(finding, fact) }
+                }
                 _ if finding.because.is_empty() => written(finding, finding.found.clone()),
                 // A rule about settings knows more than UCX says.
                 _ => written(finding, format!("{} ({})", finding.found, finding.because)),

@@ -120,6 +120,11 @@ fn stack(host: &Host<'_>, limits: &str) -> Option<Finding> {
     })
 }
 
+/// Returns a size for a text.
+pub(crate) fn size(bytes: u64) -> String {
+    if bytes >= 1 << 20 { format!("{} MiB", bytes >> 20) } else { format!("{} KiB", bytes >> 10) }
+}
+
 /// Says what is wrong with the memory that GPUs of one node share.
 pub(crate) fn shared(host: &Host<'_>) -> Option<Finding> {
     const ABOUT: &str = "/dev/shm";
@@ -136,12 +141,8 @@ pub(crate) fn shared(host: &Host<'_>) -> Option<Finding> {
     let space = host.machine.space(ABOUT).ok()?;
     if space.total < SHM_BYTES_MIN {
         return Some(
-            Finding::error(
-                ABOUT,
-                format!("/dev/shm holds {} MiB; each pair of GPUs takes some", space.total >> 20),
-                MORE,
-            )
-            .because("/proc/self/mounts"),
+            Finding::error(ABOUT, format!("/dev/shm holds {}; each pair of GPUs takes some", size(space.total)), MORE)
+                .because("/proc/self/mounts"),
         );
     }
     if space.free < SHM_BYTES_MIN.min(space.total / 4) {

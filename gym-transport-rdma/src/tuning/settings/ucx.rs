@@ -7,6 +7,8 @@ use super::{Setting, Source, Version};
 use crate::machine::Machine;
 
 const FILE: &str = "ucx.conf";
+/// The current folder, by a path that does not tell its name.
+const CURRENT: &str = "/proc/self/cwd";
 /// Since then, the lines below `[NAME]` count on some processors only. Before, that line means nothing.
 const HAS_SECTIONS: Version = Version(1, 16, 0);
 
@@ -27,9 +29,10 @@ pub(super) fn settings(
         let setting = Setting { name: name.to_owned(), value: value.to_owned(), source, hides };
         settings.insert(name.to_owned(), setting);
     };
-    for path in files(machine, variables, libucp) {
+    for path in files(variables, libucp) {
         for (number, name, value) in lines(&machine.text(&path).unwrap_or_default(), has_sections) {
-            set(&name, &value, Source::Line { path: path.clone(), number });
+            let shown = path.strip_prefix(CURRENT).map_or_else(|| path.clone(), |file| format!(".{file}"));
+            set(&name, &value, Source::Line { path: shown, number });
         }
     }
     for (name, value) in variables.iter().filter(|(name, value)| name.starts_with("UCX_") && !value.is_empty()) {
@@ -39,7 +42,7 @@ pub(super) fn settings(
 }
 
 /// Returns the files in their order: that of the system, that beside the library, that of the home, a folder that a variable names, and the current folder.
-fn files(machine: &dyn Machine, variables: &BTreeMap<String, String>, libucp: Option<&str>) -> Vec<String> {
+fn files(variables: &BTreeMap<String, String>, libucp: Option<&str>) -> Vec<String> {
     let mut folders = vec!["/etc/ucx".to_owned()];
     // 1.13 reads etc/ucx.conf there, and its documentation says etc/ucx/ucx.conf.
     if let Some((library, _)) = libucp.and_then(|path| path.rsplit_once('/')) {
@@ -47,7 +50,7 @@ fn files(machine: &dyn Machine, variables: &BTreeMap<String, String>, libucp: Op
         folders.extend(["etc", "etc/ucx"].map(|folder| format!("{prefix}/{folder}")));
     }
     folders.extend(["HOME", "UCX_CONFIG_DIR"].iter().filter_map(|name| variables.get(*name)).cloned());
-    folders.extend(machine.real("/proc/self/cwd"));
+    folders.push(CURRENT.to_owned());
     let mut files: Vec<String> = Vec::new();
     for folder in folders.iter().filter(|folder| !folder.is_empty()) {
         let file = format!("{}/{FILE}", folder.trim_end_matches('/'));
