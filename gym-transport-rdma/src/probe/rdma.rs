@@ -135,11 +135,12 @@ impl Checks<'_, '_> {
                        compose: devices: [/dev/infiniband])";
             return (opened, finding(topic, Status::Missing, found).fix(fix));
         }
-        // Those of cards were tried before.
-        let is_of_card = |node: &String| of_cards.iter().any(|(_, of_card)| *of_card == Node::Closed(node.clone()));
-        let closed: Vec<&str> = nodes.iter().filter(|node| !self.files.opens(node)).map(String::as_str).collect();
-        let all_of_cards = closed.iter().all(|node| is_of_card(&(*node).to_owned()));
-        if !closed.is_empty() && !(all_of_cards && !opened.is_empty()) {
+        let closed: Vec<&String> = nodes.iter().filter(|node| !self.files.opens(node)).collect();
+        // That of a card which nobody asks for is no fault, as long as another card can be opened.
+        let is_of_card = |node: &&String| of_cards.iter().any(|(_, of_card)| *of_card == Node::Closed((*node).clone()));
+        let matters = opened.is_empty() || !closed.iter().all(is_of_card);
+        if !closed.is_empty() && matters {
+            let closed: Vec<&str> = closed.iter().map(|node| node.as_str()).collect();
             let finding = finding(topic, Status::Missing, format!("{} cannot be opened", closed.join(", ")))
                 .fix("add the user to the group of the nodes (often rdma), or chmod 666 them by a udev rule");
             return (opened, finding);
