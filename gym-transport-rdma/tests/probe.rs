@@ -280,6 +280,17 @@ fn a_gpu_without_its_libraries_names_them() {
 }
 
 #[test]
+fn the_wheel_of_nccl_is_that_of_the_environment_s_cuda() {
+    let fix = |machine: Machine| machine.probe().finding(Topic::Nccl).and_then(|nccl| nccl.fix.clone()).expect("a fix");
+    let thirteen = fix(Machine::new().file("usr/lib/libcudart.so.13", ""));
+    assert!(thirteen.contains("pip install nvidia-nccl-cu13, "), "{thirteen}");
+    let twelve = fix(Machine::new().file("usr/lib/libcudart.so.12", ""));
+    assert!(twelve.contains("pip install nvidia-nccl-cu12, "), "{twelve}");
+    let unknown = fix(Machine::new());
+    assert!(unknown.contains("the other one overwrites its library"), "{unknown}");
+}
+
+#[test]
 fn a_folder_given_by_the_caller_comes_first_and_is_below_the_root() {
     let outside = tempfile::tempdir().expect("folder");
     fs::write(outside.path().join("libnccl.so.2"), "").expect("writes");

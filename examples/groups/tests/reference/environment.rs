@@ -261,7 +261,7 @@ const OF_TESTS: [&str; 56] = [
 
 /// Texts in capitals that are no variables of this program: parts of names, settings of UCX, variables of other launchers and of the
 /// children of tests, variables of the build, and names of other kinds.
-const NO_VARIABLES: [&str; 38] = [
+const NO_VARIABLES: [&str; 40] = [
     "A",
     "BIG",
     "CARGO_MANIFEST_DIR",
@@ -295,8 +295,10 @@ const NO_VARIABLES: [&str; 38] = [
     "STRICT_SPREAD",
     "TCP_TX_SEG_SIZE",
     "TX_SEG_SIZE",
+    "UCX_FOO",
     "UCX_MAX_EAGER_LANES",
     "UCX_NET_DEVICES",
+    "UCX_UNKNOWN_TO_IT",
     "WATCHDOG",
     "WORKER_PATTERNS",
     "ZCOPY_THRESH",

@@ -486,6 +486,18 @@ mod tests {
     }
 
     #[test]
+    fn a_ucx_that_may_not_read_other_processes_is_told_so_and_is_no_fault() {
+        let ucx = |devices: &[&str]| {
+            let found = diagnosis(&COMPLETE, Ok(devices)).findings.into_iter().find(|finding| finding.topic == "ucx");
+            found.map(|finding| (finding.status, finding.found)).unwrap()
+        };
+        let (status, found) = ucx(&["posix/memory", "tcp/lo", "rc_verbs/rxe0:1"]);
+        assert!(status == "ok" && found.contains("without cma") && found.contains("--cap-add=SYS_PTRACE"), "{found}");
+        let (_, found) = ucx(&["posix/memory", "cma/memory", "rc_verbs/rxe0:1"]);
+        assert!(!found.contains("without cma"), "{found}");
+    }
+
+    #[test]
     fn warnings_of_ucx_are_findings_unless_a_rule_has_said_it() {
         let mut report: UcxReport = serde_json::from_value(json!({"version": "1.13.1", "path": "/x", "resources": [],
             "signals_restored": [], "patched": []}))
