@@ -75,8 +75,8 @@ mod linux {
     fn one_restart_brings_the_settings_under_the_same_process_id() {
         let lines = run(&["auto", "with a space"], &[]);
         assert_eq!(lines[0], lines[1], "two starts of one process: {lines:?}");
-        assert_eq!(lines[2..4], ["UCX_HANDLE_ERRORS=none", "UCX_MEM_MMAP_HOOK_MODE=none"]);
-        assert_eq!(lines[4..], ["arguments auto with a space"]);
+        assert_eq!(lines[2..5], ["UCX_HANDLE_ERRORS=none", "UCX_MEM_MMAP_HOOK_MODE=none", "UCX_LOG_FILE=stderr"]);
+        assert_eq!(lines[5..], ["arguments auto with a space"]);
     }
 
     fn a_program_that_is_not_told_to_use_ucx_stays_as_it_is() {
@@ -87,8 +87,9 @@ mod linux {
     fn what_the_user_has_set_is_kept() {
         let lines = run(&["shm"], &[("UCX_HANDLE_ERRORS", "bt")]);
         assert_eq!(lines[2..4], ["UCX_HANDLE_ERRORS=bt", "UCX_MEM_MMAP_HOOK_MODE=none"], "{lines:?}");
-        let both = run(&["shm"], &[("UCX_HANDLE_ERRORS", "bt"), ("UCX_MEM_MMAP_HOOK_MODE", "bistro")]);
-        assert_eq!(both[1..3], ["UCX_HANDLE_ERRORS=bt", "UCX_MEM_MMAP_HOOK_MODE=bistro"], "nothing to start for");
+        let set = [("UCX_HANDLE_ERRORS", "bt"), ("UCX_MEM_MMAP_HOOK_MODE", "bistro"), ("UCX_LOG_FILE", "/dev/null")];
+        let all = run(&["shm"], &set);
+        assert_eq!(all[1..3], ["UCX_HANDLE_ERRORS=bt", "UCX_MEM_MMAP_HOOK_MODE=bistro"], "nothing to start for");
     }
 
     fn a_program_whose_settings_are_gone_again_does_not_start_itself_for_ever() {

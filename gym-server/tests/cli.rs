@@ -89,6 +89,8 @@ fn main() -> ExitCode {
         serve::services_run_in_processes_of_their_own,
         serve::servers_are_reached_at_an_ipv6_address,
         transports::ucx_is_chosen_by_configuration_alone,
+        transports::settings_of_ucx_neither_end_a_process_nor_change_its_output,
+        transports::doctor_names_the_setting_that_keeps_ucx_from_starting,
         transports::servers_of_one_process_call_each_other_over_ucx,
         transports::a_required_transport_fails_without_fallback,
         transports::doctor_reports_why_a_required_transport_is_unavailable,

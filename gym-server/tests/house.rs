@@ -62,9 +62,9 @@ const ROOMS: &[(&str, &[&[&str]])] = &[
             &["messaging"],
             &["fabric"],
             &["ucx"],
-            &["sys", "memory", "tuning"],
-            &["probe"],
-            &["nccl"],
+            &["sys", "memory", "probe"],
+            &["tuning", "nccl"],
+            &["machine"],
         ],
     ),
     (

@@ -13,7 +13,7 @@ use gym_core::transport::{
 use tokio::sync::OnceCell;
 
 use crate::fabric::{FabricOptions, LIBRARY_VARIABLE};
-use crate::probe::{Probe, ProbeOptions, Topic};
+use crate::probe::{Finding, Probe, ProbeOptions, Status, Topic};
 use crate::transport::config::{Ucx, UcxConfig};
 use crate::transport::connector::UcxConnector;
 use crate::transport::listener::UcxListener;
@@ -21,8 +21,9 @@ use crate::transport::report::UcxReport;
 use crate::transport::{RDMA, SHM, UCX_TCP};
 
 /// Environment variables that UCX reads when it is loaded. Without them, UCX takes over the handlers of SIGSEGV and similar signals
-/// (Rust's report of a stack overflow is lost) and patches libc's `mmap`.
-pub const UCX_VARIABLES: [(&str, &str); 2] = [("UCX_HANDLE_ERRORS", "none"), ("UCX_MEM_MMAP_HOOK_MODE", "none")];
+/// (Rust's report of a stack overflow is lost), patches libc's `mmap`, and logs to standard output, into the results of a command.
+pub const UCX_VARIABLES: [(&str, &str); 3] =
+    [("UCX_HANDLE_ERRORS", "none"), ("UCX_MEM_MMAP_HOOK_MODE", "none"), ("UCX_LOG_FILE", "stderr")];
 
 /// Takes UCX's report on itself, in at most this time. The error is the reason why UCX cannot be used.
 pub type Reporter = fn(Duration) -> BoxFuture<'static, Result<UcxReport, String>>;
@@ -125,34 +126,58 @@ impl Backend for UcxBackend {
 /// The fix where UCX sees no RDMA device.
 pub const WITH_VERBS: &str = "install a UCX with verbs (Debian's libucx0, dnf's ucx-ib; the wheel libucx-cu12 has none), and look at \
                               the findings on device nodes and pinned memory: UCX hides a device that it cannot open";
+const KEPT_FROM: &str = "look at UCX_TLS and UCX_NET_DEVICES: they keep UCX from what it has";
 const NO_TRANSPORT: &str = "UCX has no transport for it here";
 
-/// The fix where UCX cannot be loaded.
+/// Returns the fact and the fix where UCX cannot be used for this reason.
 #[must_use]
-pub fn to_load() -> String {
-    format!(
-        "install UCX 1.13 or later (apt-get install libucx0; dnf install ucx ucx-ib), or name its folder in {LIBRARY_VARIABLE}"
-    )
+pub fn fact_and_fix(why: &str) -> (String, String) {
+    if let Some((fact, fix)) = why.split_once("; fix: ") {
+        return (fact.to_owned(), fix.to_owned());
+    }
+    let starts = |words: &[&str]| words.iter().any(|word| why.starts_with(word));
+    let fix = if starts(&["start UCX", "read UCX's configuration"]) {
+        // UCX is there, and refuses.
+        "look at the UCX_ variables of the environment and at ucx.conf: /etc/ucx, the home, UCX_CONFIG_DIR and the current folder".to_owned()
+    } else if starts(&["open a worker"]) {
+        "give it what it lacks: shared memory, or descriptors (ulimit -n)".to_owned()
+    } else {
+        format!(
+            "install UCX 1.13 or later (apt-get install libucx0; dnf install ucx ucx-ib), or name its folder in {LIBRARY_VARIABLE}"
+        )
+    };
+    (why.to_owned(), fix)
 }
 
 /// Combines the findings from files with UCX's own report.
 #[must_use]
 pub fn diagnose(transport: Transport, probe: &Probe, ucx: &Result<UcxReport, String>) -> TransportReport {
-    // The probe looks for UCX in the loader's folders; the one that was loaded may be another.
-    let fault = (transport == RDMA).then(|| probe.rdma_fault()).flatten().filter(|fault| fault.topic != Topic::Ucx);
+    // The probe looks for UCX in the loader's folders; the one that was loaded may be another. Settings hold for any.
+    let is_known = |fault: &&Finding| fault.topic != Topic::Ucx || !fault.because.is_empty();
+    let fault = (transport == RDMA).then(|| probe.rdma_fault()).flatten().filter(is_known);
     if let Some(fault) = fault {
         let fix = fault.fix.clone().unwrap_or_else(|| "see the findings".to_owned());
         return TransportReport::unusable(transport, &fault.found, fix);
     }
-    let Ok(report) = ucx else {
-        return TransportReport::unusable(transport, "UCX cannot be loaded: see the finding ucx", to_load());
+    let report = match ucx {
+        Ok(report) => report,
+        Err(why) => {
+            let stopped = probe.ucx_stopped().and_then(|setting| Some((&setting.found, setting.fix.as_ref()?)));
+            return match stopped {
+                Some((found, fix)) => TransportReport::unusable(transport, found, fix.as_str()),
+                None => {
+                    TransportReport::unusable(transport, "UCX cannot be used: see the finding ucx", fact_and_fix(why).1)
+                }
+            };
+        }
     };
     match report.of(transport)[..] {
-        [] if transport == RDMA => TransportReport::unusable(transport, NO_TRANSPORT, WITH_VERBS),
-        [] => {
-            let fix = "look at UCX_TLS and UCX_NET_DEVICES: they keep UCX from what it has";
-            TransportReport::unusable(transport, NO_TRANSPORT, fix)
+        // UCX_TLS or UCX_NET_DEVICES leaves out the cards.
+        [] if transport == RDMA && probe.rdma_fault().is_some_and(|fault| fault.status == Status::Ok) => {
+            TransportReport::unusable(transport, NO_TRANSPORT, KEPT_FROM)
         }
+        [] if transport == RDMA => TransportReport::unusable(transport, NO_TRANSPORT, WITH_VERBS),
+        [] => TransportReport::unusable(transport, NO_TRANSPORT, KEPT_FROM),
         ref devices => TransportReport::usable(transport, devices.join(", ")),
     }
 }

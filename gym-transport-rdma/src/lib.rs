@@ -47,6 +47,8 @@
 //! | `ucx`, `sys` | safe wrappers of UCX; its bindings and the loader of the library |
 //! | [`nccl`] | loads NCCL when it is used: version, texts of errors, unique id |
 //! | [`mod@probe`] | reports the RDMA and NCCL support of this machine, without loading UCX |
+//! | [`tuning`] | rules about the settings of NCCL, RoCE and UCX, from which the probe also takes its verdicts |
+//! | [`machine`] | what both ask: this machine, a folder that holds one, or a recording |
 //!
 //! # The path of a message
 //!
@@ -187,6 +189,7 @@ pub mod backend;
 pub mod fabric;
 #[cfg(feature = "testing")]
 pub mod fuzzing;
+pub mod machine;
 pub mod memory;
 mod messaging;
 pub mod nccl;

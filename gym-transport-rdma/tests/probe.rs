@@ -1,10 +1,17 @@
-//! Probes simulated machines, and this one.
+//! Probes simulated machines, those of the cases, and this one.
 
+mod machines;
+
+use std::collections::BTreeSet;
 use std::fs;
 use std::path::Path;
 
 use gym_transport_rdma::probe;
+use gym_transport_rdma::probe::machine::{Folder, Loaded};
 use gym_transport_rdma::probe::{Probe, ProbeOptions, Status, Topic};
+use gym_transport_rdma::tuning::judge;
+use machines::{Case, case, cases, scratch};
+use serde_json::json;
 
 struct Machine(tempfile::TempDir);
 
@@ -224,8 +231,8 @@ fn pinning_is_judged_by_limit_and_capability_together() {
             .probe()
     };
     let poor = machine("8388608", NONE);
-    assert_eq!(status(&poor, Topic::LockedMemory), Status::Warning);
-    assert!(poor.summary.contains("only 8388608 bytes of memory may be pinned"), "{poor}");
+    assert_eq!(status(&poor, Topic::LockedMemory), Status::Error);
+    assert!(poor.summary.contains("only 8388608 bytes (8 MiB) of memory may be pinned"), "{poor}");
     assert!(!poor.rdma_usable);
     assert!(machine("8388608", ALL).rdma_usable, "the capability overrides the limit");
     assert!(machine("unlimited", NONE).rdma_usable);
@@ -270,6 +277,17 @@ fn a_gpu_without_its_libraries_names_them() {
     let probe = machine.probe();
     assert!(!probe.nccl_usable);
     assert!(probe.summary.contains("1 NVIDIA GPU, driver 550.54.15, but no libcuda.so.1"), "{probe}");
+}
+
+#[test]
+fn the_wheel_of_nccl_is_that_of_the_environment_s_cuda() {
+    let fix = |machine: Machine| machine.probe().finding(Topic::Nccl).and_then(|nccl| nccl.fix.clone()).expect("a fix");
+    let thirteen = fix(Machine::new().file("usr/lib/libcudart.so.13", ""));
+    assert!(thirteen.contains("pip install nvidia-nccl-cu13, "), "{thirteen}");
+    let twelve = fix(Machine::new().file("usr/lib/libcudart.so.12", ""));
+    assert!(twelve.contains("pip install nvidia-nccl-cu12, "), "{twelve}");
+    let unknown = fix(Machine::new());
+    assert!(unknown.contains("the other one overwrites its library"), "{unknown}");
 }
 
 #[test]
@@ -331,4 +349,203 @@ fn this_machine_is_probed_without_a_panic_and_reads_back_as_json() {
     assert_eq!(json["summary"], probe.summary);
     assert_eq!(json["findings"].as_array().map(Vec::len), Some(probe.findings.len()));
     assert!(probe.summary.ends_with('.') && !probe.summary.contains('\n'), "one sentence: {}", probe.summary);
+}
+
+/// A verdict about the machine of a case: topic, status, words of the fact, words of the fix, and whether RDMA is usable.
+type Verdict = (&'static str, Topic, Status, &'static [&'static str], &'static [&'static str], bool);
+
+fn of_case(case: &Case, extra: impl Fn(&Path)) -> Probe {
+    let folder = scratch();
+    let root = case.write(folder.path()).remove(0);
+    extra(&root);
+    Probe::of(&Folder::new(root), &Loaded::default())
+}
+
+fn assert_verdict(id: &str, probe: &Probe, (_, topic, status, found, fix, usable): Verdict) {
+    let of_topic: Vec<_> = probe.findings.iter().filter(|finding| finding.topic == topic).collect();
+    let has = |text: &str, words: &[&str]| words.iter().all(|word| text.contains(word));
+    let right = of_topic.iter().any(|finding| {
+        finding.status == status && has(&finding.found, found) && has(finding.fix.as_deref().unwrap_or_default(), fix)
+    });
+    assert!(right, "{id}: {of_topic:?}");
+    assert_eq!(probe.rdma_usable, usable, "{id}: {probe}");
+    assert_eq!(probe.rdma_fault().is_none(), usable, "{id}: {probe}");
+    assert_eq!(probe.summary.starts_with("RDMA is usable ("), usable, "{id}: {probe}");
+}
+
+#[test]
+fn verdicts_about_the_machines_of_the_cases_are_right() {
+    let verdicts: [Verdict; 19] = [
+        // A capability of a user namespace does not count.
+        (
+            "limit-memlock-capability-of-a-namespace",
+            Topic::LockedMemory,
+            Status::Error,
+            &["CAP_IPC_LOCK of a user namespace"],
+            &["memlock"],
+            false,
+        ),
+        // Each card has its own node; the other one is enough for UCX.
+        (
+            "node-of-one-card-missing",
+            Topic::DeviceNodes,
+            Status::Error,
+            &["uverbs1 of mlx5_1"],
+            &["--device=/dev/infiniband"],
+            true,
+        ),
+        (
+            "node-none-in-container",
+            Topic::DeviceNodes,
+            Status::Error,
+            &["uverbs0"],
+            &["--device=/dev/infiniband"],
+            false,
+        ),
+        ("gid-169-254", Topic::RoceGid, Status::Warning, &["roceP2p1s0f0", "169.254"], &["=roceP2p1s0f1"], true),
+        (
+            "gdr-nccl-too-old-for-the-module",
+            Topic::GpuDirect,
+            Status::Warning,
+            &["2.21.5", "nvidia_peermem"],
+            &["2.23"],
+            true,
+        ),
+        (
+            "gid-ipv6-only-automatic",
+            Topic::RoceGid,
+            Status::Error,
+            &["IPv6", "row 0"],
+            &["NCCL_IB_ADDR_FAMILY=AF_INET6"],
+            true,
+        ),
+        // One usable port is enough.
+        (
+            "hca-without-interface",
+            Topic::RoceGid,
+            Status::Error,
+            &["mlx5_1, mlx5_2", "interface"],
+            &["NCCL_IB_HCA==mlx5_0"],
+            true,
+        ),
+        ("node-without-rail-interface", Topic::RoceGid, Status::Error, &["interface"], &["multus", "CNI"], false),
+        // UCX hides such a port, so that it is not usable until the row is named.
+        ("ucx-row-0-empty", Topic::Ucx, Status::Error, &["row 0 of mlx5_0 is empty"], &["UCX_IB_GID_INDEX="], false),
+        ("gid-empty-row", Topic::Ucx, Status::Error, &["row 0 of mlx5_0 is empty"], &["UCX_IB_GID_INDEX=7"], false),
+        ("healthy-sparse-table", Topic::Ucx, Status::Error, &["row 0 of mlx5_0"], &["UCX_IB_GID_INDEX=7"], false),
+        ("ib-no-subnet-manager", Topic::RdmaDevices, Status::Error, &["INIT", "subnet manager"], &["opensm"], false),
+        ("limit-memlock", Topic::LockedMemory, Status::Error, &["8 MiB"], &["memlock"], false),
+        ("limit-memlock-of-systemd", Topic::LockedMemory, Status::Error, &["64 KiB"], &["LimitMEMLOCK"], false),
+        ("shm-64-mib", Topic::SharedMemory, Status::Error, &["64 MiB"], &["--shm-size"], false),
+        ("ucx-tls-quotes", Topic::Ucx, Status::Error, &["UCX_TLS", "quotes"], &["UCX_TLS=tcp,self"], false),
+        ("ucx-value-invalid", Topic::Ucx, Status::Error, &["UCX_RNDV_THRESH=`lots`"], &["64k"], false),
+        (
+            "ucx-device-not-here",
+            Topic::Ucx,
+            Status::Error,
+            &["UCX_NET_DEVICES: ", "is not here"],
+            &["UCX_NET_DEVICES="],
+            false,
+        ),
+        ("healthy-roce-nothing-set", Topic::RoceGid, Status::Ok, &["GID index 3"], &[], true),
+    ];
+    for verdict in verdicts {
+        let probe = of_case(&case(verdict.0), |_| {});
+        assert_verdict(verdict.0, &probe, verdict);
+    }
+}
+
+/// The name of the setting, its value and its source are told, and no installation is advised.
+#[test]
+fn settings_that_stop_ucx_are_named_with_their_source() {
+    let laptop = |name: &str, value: &str| {
+        let mut case = case("healthy-laptop");
+        case.value["host"]["libraries"]["libucp.so.0"] = json!("1.13.1");
+        case.value["environment"] = json!({ name: value });
+        case
+    };
+    for (name, value) in [
+        ("UCX_TLS", "rc"),
+        ("UCX_TLS", "\"tcp\""),
+        ("UCX_MAX_EAGER_LANES", "abc"),
+        ("UCX_MAX_EAGER_LANES", "auto"),
+        ("UCX_SEG_SIZE", "lots"),
+    ] {
+        let probe = of_case(&laptop(name, value), |_| {});
+        let stopped = probe.ucx_stopped().expect("UCX does not start");
+        let fix = stopped.fix.clone().unwrap_or_default();
+        assert!(stopped.found.contains(value) && format!("{}{fix}", stopped.found).contains(name), "{stopped}");
+        assert_eq!(stopped.because, "set in the environment", "{stopped}");
+        assert!(!fix.contains("install"), "{stopped}");
+    }
+    for value in ["2", "inf", "-1", "64"] {
+        assert_eq!(of_case(&laptop("UCX_MAX_EAGER_LANES", value), |_| {}).ucx_stopped(), None, "{value}");
+    }
+    // Of the files, a later one wins: that of the system, the home, a named folder, the current folder.
+    let places = ["etc/ucx/ucx.conf", "root/ucx.conf", "conf/ucx.conf", "work/ucx.conf"];
+    for last in 1..=places.len() {
+        let probe = of_case(&laptop("UCX_CONFIG_DIR", "/conf"), |root| {
+            for (place, value) in places[..last].iter().zip(["tcp,self", "rc", "tcp,self", "rc"]) {
+                fs::create_dir_all(root.join(place).parent().expect("has a folder")).expect("folders");
+                fs::write(root.join(place), format!("# of {place}\nUCX_TLS={value}\n")).expect("writes");
+            }
+            fs::create_dir_all(root.join("work")).expect("folders");
+            std::os::unix::fs::symlink("/work", root.join("proc/self/cwd")).expect("links");
+        });
+        let expected = match last {
+            2 => Some("/root/ucx.conf:2 wins over `tcp,self` of /etc/ucx/ucx.conf:2".to_owned()),
+            4 => Some("./ucx.conf:2 wins over `tcp,self` of /conf/ucx.conf:2".to_owned()),
+            _ => None,
+        };
+        assert_eq!(probe.ucx_stopped().map(|stopped| stopped.because.clone()), expected, "{probe}");
+    }
+    // The environment wins over all of them.
+    let mut case = laptop("UCX_TLS", "tcp,self");
+    case.value["host"]["files"]["/root/ucx.conf"] = json!("UCX_TLS=rc\n");
+    assert_eq!(of_case(&case, |_| {}).ucx_stopped(), None);
+}
+
+#[test]
+fn so_many_interfaces_that_ucx_would_abort_are_named_with_the_remedy() {
+    let mut case = case("healthy-laptop");
+    case.value["host"]["libraries"]["libucp.so.0"] = json!("1.13.1");
+    let folder = scratch();
+    let root = case.write(folder.path()).remove(0);
+    let findings = || judge(&Folder::new(&root)).into_iter().filter(|finding| finding.about == "UCX_NET_DEVICES");
+    assert_eq!(findings().count(), 0);
+    for number in 0..131 {
+        fs::create_dir_all(root.join(format!("sys/class/net/veth{number}"))).expect("folders");
+    }
+    let found: Vec<_> = findings().collect();
+    assert_eq!(found.len(), 1, "{found:?}");
+    assert!(
+        found[0].found.contains("network interfaces, and UCX 1.13 aborts") && found[0].fix.contains("UCX_NET_DEVICES="),
+        "{found:?}"
+    );
+}
+
+#[test]
+fn each_thing_is_said_once() {
+    for case in cases() {
+        let folder = scratch();
+        for root in case.write(folder.path()) {
+            let machine = Folder::new(root);
+            let probe = Probe::of(&machine, &Loaded::default());
+            let tuned = judge(&machine);
+            let beside = probe.beside(tuned.clone());
+            let told: Vec<&str> = (probe.findings.iter().map(|finding| finding.found.as_str()))
+                .chain(beside.iter().map(|finding| finding.found.as_str()))
+                .collect();
+            let once: BTreeSet<&&str> = told.iter().collect();
+            assert_eq!(once.len(), told.len(), "{}: {told:?}", case.id);
+            // Nothing is lost, and what the probe tells in its topics is told nowhere else.
+            assert!(tuned.iter().all(|finding| told.iter().any(|told| told.ends_with(&finding.found))), "{}", case.id);
+            let subjects = ["memlock", "/dev/infiniband", "/dev/shm", "GPUDirect", "RoCE", "UCX_IB_GID_INDEX"];
+            assert!(
+                !beside.iter().any(|finding| subjects.contains(&finding.about.as_str())),
+                "{}: {beside:?}",
+                case.id
+            );
+        }
+    }
 }

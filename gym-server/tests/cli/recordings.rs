@@ -80,7 +80,7 @@ pub(crate) fn a_replay_judges_folders_and_recordings_with_their_names() {
     let node = trees.path().join("healthy-two-nodes/node-a");
     let both = [&root, &node].map(|path| path.to_str().unwrap());
     let (out, _) = ended_with(&folder.run(&["doctor", "--replay", both[0], both[1]]), 4);
-    assert!(out.contains("error       /dev/shm") && out.contains(both[1]), "{out}");
+    assert!(out.contains("error       shared_memory") && out.contains(both[1]), "{out}");
     // What two machines must have alike.
     case("inherit-nccl-versions").write(trees.path());
     let nodes = trees.path().join("inherit-nccl-versions");

@@ -48,6 +48,64 @@ pub(crate) fn ucx_is_chosen_by_configuration_alone() {
     }
 }
 
+pub(crate) fn settings_of_ucx_neither_end_a_process_nor_change_its_output() {
+    let folder = TestFolder::new();
+    if !has(&folder, "shm") {
+        return;
+    }
+    folder.tasks((0..2).map(|number| row("0123456789", number)));
+    let collect = |output: &str, variable: (&str, &str)| {
+        let port = folder.port();
+        let arguments = ["--config", "gym.yaml", &port, "--transport", "shm", "--json", "-o", output];
+        let arguments = [&["collect", "-a", "digit_agent", "-i", "tasks.jsonl"], &arguments[..]].concat();
+        folder.command(&arguments).env(variable.0, variable.1).output().unwrap()
+    };
+    // UCX logs a warning about a variable that it does not know, by default to standard output.
+    let (out, error) = ended_with(&collect("out/unknown.jsonl", ("UCX_UNKNOWN_TO_IT", "1")), 0);
+    assert!(serde_json::from_str::<serde_json::Value>(&out).is_ok(), "{out}");
+    assert!(error.contains("UCX_UNKNOWN_TO_IT"), "{error}");
+    // UCX 1.13 dies of this value.
+    let output = collect("out/unreadable.jsonl", ("UCX_MAX_EAGER_LANES", "abc"));
+    let error = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.code().is_some(), "{output:?}");
+    for words in ["UCX_MAX_EAGER_LANES=`abc`", "the environment", "write a number"] {
+        assert!(error.contains(words), "{words}: {output:?}");
+    }
+}
+
+pub(crate) fn doctor_names_the_setting_that_keeps_ucx_from_starting() {
+    let folder = TestFolder::new();
+    if !has(&folder, "shm") {
+        return;
+    }
+    let doctor = |variable: Option<(&str, &str)>| {
+        let output = folder.command(&["doctor", "--json"]).envs(variable).output().unwrap();
+        let diagnosis: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+        let findings = diagnosis["findings"].as_array().unwrap().clone();
+        let faulty = |finding: &serde_json::Value| finding["status"] == "error" || finding["status"] == "warning";
+        let about_ucx = findings.into_iter().filter(|finding| finding.to_string().contains("UCX_") && faulty(finding));
+        (output.status.code(), about_ucx.collect::<Vec<_>>())
+    };
+    let (_, none) = doctor(None);
+    assert_eq!(none, Vec::<serde_json::Value>::new());
+    for (name, value, fix) in [
+        ("UCX_TLS", "\"rc\"", "without quotes"),
+        ("UCX_MAX_EAGER_LANES", "abc", "write a number"),
+        ("UCX_NET_DEVICES", "eth9", "write UCX_NET_DEVICES="),
+        ("UCX_UNKNOWN_TO_IT", "1", "remove it"),
+    ] {
+        let (code, found) = doctor(Some((name, value)));
+        assert_eq!(found.len(), 1, "each thing is said once: {found:?}");
+        let (text, said) = (found[0]["found"].as_str().unwrap(), found[0]["fix"].as_str().unwrap());
+        assert!(text.contains(name) && said.contains(fix) && !said.contains("install"), "{found:?}");
+        assert_eq!(code, Some(if name == "UCX_UNKNOWN_TO_IT" { 3 } else { 4 }), "{found:?}");
+    }
+    std::fs::write(folder.file("ucx.conf"), "UCX_TLS=rc\n").unwrap();
+    let (code, found) = doctor(None);
+    assert_eq!((code, found.len()), (Some(4), 1), "{found:?}");
+    assert!(found[0]["found"].as_str().unwrap().contains("/ucx.conf:1"), "{found:?}");
+}
+
 pub(crate) fn servers_of_one_process_call_each_other_over_ucx() {
     let folder = TestFolder::new();
     if !has(&folder, "shm") {

@@ -1,10 +1,9 @@
 //! Devices that UCX finds on this machine, for diagnostics.
 
-use crate::sys;
-use crate::sys::{LibraryInfo, LoadOptions};
-use crate::ucx::Context;
-
+use crate::fabric::library::{bounded, load, refused};
 use crate::fabric::options::FabricError;
+use crate::sys::{LibraryInfo, LoadOptions};
+use crate::ucx::{Context, Worker};
 
 /// Library and devices that UCX finds on this machine.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -18,11 +17,13 @@ pub(crate) struct DeviceReport {
 /// Loads UCX into this process, and returns the transports and devices that it can use with the environment's settings.
 ///
 /// # Errors
-/// If UCX cannot be loaded or cannot open a context.
+/// If UCX cannot be loaded, or cannot open a context or a worker.
 pub(crate) fn device_report(options: &LoadOptions) -> Result<DeviceReport, FabricError> {
-    let library = sys::load(options)?;
-    let context =
-        Context::open(library, &[]).map_err(|(what, status)| FabricError::Ucx { what, status: status.to_string() })?;
+    let library = load(options)?;
+    let settings: Vec<(String, String)> = bounded(&[]).into_iter().collect();
+    let context = Context::open(library, &settings).map_err(refused)?;
+    // UCX warns of unknown variables, and finds out that its queues do not fit, when it opens a worker.
+    Worker::open(&context).map_err(refused)?;
     Ok(DeviceReport { library: library.info(), devices: devices(&context.describe()) })
 }
 

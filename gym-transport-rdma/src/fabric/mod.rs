@@ -18,7 +18,8 @@
 //! | `handle` | for other threads: connections, commands, the command queue, counters |
 //! | `thread` | for the fabric's thread only: the event loop, the state of connections, peer workers, registrations |
 //! | `protocol` | exchanged between two fabrics: ids and tokens, the prefix of each message, sequence numbers |
-//! | `options`, `devices`, `lanes` | options and their UCX settings; devices that UCX finds; transports that a connection uses |
+//! | `options`, `library` | options and their UCX settings; loading UCX, and why it refuses |
+//! | `devices`, `lanes` | devices that UCX finds; transports that a connection uses |
 //!
 //! # Rules
 //! - Header and payload belong to the fabric from [`Connection::post`] until UCX has finished with them, even if the
@@ -36,6 +37,7 @@ mod handle;
 #[cfg(test)]
 mod hostile;
 mod lanes;
+mod library;
 mod options;
 pub(crate) mod protocol;
 mod thread;

@@ -2,7 +2,7 @@
 
 use std::cell::RefCell;
 
-use crate::probe::machine::{Answer, Library, Machine, Unknown};
+use crate::machine::{Answer, Library, Machine, Unknown};
 
 /// A machine, and which answers the current check did not get because its recording lacks them.
 #[derive(Debug)]

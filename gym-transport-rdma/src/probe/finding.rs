@@ -4,6 +4,8 @@ use std::fmt;
 
 use serde::Serialize;
 
+use crate::tuning::{self, Severity};
+
 /// Subject of a finding.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
@@ -63,6 +65,8 @@ pub enum Status {
     Ok,
     /// Available, but its use will fail or be slow.
     Warning,
+    /// Available, and its use fails, hangs, or silently takes something slower.
+    Error,
     /// Not available or not usable.
     Missing,
     /// Irrelevant on this machine, because one of its requirements is missing.
@@ -81,6 +85,12 @@ pub struct Finding {
     pub found: String,
     /// Steps to fix the problem; `None` if there is none.
     pub fix: Option<String>,
+    /// What decided, if it was a rule about settings and machines: where a setting comes from, or a file. Otherwise empty:
+    /// see [`Topic::source`].
+    pub because: String,
+    /// Whether RDMA cannot be used because of it. A fault of one port is none as long as another port is usable.
+    #[serde(skip)]
+    pub(crate) prevents: bool,
 }
 
 impl fmt::Display for Finding {
@@ -88,6 +98,7 @@ impl fmt::Display for Finding {
         let status = match self.status {
             Status::Ok => "ok",
             Status::Warning => "warning",
+            Status::Error => "error",
             Status::Missing => "missing",
             Status::NotNeeded => "not needed",
         };
@@ -100,7 +111,8 @@ impl fmt::Display for Finding {
 }
 
 pub(crate) fn finding(topic: Topic, status: Status, found: String) -> Finding {
-    Finding { topic, status, found, fix: None }
+    let prevents = matches!(status, Status::Warning | Status::Error | Status::Missing);
+    Finding { topic, status, found, fix: None, because: String::new(), prevents }
 }
 
 impl Finding {
@@ -109,11 +121,41 @@ impl Finding {
         self
     }
 
+    /// A finding in the words of a rule.
+    pub(crate) fn of_rule(topic: Topic, rule: tuning::Finding) -> Self {
+        let status = match rule.severity {
+            Severity::Ok => Status::Ok,
+            Severity::Warning => Status::Warning,
+            Severity::Error => Status::Error,
+        };
+        let found = Self::words(&rule);
+        let fix = Some(rule.fix).filter(|fix| !fix.is_empty());
+        Self { fix, because: rule.because, ..finding(topic, status, found) }
+    }
+
+    /// Returns the fact of a rule, with the name of the setting that it is about: a topic does not tell it.
+    pub(crate) fn words(rule: &tuning::Finding) -> String {
+        let is_set = rule.because.starts_with("set in ") || rule.because.contains(" wins over ");
+        if is_set && !rule.found.contains(&rule.about) {
+            format!("{}: {}", rule.about, rule.found)
+        } else {
+            rule.found.clone()
+        }
+    }
+
+    /// Sets whether RDMA cannot be used because of it.
+    pub(crate) fn prevents(mut self, prevents: bool) -> Self {
+        self.prevents = prevents;
+        self
+    }
+
     /// What a recording lacks is neither absent nor a fault.
     pub(crate) fn unless_not_recorded(self, lacking: &[String]) -> Self {
-        if lacking.is_empty() || self.status == Status::Ok {
+        // A rule has its facts.
+        if lacking.is_empty() || self.status == Status::Ok || !self.because.is_empty() {
             return self;
         }
-        finding(self.topic, Status::NotNeeded, format!("not in the recording: {}", lacking.join(", ")))
+        // Without an answer, nothing is known to be usable.
+        finding(self.topic, Status::NotNeeded, format!("not in the recording: {}", lacking.join(", "))).prevents(true)
     }
 }

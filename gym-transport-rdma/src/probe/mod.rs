@@ -3,8 +3,9 @@
 mod container;
 mod files;
 mod finding;
-pub mod machine;
+mod gpus;
 mod ports;
+mod rdma;
 mod versions;
 
 use std::fmt;
@@ -12,20 +13,18 @@ use std::path::{Path, PathBuf};
 
 use serde::Serialize;
 
+pub use crate::machine;
+use crate::machine::{Folder, Live, Loaded, Machine};
 use crate::nccl::Nccl;
 use crate::probe::files::Files;
-use crate::probe::finding::finding;
 pub use crate::probe::finding::{Finding, Status, Topic};
-use crate::probe::machine::{Folder, Library, Live, Loaded, Machine};
 use crate::probe::ports::ports;
 pub use crate::probe::ports::{Gid, Port};
+use crate::probe::rdma::Usable;
+use crate::tuning;
+use crate::tuning::host::{Host, is_gpu_node};
 
-/// Bit of `CAP_IPC_LOCK` in a capability mask.
-const CAP_IPC_LOCK: u32 = 14;
-/// First kernel that exports GPU memory to RDMA devices through dma-buf.
-const DMA_BUF_KERNEL: (u32, u32) = (5, 12);
-
-/// Requirements of RDMA; each depends on the ones before it.
+/// Requirements of RDMA; each depends on the ones before it. A port must meet all of them.
 const RDMA_TOPICS: [Topic; 7] = [
     Topic::RdmaDevices,
     Topic::DeviceNodes,
@@ -42,7 +41,7 @@ const RDMA_TOPICS: [Topic; 7] = [
 pub struct Probe {
     /// The result in one sentence.
     pub summary: String,
-    /// Whether device, nodes, pinned memory, verbs, and UCX with its RDMA transport are all available.
+    /// Whether device, nodes, pinned memory, verbs, and UCX with its RDMA transport are all available, for one port at least.
     pub rdma_usable: bool,
     /// Whether a GPU, its driver and NCCL are available.
     pub nccl_usable: bool,
@@ -50,6 +49,8 @@ pub struct Probe {
     pub findings: Vec<Finding>,
     /// All ports of all RDMA devices.
     pub ports: Vec<Port>,
+    #[serde(skip)]
+    is_ucx_stopped: bool,
 }
 
 impl Probe {
@@ -62,8 +63,21 @@ impl Probe {
     /// Returns the first finding that prevents RDMA; `None` if RDMA is usable.
     #[must_use]
     pub fn rdma_fault(&self) -> Option<&Finding> {
-        let mut findings = RDMA_TOPICS.iter().filter_map(|topic| self.finding(*topic));
-        findings.find(|finding| finding.status != Status::Ok)
+        first_fault(&self.findings)
+    }
+
+    /// Returns the finding about a setting with which UCX does not start, though it may be there.
+    #[must_use]
+    pub fn ucx_stopped(&self) -> Option<&Finding> {
+        self.finding(Topic::Ucx).filter(|_| self.is_ucx_stopped)
+    }
+
+    /// Returns those of these findings that the probe does not tell: rules about settings also give it its verdicts, and each
+    /// thing is to be said once.
+    #[must_use]
+    pub fn beside(&self, tuned: Vec<tuning::Finding>) -> Vec<tuning::Finding> {
+        let is_told = |words: &str| self.findings.iter().any(|finding| finding.found == words);
+        tuned.into_iter().filter(|rule| !is_told(&Finding::words(rule))).collect()
     }
 }
 
@@ -139,24 +153,18 @@ impl Probe {
     /// Judges a machine. The result depends on its answers only; `loaded` is what its libraries said of themselves.
     #[must_use]
     pub fn of(machine: &dyn Machine, loaded: &Loaded) -> Self {
-        let prober = Prober { files: Files::new(machine), loaded };
-        let ports = ports(&prober.files);
-        let judged = |finding: Finding| finding.unless_not_recorded(&prober.files.take_not_recorded());
-        let devices = judged(prober.devices(&ports));
-        let has_device = devices.status != Status::Missing;
-        let nodes = judged(prober.nodes(has_device));
-        let container = judged(container::container(&prober.files, &ports));
-        let gid = judged(roce_gid(&ports));
-        let locked_memory = judged(prober.locked_memory(has_device));
-        let verbs = judged(prober.verbs());
-        let ucx = judged(prober.ucx());
-        let gpu = judged(prober.gpu());
+        let host = Host::of(machine);
+        let files = Files::new(machine);
+        let (mut findings, usable) = rdma::findings(&files, &host);
+        let has_device = findings.first().is_some_and(|devices| devices.status != Status::Missing);
+        let judged = |finding: Finding| finding.unless_not_recorded(&files.take_not_recorded());
+        let gpu = judged(gpus::gpu(&files, &host, loaded));
         let has_gpu = gpu.status != Status::Missing;
-        let nccl = judged(prober.nccl());
-        let direct = judged(prober.gpu_direct(has_device && has_gpu));
-        let shared_memory = judged(container::shared_memory(&prober.files));
-        let findings = [devices, nodes, container, gid, locked_memory, verbs, ucx, gpu, nccl, direct, shared_memory];
-        judge(findings.into(), ports)
+        findings.push(gpu);
+        findings.push(judged(gpus::nccl(&files, &host, loaded)));
+        findings.push(judged(gpus::gpu_direct(&files, &host, has_device && has_gpu)));
+        findings.push(judged(container::shared_memory(&files, &host)));
+        judge(findings, &usable, ports(&host))
     }
 }
 
@@ -169,7 +177,8 @@ pub fn load(machine: &Live) -> Loaded {
         version.map(|version| version.to_string()).map_err(|error| error.to_string())
     });
     // Without a driver and a GPU, its version means nothing.
-    let has_gpu = gpus(&files) > 0 && files.text("/proc/driver/nvidia/version").is_some();
+    let has_node = files.names("/dev").iter().any(|name| is_gpu_node(name));
+    let has_gpu = has_node && files.text("/proc/driver/nvidia/version").is_some();
     let cuda = files.library("libcuda.so.1").filter(|_| has_gpu);
     Loaded { nccl, cuda: cuda.map(|library| versions::cuda_driver_version(Path::new(&library.path))) }
 }
@@ -180,24 +189,28 @@ pub fn probe() -> Probe {
     ProbeOptions::new().probe()
 }
 
-fn judge(findings: Vec<Finding>, ports: Vec<Port>) -> Probe {
+/// Returns the first finding that prevents RDMA, in the order of the requirements.
+fn first_fault(findings: &[Finding]) -> Option<&Finding> {
+    let of = |topic: &Topic| findings.iter().find(|finding| finding.topic == *topic && finding.prevents);
+    RDMA_TOPICS.iter().find_map(of)
+}
+
+fn judge(findings: Vec<Finding>, usable: &Usable, ports: Vec<Port>) -> Probe {
     let of = |topic| findings.iter().find(move |finding: &&Finding| finding.topic == topic);
-    let first_fault = |topics: &[Topic]| {
-        topics.iter().filter_map(|topic| of(*topic)).find(|finding| finding.status != Status::Ok).cloned()
-    };
-    let rdma_fault = first_fault(&RDMA_TOPICS);
-    let nccl_fault = first_fault(&[Topic::Gpu, Topic::Nccl]);
+    let rdma_fault = first_fault(&findings);
+    let nccl_topics = [Topic::Gpu, Topic::Nccl];
+    let nccl_fault = nccl_topics.iter().filter_map(|topic| of(*topic)).find(|finding| finding.status != Status::Ok);
     let found = |topic| of(topic).map(|finding| finding.found.clone()).unwrap_or_default();
-    let rdma = match &rdma_fault {
-        None => format!("RDMA is usable ({}, by {})", found(Topic::RdmaDevices), found(Topic::Ucx)),
+    let rdma = match rdma_fault {
+        None => format!("RDMA is usable ({}, by {})", usable.ports, usable.ucx),
         Some(fault) => format!("RDMA is not usable here: {}", fault.found),
     };
-    let nccl = match &nccl_fault {
+    let nccl = match nccl_fault {
         None => format!("NCCL is usable ({} with {})", found(Topic::Nccl), found(Topic::Gpu)),
         Some(fault) => format!("NCCL is not usable here: {}", fault.found),
     };
     // UCX also connects processes on one host without an RDMA device, so both sentences name it.
-    let ucx = match (of(Topic::Ucx), &rdma_fault) {
+    let ucx = match (of(Topic::Ucx), rdma_fault) {
         (Some(ucx), Some(fault)) if fault.topic != Topic::Ucx => format!("; {}", ucx.found),
         _ => String::new(),
     };
@@ -207,280 +220,10 @@ fn judge(findings: Vec<Finding>, ports: Vec<Port>) -> Probe {
         nccl_usable: nccl_fault.is_none(),
         findings,
         ports,
+        is_ucx_stopped: usable.is_ucx_stopped,
     }
-}
-
-struct Prober<'a> {
-    files: Files<'a>,
-    loaded: &'a Loaded,
-}
-
-impl Prober<'_> {
-    fn devices(&self, ports: &[Port]) -> Finding {
-        let topic = Topic::RdmaDevices;
-        let directory = "/sys/class/infiniband";
-        let devices = self.files.names(directory);
-        if devices.is_empty() {
-            let state = if self.files.exists(directory) { "is empty" } else { "does not exist" };
-            return finding(topic, Status::Missing, format!("no RDMA device ({directory} {state})")).fix(
-                "install a network card with RDMA and load its driver (mlx5_ib, irdma, efa), or for tests emulate one: \
-                 modprobe rdma_rxe && rdma link add rxe0 type rxe netdev INTERFACE; in a container, mount the host's /sys",
-            );
-        }
-        let words = |port: &Port| format!("{} {}, {}, {}", port.name(), port.state, port.link_layer, port.rate);
-        let of = |active| ports.iter().filter(move |port| port.active == active).map(words).collect::<Vec<_>>();
-        let (active, down) = (of(true), of(false));
-        if active.is_empty() {
-            let what = if down.is_empty() { format!("{} without ports", devices.join(", ")) } else { down.join("; ") };
-            return finding(topic, Status::Warning, format!("no active RDMA port ({what})"))
-                .fix("bring the network interface of the port up (ip link set INTERFACE up) and check the cable");
-        }
-        finding(topic, Status::Ok, active.join("; "))
-    }
-
-    fn nodes(&self, has_device: bool) -> Finding {
-        let topic = Topic::DeviceNodes;
-        let directory = "/dev/infiniband";
-        let nodes: Vec<String> = self
-            .files
-            .names(directory)
-            .into_iter()
-            .filter(|name| name.starts_with("uverbs") || name == "rdma_cm")
-            .map(|name| format!("{directory}/{name}"))
-            .collect();
-        if !has_device {
-            return finding(topic, Status::NotNeeded, "device nodes are needed only with an RDMA device".to_owned());
-        }
-        let missing: Vec<&str> = ["uverbs", "rdma_cm"]
-            .into_iter()
-            .filter(|kind| !nodes.iter().any(|node| node.starts_with(&format!("{directory}/{kind}"))))
-            .collect();
-        if !missing.is_empty() {
-            return finding(topic, Status::Missing, format!("no {} in {directory}", missing.join(" and no "))).fix(
-                "modprobe ib_uverbs rdma_ucm; in a container, pass the nodes (docker: --device=/dev/infiniband, \
-                 compose: devices: [/dev/infiniband])",
-            );
-        }
-        let closed: Vec<&str> = nodes.iter().filter(|node| !self.files.opens(node)).map(String::as_str).collect();
-        if !closed.is_empty() {
-            return finding(topic, Status::Missing, format!("{} cannot be opened", closed.join(", ")))
-                .fix("add the user to the group of the nodes (often rdma), or chmod 666 them by a udev rule");
-        }
-        finding(topic, Status::Ok, nodes.join(", "))
-    }
-
-    /// Checks the limit on pinned memory, and the capability that overrides it.
-    fn locked_memory(&self, has_device: bool) -> Finding {
-        let topic = Topic::LockedMemory;
-        let limits = self.files.text("/proc/self/limits").unwrap_or_default();
-        let soft = limits
-            .lines()
-            .find_map(|line| line.strip_prefix("Max locked memory"))
-            .and_then(|rest| rest.split_whitespace().next())
-            .unwrap_or("unknown")
-            .to_owned();
-        let status = self.files.text("/proc/self/status").unwrap_or_default();
-        let capable = status
-            .lines()
-            .find_map(|line| line.strip_prefix("CapEff:"))
-            .and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok())
-            .is_some_and(|mask| mask >> CAP_IPC_LOCK & 1 == 1);
-        let what = match (soft.as_str(), capable) {
-            ("unlimited", _) => "memory may be pinned without limit".to_owned(),
-            (_, true) => {
-                format!("memory may be pinned without limit (CAP_IPC_LOCK overrides the limit of {soft} bytes)")
-            }
-            (_, false) => format!("only {soft} bytes of memory may be pinned, and CAP_IPC_LOCK is not held"),
-        };
-        let enough = soft == "unlimited" || capable;
-        if enough {
-            finding(topic, Status::Ok, what)
-        } else if has_device {
-            finding(topic, Status::Warning, what).fix(
-                "ulimit -l unlimited (limits.conf: memlock); in a container: --ulimit memlock=-1 --cap-add=IPC_LOCK",
-            )
-        } else {
-            finding(topic, Status::NotNeeded, what)
-        }
-    }
-
-    fn verbs(&self) -> Finding {
-        let topic = Topic::Verbs;
-        match self.files.library("libibverbs.so.1") {
-            Some(Library { path, version }) => {
-                finding(topic, Status::Ok, format!("libibverbs {} ({path})", or_unknown(version)))
-            }
-            None => finding(
-                topic,
-                Status::Missing,
-                "libibverbs not found (no libibverbs.so.1 in the loader's directories)".to_owned(),
-            )
-            .fix("apt-get install libibverbs1 ibverbs-providers (dnf: libibverbs)"),
-        }
-    }
-
-    fn ucx(&self) -> Finding {
-        let topic = Topic::Ucx;
-        let Some(Library { path, version }) = self.files.library("libucp.so.0") else {
-            return finding(
-                topic,
-                Status::Missing,
-                "UCX not found (no libucp.so.0 in the loader's directories)".to_owned(),
-            )
-            .fix("apt-get install libucx0 (dnf: ucx ucx-ib), or add the directory of a UCX to LD_LIBRARY_PATH");
-        };
-        let what = format!("UCX {} ({path})", or_unknown(version));
-        // Transports are plug-ins in the directory `ucx` next to the library. A build without verbs has none for RDMA.
-        if self.has_rdma_transport(&path) {
-            finding(topic, Status::Ok, what)
-        } else {
-            finding(topic, Status::Warning, format!("{what} without RDMA transport (no ucx/libuct_ib* next to it)")).fix(
-                "install a build with verbs: Debian's libucx0, dnf's ucx-ib, or the vendor's; the wheel libucx-cu12 has none",
-            )
-        }
-    }
-
-    fn has_rdma_transport(&self, libucp: &str) -> bool {
-        let plugins = |path: &str| path.rsplit_once('/').map(|(folder, _)| format!("{folder}/ucx"));
-        let has = |folder: String| {
-            let names = self.files.names(&folder);
-            names.iter().any(|name| name.starts_with("libuct_ib") && name.contains(".so"))
-        };
-        // The plug-ins may be next to the target of a link.
-        plugins(libucp).is_some_and(has) || self.files.real(libucp).as_deref().and_then(plugins).is_some_and(has)
-    }
-
-    fn gpu(&self) -> Finding {
-        let topic = Topic::Gpu;
-        let driver = self.files.text("/proc/driver/nvidia/version").map(|text| driver_version(&text));
-        let gpus = gpus(&self.files);
-        let cuda = self.files.library("libcuda.so.1");
-        let (Some(driver), true) = (&driver, gpus > 0) else {
-            let what = match (driver, gpus) {
-                (None, 0) => "no NVIDIA GPU (neither /proc/driver/nvidia/version nor /dev/nvidia0)".to_owned(),
-                (None, _) => "/dev/nvidia0 without a driver (no /proc/driver/nvidia/version)".to_owned(),
-                (Some(driver), _) => format!("NVIDIA driver {driver} without a GPU (no /dev/nvidia0)"),
-            };
-            return finding(topic, Status::Missing, what).fix(
-                "install the NVIDIA driver; in a container use the NVIDIA container toolkit (docker: --gpus all)",
-            );
-        };
-        let what = format!("{gpus} NVIDIA GPU{}, driver {driver}", if gpus == 1 { "" } else { "s" });
-        let Some(cuda) = cuda else {
-            return finding(topic, Status::Missing, format!("{what}, but no libcuda.so.1 in the loader's directories"))
-                .fix(
-                    "install the driver's user part (apt: libcuda1), or give the container the capability compute \
-                 (NVIDIA_DRIVER_CAPABILITIES=compute,utility)",
-                );
-        };
-        let management = match self.files.library("libnvidia-ml.so.1") {
-            Some(_) => "",
-            None => ", no libnvidia-ml.so.1 for monitoring",
-        };
-        match &self.loaded.cuda {
-            None => finding(topic, Status::Ok, format!("{what}{management}")),
-            Some(Ok(version)) => finding(topic, Status::Ok, format!("{what}, up to CUDA {version}{management}")),
-            Some(Err(error)) => finding(topic, Status::Missing, format!("{what}, but {}: {error}", cuda.path))
-                .fix("reinstall the driver so that its kernel and user parts have one version"),
-        }
-    }
-
-    fn nccl(&self) -> Finding {
-        let topic = Topic::Nccl;
-        let fix = "apt-get install libnccl2 (NVIDIA's repository) or pip install nvidia-nccl-cu12, and add its directory to LD_LIBRARY_PATH";
-        let Some(Library { path, version }) = self.files.library("libnccl.so.2") else {
-            let what = "NCCL not found (no libnccl.so.2 in the loader's directories)".to_owned();
-            return finding(topic, Status::Missing, what).fix(fix);
-        };
-        match self.loaded.nccl.clone().unwrap_or_else(|| Ok(or_unknown(version))) {
-            Ok(version) => finding(topic, Status::Ok, format!("NCCL {version} ({path})")),
-            Err(error) => finding(topic, Status::Missing, error).fix(fix),
-        }
-    }
-
-    fn gpu_direct(&self, needed: bool) -> Finding {
-        let topic = Topic::GpuDirect;
-        if !needed {
-            let what = "GPUDirect RDMA needs an RDMA device and an NVIDIA GPU".to_owned();
-            return finding(topic, Status::NotNeeded, what);
-        }
-        for module in ["nvidia_peermem", "nv_peer_mem"] {
-            if self.files.exists(&format!("/sys/module/{module}")) {
-                return finding(topic, Status::Ok, format!("GPUDirect RDMA by {module}"));
-            }
-        }
-        let release = self.files.text("/proc/sys/kernel/osrelease").unwrap_or_default();
-        let open =
-            self.files.text("/proc/driver/nvidia/version").is_some_and(|text| text.contains("Open Kernel Module"));
-        if open && kernel(&release).is_some_and(|version| version >= DMA_BUF_KERNEL) {
-            return finding(topic, Status::Ok, format!("GPUDirect RDMA by dma-buf (kernel {release}, open driver)"));
-        }
-        finding(topic, Status::Warning, "no GPUDirect RDMA: transfers go through host memory".to_owned())
-            .fix("modprobe nvidia_peermem, or use the open NVIDIA driver on kernel 5.12 or later")
-    }
-}
-
-/// Checks the GIDs of RoCE ports: a port without an address of version 2 cannot send.
-fn roce_gid(ports: &[Port]) -> Finding {
-    let topic = Topic::RoceGid;
-    let roce: Vec<&Port> = ports.iter().filter(|port| port.active && port.is_ethernet()).collect();
-    if roce.is_empty() {
-        let found = "no active RoCE port, so no GID is needed".to_owned();
-        return finding(topic, if ports.is_empty() { Status::NotNeeded } else { Status::Ok }, found);
-    }
-    let without: Vec<String> = roce.iter().filter(|port| port.gid.is_none()).map(|port| port.name()).collect();
-    let chosen: Vec<String> = roce
-        .iter()
-        .filter_map(|port| port.gid.as_ref().map(|gid| (port, gid)))
-        .map(|(port, gid)| {
-            format!("{}: GID index {} ({}, {}, {})", port.name(), gid.index, gid.kind, gid.address, gid.interface)
-        })
-        .collect();
-    if without.is_empty() {
-        return finding(topic, Status::Ok, chosen.join("; "));
-    }
-    let others = if chosen.is_empty() { String::new() } else { format!(" ({})", chosen.join("; ")) };
-    finding(topic, Status::Warning, format!("no RoCE v2 address on {}{others}", without.join(" and "))).fix(
-        "give the port's network interface an address and bring it up (ip addr add ADDRESS dev INTERFACE; ip link set \
-         INTERFACE up)",
-    )
 }
 
 fn or_unknown(version: Option<String>) -> String {
     version.unwrap_or_else(|| "of unknown version".to_owned())
-}
-
-/// Returns the number of device nodes of GPUs.
-fn gpus(files: &Files<'_>) -> usize {
-    files.names("/dev").iter().filter(|name| is_gpu_node(name)).count()
-}
-
-/// Returns `true` for the name of a device node of a GPU, such as `nvidia0`.
-pub(crate) fn is_gpu_node(name: &str) -> bool {
-    name.strip_prefix("nvidia").is_some_and(|n| !n.is_empty() && n.bytes().all(|b| b.is_ascii_digit()))
-}
-
-/// Parses a driver version: `NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue …` → `550.54.15`.
-fn driver_version(text: &str) -> String {
-    let numbers = |word: &&str| word.contains('.') && word.bytes().all(|byte| byte.is_ascii_digit() || byte == b'.');
-    text.split_whitespace().find(numbers).unwrap_or("of unknown version").to_owned()
-}
-
-fn kernel(release: &str) -> Option<(u32, u32)> {
-    let mut numbers = release.split(|letter: char| !letter.is_ascii_digit());
-    Some((numbers.next()?.parse().ok()?, numbers.next()?.parse().ok()?))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn versions_are_read_from_what_the_kernel_says() {
-        let open = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build";
-        assert_eq!(driver_version(open), "570.86.15");
-        assert_eq!(driver_version("rubbish"), "of unknown version");
-        assert_eq!(kernel("6.1.0-56-amd64"), Some((6, 1)));
-        assert_eq!(kernel(""), None);
-    }
 }

@@ -24,13 +24,16 @@ pub struct UcxReport {
     pub signals_restored: Vec<i32>,
     /// Functions of libc that UCX patched in memory.
     pub patched: Vec<String>,
+    /// What UCX warned of, in its words, such as a variable that it does not know.
+    #[serde(default)]
+    pub warnings: Vec<String>,
 }
 
 impl UcxReport {
     /// Loads UCX into this process and reports on it.
     ///
     /// # Errors
-    /// If UCX cannot be loaded or cannot open a context.
+    /// If UCX cannot be loaded, or cannot open a context or a worker.
     pub fn take(options: &LoadOptions) -> Result<Self, FabricError> {
         let DeviceReport { library, devices } = device_report(options)?;
         Ok(Self {
@@ -39,6 +42,8 @@ impl UcxReport {
             resources: devices,
             signals_restored: library.signals_restored,
             patched: library.patched.into_iter().map(str::to_owned).collect(),
+            // They go to where UCX logs.
+            warnings: Vec::new(),
         })
     }
 
@@ -72,6 +77,7 @@ mod tests {
             resources: names.map(str::to_owned).to_vec(),
             signals_restored: Vec::new(),
             patched: Vec::new(),
+            warnings: Vec::new(),
         };
         assert_eq!(report.of(crate::SHM), ["posix/memory"]);
         assert_eq!(report.of(crate::RDMA), ["rc_verbs/rxe0:1", "ud_verbs/rxe0:1"]);

@@ -13,18 +13,19 @@
 
 mod cluster;
 mod finding;
-mod host;
-mod rules;
+pub(crate) mod host;
+pub(crate) mod rules;
 mod settings;
 mod syntax;
 mod table;
 
 pub use finding::{Finding, Severity};
+pub(crate) use rules::limits::{MORE as MORE_SHARED_MEMORY, size};
 pub use table::{Kind, NCCL, UCX, Variable, variable};
 
 use serde::Serialize;
 
-use crate::probe::machine::Machine;
+use crate::machine::Machine;
 use host::Host;
 
 /// Checks the settings of one machine. The worst come first.
@@ -42,6 +43,44 @@ pub fn compare(nodes: &[(String, &dyn Machine)]) -> Vec<Finding> {
     let mut findings = Vec::new();
     cluster::check(&named, &mut findings);
     sorted(findings)
+}
+
+/// A setting with which UCX does not start.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Unreadable {
+    /// The variable.
+    pub variable: String,
+    /// Its value.
+    pub value: String,
+    /// Where the value comes from, such as `set in the environment`, or `/etc/ucx/ucx.conf:3`.
+    pub origin: String,
+    /// What to do.
+    pub fix: String,
+}
+
+/// Returns a setting that UCX cannot read, so that it does not start. UCX 1.13 dies of some of them (signal 11), so ask before it is loaded.
+#[must_use]
+pub fn unreadable(machine: &dyn Machine) -> Option<Unreadable> {
+    let library = machine.library("libucp.so.0").ok().flatten();
+    let version = library.as_ref().and_then(|library| settings::Version::read(library.version.as_ref()?));
+    let settings =
+        settings::Settings::of(machine, None, version, library.as_ref().map(|library| library.path.as_str()));
+    let (setting, finding) = syntax::unreadable(&settings)?;
+    Some(Unreadable {
+        variable: setting.name.clone(),
+        value: setting.value.clone(),
+        origin: setting.origin(),
+        fix: finding.fix,
+    })
+}
+
+/// Returns the devices that UCX is to be kept to, in the form of `UCX_NET_DEVICES`, on a machine with so many interfaces that it would
+/// abort the process. `None` on others, and where a setting names devices.
+pub(crate) fn devices_of_crowd(machine: &dyn Machine) -> Option<String> {
+    let interfaces = machine.names("/sys/class/net").unwrap_or_default().len();
+    // Most machines have few, and are not looked at any further.
+    (interfaces >= rules::ucx::INTERFACES_OF_CROWD).then(|| rules::ucx::devices_of_crowd(&Host::of(machine)))?
 }
 
 /// A variable of NCCL as the library gets it.

@@ -11,14 +11,14 @@ pub(super) fn check(settings: &Settings, findings: &mut Vec<Finding>) {
             None => findings.extend(unknown_name(&setting.name).map(|finding| finding.because(setting.origin()))),
         }
     }
-    for (name, text) in &settings.variables {
-        if name.starts_with("UCX_") {
-            let finding = match variable(name) {
-                Some(known) => value_of_ucx(known, text),
-                None => misspelt(name, UCX, &[], "UCX"),
-            };
-            findings.extend(finding.map(|finding| finding.because("set in the environment")));
-        }
+    for setting in settings.all_of_ucx() {
+        let finding = match variable(&setting.name) {
+            Some(known) => value_of_ucx(known, &setting.value),
+            None => misspelt(&setting.name, UCX, &[], "UCX"),
+        };
+        findings.extend(finding.map(|finding| finding.because(setting.origin())));
+    }
+    for name in settings.variables.keys() {
         // The first letter was lost when it was copied.
         if name.starts_with("CCL_") || name.starts_with("NCLL_") || name.starts_with("NCCL-") {
             findings.extend(
@@ -204,7 +204,7 @@ fn distance(one: &str, other: &str) -> usize {
     row[other.len()]
 }
 
-fn value_of_ucx(known: &Variable, value: &str) -> Option<Finding> {
+pub(super) fn value_of_ucx(known: &Variable, value: &str) -> Option<Finding> {
     let name = known.name;
     let bare = value.trim_matches(['"', '\'']);
     if bare.len() != value.len() {
@@ -217,7 +217,7 @@ fn value_of_ucx(known: &Variable, value: &str) -> Option<Finding> {
     };
     match known.kind {
         Kind::Memory => (!is_memory(value)).then(|| unreadable("a number or a size such as 64k, auto or inf")),
-        Kind::Number(..) if value != "auto" && value.parse::<u32>().is_err() => Some(unreadable("a number")),
+        Kind::Number(..) => (!is_number(value)).then(|| unreadable("a number")),
         Kind::Words(words) if !words.iter().any(|word| word.eq_ignore_ascii_case(value)) => {
             Some(unreadable(&format!("one of {}", words.join(", "))))
         }
@@ -229,6 +229,28 @@ fn value_of_ucx(known: &Variable, value: &str) -> Option<Finding> {
         }
         _ => None,
     }
+}
+
+/// Returns a setting that keeps UCX from starting for sure, because it cannot read it, and what is found about it.
+pub(super) fn unreadable(settings: &Settings) -> Option<(&Setting, Finding)> {
+    settings.all_of_ucx().find_map(|setting| {
+        let known = variable(&setting.name)?;
+        let stops = match known.kind {
+            Kind::Number(..) => !is_number(&setting.value),
+            Kind::Memory => !is_memory(&setting.value),
+            // The settings of a transport are read when there is a device for it.
+            _ => false,
+        };
+        let finding = value_of_ucx(known, &setting.value).filter(|_| stops)?;
+        Some((setting, finding.because(setting.origin())))
+    })
+}
+
+/// Reads a number as `ucs_config_sscanf_uint` does: with `sscanf`, which ignores what is behind it.
+fn is_number(text: &str) -> bool {
+    let text = text.trim_start();
+    text.to_ascii_lowercase().starts_with("inf")
+        || text.strip_prefix(['-', '+']).unwrap_or(text).starts_with(|letter: char| letter.is_ascii_digit())
 }
 
 /// Reads a size as `ucs_str_to_memunits` does. A list by kind of memory has `:` before each value.

@@ -7,7 +7,7 @@ use gym_group::{NODE_FIRST, NOT_INHERITED, NOT_SENT, VariableKind, VariableSourc
 use crate::page::{Page, code, sources};
 
 /// The variables that a user sets: name, reader, meaning.
-const READ: [(&str, &str, &str); 48] = [
+const READ: [(&str, &str, &str); 49] = [
     ("ALL_PROXY", "`rgym doctor`", "As `HTTPS_PROXY`."),
     (
         "CUDA_VISIBLE_DEVICES",
@@ -122,6 +122,11 @@ const READ: [(&str, &str, &str); 48] = [
         "UCX_HANDLE_ERRORS",
         "transports of UCX",
         "Read by UCX when it is loaded. `rgym` and worker groups set it to `none`, unless it is set.",
+    ),
+    (
+        "UCX_LOG_FILE",
+        "transports of UCX",
+        "Read by UCX when it is loaded. `rgym` and worker groups set it to `stderr`, unless it is set: by default, UCX logs into the output of a command.",
     ),
     (
         "UCX_MEM_MMAP_HOOK_MODE",
@@ -256,7 +261,7 @@ const OF_TESTS: [&str; 56] = [
 
 /// Texts in capitals that are no variables of this program: parts of names, settings of UCX, variables of other launchers and of the
 /// children of tests, variables of the build, and names of other kinds.
-const NO_VARIABLES: [&str; 37] = [
+const NO_VARIABLES: [&str; 40] = [
     "A",
     "BIG",
     "CARGO_MANIFEST_DIR",
@@ -290,7 +295,10 @@ const NO_VARIABLES: [&str; 37] = [
     "STRICT_SPREAD",
     "TCP_TX_SEG_SIZE",
     "TX_SEG_SIZE",
+    "UCX_FOO",
+    "UCX_MAX_EAGER_LANES",
     "UCX_NET_DEVICES",
+    "UCX_UNKNOWN_TO_IT",
     "WATCHDOG",
     "WORKER_PATTERNS",
     "ZCOPY_THRESH",
@@ -364,9 +372,10 @@ fn literals() -> BTreeMap<String, BTreeSet<String>> {
         // These judge and record the settings of other libraries, on machines that are not this one.
         let judged = [
             "src/tuning/",
-            "probe/machine/variables.rs",
-            "probe/machine/redaction/",
+            "machine/variables.rs",
+            "machine/redaction/",
             "tests/machines/",
+            "tests/probe.rs",
             "tests/tuning.rs",
             "cli/inspect/recording/",
         ];

@@ -61,9 +61,14 @@ fn child(role: &str) -> Result<Command, String> {
 }
 
 /// Runs a child that answers, and reads the answer. `does` is what it does, such as `loads UCX`.
-async fn ask<T: DeserializeOwned>(mut command: Command, does: &str, within: Duration) -> Result<T, String> {
+async fn ask<T: DeserializeOwned>(command: Command, does: &str, within: Duration) -> Result<T, String> {
+    read(&run(command, does, within).await?, does)
+}
+
+/// Runs a child that answers, and returns all that it has printed.
+async fn run(mut command: Command, does: &str, within: Duration) -> Result<Output, String> {
     match tokio::time::timeout(within, command.output()).await {
-        Ok(Ok(output)) => read(&output, does),
+        Ok(Ok(output)) => Ok(output),
         Ok(Err(error)) => Err(format!("the process that {does} cannot be started: {error}")),
         Err(_) => Err(format!("the process that {does} took longer than {within:?}")),
     }

@@ -32,12 +32,8 @@ pub async fn nccl_meeting(library: &Path, within: Duration) -> Result<NcclMeetin
         command.env("NCCL_DEBUG", "WARN");
     }
     command.env_remove("NCCL_DEBUG_FILE");
-    let output = match tokio::time::timeout(within, command.output()).await {
-        Ok(Ok(output)) => output,
-        Ok(Err(error)) => return Err(format!("the process that loads NCCL cannot be started: {error}")),
-        Err(_) => return Err(format!("NCCL made no unique id within {within:?}")),
-    };
-    super::read(&output, "loads NCCL").map_err(|error| {
+    let output = super::run(command, "asks NCCL for a unique id", within).await?;
+    super::read(&output, "asks NCCL for a unique id").map_err(|error| {
         let text = String::from_utf8_lossy(&output.stdout);
         let warned = text.lines().find_map(|line| line.split_once("NCCL WARN ").map(|(_, warning)| warning));
         warned.map_or_else(|| error.clone(), |warning| format!("{error}: {warning}"))

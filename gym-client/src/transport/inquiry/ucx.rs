@@ -20,7 +20,17 @@ pub(super) const ROLE: &str = "--gym-ucx-report";
 pub async fn ucx_report(within: Duration) -> Result<UcxReport, String> {
     let mut command = super::child(ROLE)?;
     command.envs(missing_variables());
-    super::ask(command, "loads UCX", within).await
+    let output = super::run(command, "loads UCX", within).await?;
+    let mut report: UcxReport = super::read(&output, "loads UCX")?;
+    let [text, errors] = [&output.stdout, &output.stderr].map(|text| String::from_utf8_lossy(text));
+    report.warnings = text.lines().chain(errors.lines()).filter_map(warning).collect();
+    Ok(report)
+}
+
+/// Returns the text of a line with a warning of UCX: `[1.2] [host:1:0] ucp_context.c:1014 UCX  WARN  transport …`.
+fn warning(line: &str) -> Option<String> {
+    let (before, text) = line.split_once(" WARN ")?;
+    before.trim_end().ends_with("UCX").then(|| text.trim().to_owned())
 }
 
 /// Returns the variables that UCX needs and that the environment does not have.
@@ -30,4 +40,16 @@ pub(super) fn missing_variables() -> impl Iterator<Item = (&'static str, &'stati
 
 pub(super) fn report() -> Result<UcxReport, String> {
     UcxReport::take(&LoadOptions::default()).map_err(|error| error.to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_warning_of_ucx_is_told_without_its_place() {
+        let line = "[17.4] [vm:1:0]  parser.c:1908 UCX  WARN  unused env variable: UCX_FOO";
+        assert_eq!(warning(line).as_deref(), Some("unused env variable: UCX_FOO"));
+        assert_eq!(warning("host:1:1 [0] bootstrap.cc:1 NCCL WARN Bootstrap : no socket interface found"), None);
+    }
 }

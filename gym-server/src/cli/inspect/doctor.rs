@@ -193,7 +193,7 @@ mod checks {
 
     use gym_client::transport::RDMA;
     use gym_client::transport::rdma::UcxBackend;
-    use gym_client::transport::rdma::backend::{WITH_VERBS, to_load};
+    use gym_client::transport::rdma::backend::{WITH_VERBS, fact_and_fix};
     use gym_client::transport::rdma::probe::machine::{Live, Machine as _};
     use gym_client::transport::rdma::probe::{Finding as Found, Probe, ProbeOptions, Status, Topic};
     use gym_client::transport::rdma::transport::UcxReport;
@@ -218,7 +218,9 @@ mod checks {
         diagnosis.findings.extend(nccl_meeting(args.nccl_timeout).await);
         // Many small files are read.
         let tuned = World::real().blocking(|| tuning::judge(&Live::new())).await.unwrap_or_default();
-        diagnosis.findings.extend(tuned.into_iter().map(of_tuning));
+        diagnosis.findings.extend(probe.beside(tuned).into_iter().map(of_tuning));
+        let said = warnings(&ucx, &diagnosis.findings);
+        diagnosis.findings.extend(said);
         diagnosis
     }
 
@@ -249,6 +251,31 @@ mod checks {
         interface.map_or_else(|| address.to_string(), |own| format!("{address} ({})", own.interface))
     }
 
+    /// Returns what UCX itself warned of, apart from what a rule has said already.
+    pub(super) fn warnings(ucx: &Result<UcxReport, String>, findings: &[Finding]) -> Vec<Finding> {
+        let warnings = ucx.iter().flat_map(|report| &report.warnings);
+        // A rule names the variable, or the device that UCX puts in quotes.
+        let is_said = |warning: &str| {
+            let fact = warning.split([';', '(']).next().unwrap_or(warning);
+            let fact = fact.split(", please").next().unwrap_or(fact);
+            let words = fact.split([' ', ',']).filter(|word| word.starts_with("UCX_"));
+            let names: Vec<&str> = fact.split('\'').skip(1).step_by(2).chain(words).collect();
+            let is_told = |name: &&str| {
+                let mut faults = findings.iter().filter(|finding| matches!(finding.status, "warning" | "error"));
+                faults.any(|finding| finding.topic == **name || finding.found.contains(*name))
+            };
+            !names.is_empty() && names.iter().all(is_told)
+        };
+        let told = warnings.filter(|warning| !is_said(warning)).map(|warning| {
+            let fix = "correct the variable or the line of ucx.conf that it names, or remove it";
+            Finding::warning("ucx", format!("UCX warns: {warning}"), fix)
+        });
+        told.collect()
+    }
+
+    /// How processes of one host may read each other's memory.
+    const CMA: &str = "in a container: --cap-add=SYS_PTRACE, compose: cap_add: [SYS_PTRACE]; on a host: sysctl kernel.yama.ptrace_scope=0";
+
     fn of_tuning(finding: tuning::Finding) -> Finding {
         let found = format!("{} ({})", finding.found, finding.because);
         let (status, fix) = (finding.severity.as_str(), Some(finding.fix).filter(|fix| !fix.is_empty()));
@@ -264,20 +291,23 @@ mod checks {
             .map(|finding| match (finding.topic, ucx) {
                 // The report of a loaded UCX is more reliable than its files. A UCX whose files exist but which cannot be loaded is
                 // broken.
-                (Topic::Ucx, Ok(report)) => loaded(report, ports),
-                (Topic::Ucx, Err(why)) => Finding {
-                    status: if finding.status == Status::Missing { "missing" } else { "warning" },
-                    fix: Some(to_load()),
-                    ..written(finding, why.clone())
-                },
-                _ => written(finding, finding.found.clone()),
+                (Topic::Ucx, Ok(report)) if finding.because.is_empty() => loaded(report, ports),
+                (Topic::Ucx, Err(why)) if probe.ucx_stopped().is_none() => {
+                    let (fact, fix) = fact_and_fix(why);
+                    let status = if finding.status == Status::Missing { "missing" } else { "warning" };
+                    Finding { status, fix: Some(fix), ..written(finding, fact) }
+                }
+                _ if finding.because.is_empty() => written(finding, finding.found.clone()),
+                // A rule about settings knows more than UCX says.
+                _ => written(finding, format!("{} ({})", finding.found, finding.because)),
             })
             .collect();
-        // Warnings first, then missing components; otherwise in the order of their dependencies.
+        // Errors and warnings first, then missing components; otherwise in the order of their dependencies.
         findings.sort_by_key(|finding| match finding.status {
-            "warning" => 0,
-            "missing" => 1,
-            _ => 2,
+            "error" => 0,
+            "warning" => 1,
+            "missing" => 2,
+            _ => 3,
         });
         Diagnosis {
             summary: probe.summary.clone(),
@@ -294,6 +324,7 @@ mod checks {
         let status = match finding.status {
             Status::Ok => "ok",
             Status::Warning => "warning",
+            Status::Error => "error",
             Status::Missing => "missing",
             Status::NotNeeded => "not_needed",
         };
@@ -302,6 +333,14 @@ mod checks {
 
     fn loaded(report: &UcxReport, ports: bool) -> Finding {
         let found = format!("UCX {} ({}): {}", report.version, report.path.display(), report.resources.join(", "));
+        // Docker's default profile forbids it, and so does ptrace_scope.
+        let has = |prefix: &str| report.resources.iter().any(|name| name.starts_with(prefix));
+        let shares = has("posix/") || has("sysv/");
+        let is_free = std::env::var_os("UCX_TLS").is_none();
+        let found = match is_free && shares && !has("cma/") && !has("xpmem/") && !has("knem/") {
+            true => format!("{found}; without cma, bulk data is copied twice on this host ({CMA})"),
+            false => found,
+        };
         let (status, fix) = if ports && report.of(RDMA).is_empty() {
             ("warning", Some(WITH_VERBS.to_owned()))
         } else if report.patched.is_empty() {
@@ -418,7 +457,7 @@ mod tests {
         }
         let report = |resources: &[&str]| -> UcxReport {
             let report = json!({"version": "1.13.1", "path": "/opt/libucp.so.0", "resources": resources,
-                "signals_restored": [], "patched": []});
+                "signals_restored": [], "patched": [], "warnings": []});
             serde_json::from_value(report).expect("a report")
         };
         let (probe, ucx) = (ProbeOptions::new().root(root.path()).probe(), ucx.map(report).map_err(str::to_owned));
@@ -446,7 +485,8 @@ mod tests {
         assert_eq!(usable(&complete), ["mem", "shm", "rdma", "ucx_tcp", "http"]);
         assert_eq!(complete.missing(RDMA), None);
         // UCX lists the device, but the process could not pin its memory.
-        let poor = diagnosis(&[COMPLETE[0], COMPLETE[1]], Ok(&devices));
+        let limit = "Max locked memory         8388608              8388608              bytes\n";
+        let poor = diagnosis(&[COMPLETE[0], COMPLETE[1], ("proc/self/limits", limit), COMPLETE[3]], Ok(&devices));
         assert_eq!(usable(&poor), ["mem", "shm", "ucx_tcp", "http"]);
         let missing = poor.missing(RDMA).unwrap();
         assert!(missing.contains("may be pinned") && missing.contains("; fix: "), "{missing}");
@@ -474,6 +514,52 @@ mod tests {
     }
 
     #[test]
+    fn a_setting_that_stops_ucx_is_named_with_its_source_and_no_installation_is_advised() {
+        let library = ("usr/lib/libucp.so.0", "");
+        let of = |variables: &str, why: &str| diagnosis(&[library, ("proc/self/environ", variables)], Err(why));
+        let quoted = of("UCX_TLS=\"rc\"\0", "start UCX with: No such device (UCX status -16)");
+        let unreadable = of("UCX_MAX_EAGER_LANES=abc\0", "the process that loaded UCX died by signal 11");
+        for (found, name, value) in [(quoted, "UCX_TLS", "\"rc\""), (unreadable, "UCX_MAX_EAGER_LANES", "`abc`")] {
+            let ucx = found.findings.iter().find(|finding| finding.topic == "ucx").unwrap();
+            let fix = ucx.fix.as_deref().unwrap();
+            assert!(ucx.status == "error" && ucx.found.contains(name) && ucx.found.contains(value), "{ucx:?}");
+            assert!(ucx.found.contains("the environment") && !fix.contains("install"), "{ucx:?}");
+            let tcp = found.missing(UCX_TCP).unwrap();
+            assert!(tcp.contains(name) && !tcp.contains("install"), "{tcp}");
+        }
+    }
+
+    #[test]
+    fn a_ucx_that_may_not_read_other_processes_is_told_so_and_is_no_fault() {
+        let ucx = |devices: &[&str]| {
+            let found = diagnosis(&COMPLETE, Ok(devices)).findings.into_iter().find(|finding| finding.topic == "ucx");
+            found.map(|finding| (finding.status, finding.found)).unwrap()
+        };
+        let (status, found) = ucx(&["posix/memory", "tcp/lo", "rc_verbs/rxe0:1"]);
+        assert!(status == "ok" && found.contains("without cma") && found.contains("--cap-add=SYS_PTRACE"), "{found}");
+        let (_, found) = ucx(&["posix/memory", "cma/memory", "rc_verbs/rxe0:1"]);
+        assert!(!found.contains("without cma"), "{found}");
+    }
+
+    #[test]
+    fn warnings_of_ucx_are_findings_unless_a_rule_has_said_it() {
+        let mut report: UcxReport = serde_json::from_value(json!({"version": "1.13.1", "path": "/x", "resources": [],
+            "signals_restored": [], "patched": []}))
+        .unwrap();
+        report.warnings = vec![
+            "unused env variables: UCX_FOO,UCX_NET_DEVICES (set UCX_WARN_UNUSED_ENV_VARS=n to suppress this warning)"
+                .to_owned(),
+            "network device 'eth9' is not available, please use one or more of: 'eth0'(tcp)".to_owned(),
+            "transport 'foo' is not available, please use one or more of: self".to_owned(),
+        ];
+        let rule = Finding::warning("UCX_NET_DEVICES", "eth9 is not here: UCX knows eth0", "write it");
+        let said = checks::warnings(&Ok(report), &[rule]);
+        let found: Vec<&str> = said.iter().map(|finding| finding.found.as_str()).collect();
+        assert_eq!(found.len(), 2, "{found:?}");
+        assert!(found[0].contains("UCX_FOO") && found[1].contains("'foo'"), "{found:?}");
+    }
+
+    #[test]
     fn every_warning_and_everything_missing_has_a_fix() {
         for found in
             [diagnosis(&[], Err("not there")), diagnosis(&COMPLETE, Ok(&["tcp/lo"])), diagnosis(&COMPLETE, Ok(&[]))]
@@ -482,7 +568,7 @@ mod tests {
                 assert_eq!(check.fix.is_none(), check.usable, "{check:?}");
             }
             for finding in &found.findings {
-                let wanted = matches!(finding.status, "warning" | "missing");
+                let wanted = matches!(finding.status, "error" | "warning" | "missing");
                 assert_eq!(finding.fix.is_some(), wanted, "{finding:?}");
             }
             assert!(found.text().contains(&found.summary));

@@ -5,10 +5,10 @@ use serde::Serialize;
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub(super) struct Finding {
     pub(super) topic: String,
-    /// The status: `ok`, `warning`, `missing` or `not_needed`.
+    /// The status: `ok`, `warning`, `error`, `missing` or `not_needed`.
     pub(super) status: &'static str,
     pub(super) found: String,
-    /// What to do; only for a warning and for something missing.
+    /// What to do; only for an error, a warning and something missing.
     pub(super) fix: Option<String>,
 }
 

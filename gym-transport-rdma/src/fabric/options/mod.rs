@@ -10,6 +10,7 @@ use gym_core::{Code, Error};
 use crate::fabric::options::driver::Driver;
 use crate::memory::PoolOptions;
 use crate::sys::{LoadError, LoadOptions};
+use crate::tuning::Unreadable;
 
 /// Options of a fabric. UCX's own environment variables (`UCX_…`) apply to settings that the options leave open.
 #[derive(Clone, Debug)]
@@ -181,6 +182,12 @@ pub enum FabricError {
     /// The UCX library cannot be loaded or is not suitable.
     #[error(transparent)]
     Load(#[from] LoadError),
+    /// UCX cannot read a setting, and was therefore not loaded.
+    #[error(
+        "load UCX: {}=`{}` ({}) cannot be read, with which UCX does not start and 1.13 may end the process; fix: {}",
+        .0.variable, .0.value, .0.origin, .0.fix
+    )]
+    Setting(Unreadable),
     /// UCX rejected a request.
     #[error("{what}: {status}")]
     Ucx {

@@ -19,6 +19,7 @@ use tokio::time::Instant;
 
 use crate::fabric::devices::devices;
 use crate::fabric::handle::command::{FabricInfo, FabricShared};
+use crate::fabric::library::{bounded, load, refused};
 use crate::fabric::options::driver::Driver;
 use crate::fabric::options::{FabricError, FabricOptions};
 use crate::fabric::protocol::prefix::{HEADER_BYTES_MAX, MESSAGE_ID, PREFIX_BYTES};
@@ -27,8 +28,7 @@ use crate::fabric::thread::peer_workers::{PeerWorkers, SharedMemorySettings};
 use crate::fabric::thread::state::FabricState;
 use crate::fabric::thread::state::callbacks::{CallbackQueue, MessageReceiver};
 use crate::fabric::thread::state::registrations::Registrations;
-use crate::sys;
-use crate::ucx::{Armed, Context, Listener, Receiver, Status, UnhandledIds, Worker};
+use crate::ucx::{Armed, Context, Listener, Receiver, UnhandledIds, Worker};
 
 /// Commands per round, so that sending does not delay receiving.
 const COMMANDS_A_ROUND: usize = 256;
@@ -101,10 +101,10 @@ fn open(options: FabricOptions, shared: &Arc<FabricShared>) -> Result<Open, Fabr
         cpus.set(cpu);
         rustix::thread::sched_setaffinity(None, &cpus).map_err(std::io::Error::from)?;
     }
-    let refused = |(what, status): (String, Status)| FabricError::Ucx { what, status: status.to_string() };
-    let library = sys::load(&options.library)?;
+    let library = load(&options.library)?;
     exit::watch(shared);
-    let settings = options.ucx_settings(&library.info().version);
+    let mut settings = options.ucx_settings(&library.info().version);
+    settings.extend(bounded(&settings));
     let context = Context::open(library, &settings).map_err(refused)?;
     let worker = Worker::open(&context).map_err(refused)?;
     if worker.header_bytes_max() < PREFIX_BYTES + HEADER_BYTES_MAX {

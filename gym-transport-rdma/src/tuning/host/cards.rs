@@ -3,7 +3,7 @@
 use std::net::{Ipv4Addr, Ipv6Addr};
 
 use super::text;
-use crate::probe::machine::{Machine, Unknown};
+use crate::machine::{Machine, Unknown};
 
 const SYSFS: &str = "/sys/class/infiniband";
 
@@ -41,6 +41,8 @@ pub(crate) struct Row {
     pub(crate) index: u32,
     pub(crate) address: Ipv6Addr,
     pub(crate) is_version_2: bool,
+    /// Version, as sysfs writes it.
+    pub(crate) kind: String,
     pub(crate) interface: String,
 }
 
@@ -79,8 +81,18 @@ impl Port {
 
     /// Returns the row that both NCCL and UCX can use: of version 2, IPv4 before IPv6, and not link-local.
     pub(crate) fn best_row(&self) -> Option<&Row> {
-        let fit = self.rows.iter().filter(|row| row.is_version_2 && !row.is_link_local());
-        fit.min_by_key(|row| (row.v4().is_none(), row.is_autoconfigured(), row.index))
+        self.best(|row| !row.is_link_local())
+    }
+
+    /// Returns the best row of version 2 among those that fit. An address of a link comes last.
+    pub(crate) fn best(&self, fits: impl Fn(&Row) -> bool) -> Option<&Row> {
+        let fit = self.rows.iter().filter(|row| row.is_version_2 && fits(row));
+        fit.min_by_key(|row| (row.is_link_local(), row.v4().is_none(), row.is_autoconfigured(), row.index))
+    }
+
+    /// Returns the name for a text: `mlx5_0 port 1`.
+    pub(crate) fn name(&self) -> String {
+        format!("{} port {}", self.card, self.number)
     }
 }
 
@@ -144,6 +156,7 @@ fn row(machine: &dyn Machine, base: &str, index: &str) -> Option<Row> {
         index: index.parse().ok()?,
         address,
         is_version_2: kind == "RoCE v2",
+        kind,
         interface: interface.map(|name| name.trim().to_owned()).unwrap_or_default(),
     })
 }

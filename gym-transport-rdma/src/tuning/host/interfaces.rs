@@ -3,7 +3,7 @@
 use std::net::IpAddr;
 
 use super::text;
-use crate::probe::machine::{InterfaceAddress, Machine};
+use crate::machine::{InterfaceAddress, Machine};
 
 const SYSFS: &str = "/sys/class/net";
 
@@ -13,6 +13,8 @@ pub(crate) struct Interface {
     pub(crate) name: String,
     /// Whether it is up, and has a carrier.
     pub(crate) is_running: bool,
+    /// Whether it is known to be down.
+    pub(crate) is_down: bool,
     pub(crate) addresses: Vec<InterfaceAddress>,
     pub(crate) mtu: Option<u32>,
     /// The interfaces of a bond.
@@ -73,6 +75,7 @@ pub(super) fn interfaces(machine: &dyn Machine) -> Vec<Interface> {
             let members = read("bonding/slaves").unwrap_or_default();
             let interface = Interface {
                 is_running,
+                is_down: state == "down",
                 addresses: addresses.iter().filter(|address| address.interface == name).cloned().collect(),
                 mtu: read("mtu").and_then(|mtu| mtu.parse().ok()),
                 members: members.split_whitespace().map(str::to_owned).collect(),

@@ -3,8 +3,7 @@
 mod cards;
 mod interfaces;
 
-use crate::probe::is_gpu_node;
-use crate::probe::machine::Machine;
+use crate::machine::{Library, Machine};
 use crate::tuning::settings::{Settings, Version};
 
 pub(crate) use cards::{Card, Port, Row};
@@ -17,6 +16,9 @@ pub(crate) struct Host<'m> {
     pub(crate) name: String,
     pub(crate) nccl: Option<Version>,
     pub(crate) ucx: Option<Version>,
+    /// Whether the libraries are there, of whatever version.
+    pub(crate) has_nccl: bool,
+    pub(crate) has_ucx: bool,
     pub(crate) cards: Vec<Card>,
     pub(crate) interfaces: Vec<Interface>,
     /// The number of NVIDIA GPUs.
@@ -25,16 +27,17 @@ pub(crate) struct Host<'m> {
 
 impl<'m> Host<'m> {
     pub(crate) fn of(machine: &'m dyn Machine) -> Self {
-        let version = |soname: &str| {
-            let library = machine.library(soname).ok().flatten()?;
-            Version::read(&library.version?)
-        };
-        let nccl = version("libnccl.so.2");
+        let library = |soname: &str| machine.library(soname).ok().flatten();
+        let version = |library: &Option<Library>| Version::read(library.as_ref()?.version.as_ref()?);
+        let (libnccl, libucp) = (library("libnccl.so.2"), library("libucp.so.0"));
+        let (nccl, ucx) = (version(&libnccl), version(&libucp));
         Self {
-            settings: Settings::of(machine, nccl),
+            settings: Settings::of(machine, nccl, ucx, libucp.as_ref().map(|library| library.path.as_str())),
             name: text(machine, "/proc/sys/kernel/hostname").unwrap_or_else(|| "this machine".to_owned()),
             nccl,
-            ucx: version("libucp.so.0"),
+            ucx,
+            has_nccl: libnccl.is_some(),
+            has_ucx: libucp.is_some(),
             cards: cards::cards(machine),
             interfaces: interfaces::interfaces(machine),
             gpus: machine.names("/dev").unwrap_or_default().iter().filter(|name| is_gpu_node(name)).count(),
@@ -99,7 +102,7 @@ impl<'m> Host<'m> {
     /// Returns `true` if something here may use RDMA: many machines have cards that nobody uses.
     pub(crate) fn may_use_rdma(&self) -> bool {
         let asked = |name: &String| name.starts_with("NCCL_") || name.starts_with("UCX_");
-        self.nccl.is_some() || self.ucx.is_some() || self.gpus > 0 || self.settings.variables.keys().any(asked)
+        self.has_nccl || self.has_ucx || self.gpus > 0 || self.settings.variables.keys().any(asked)
     }
 
     /// Returns `true` within a virtual machine.
@@ -119,6 +122,11 @@ impl<'m> Host<'m> {
                 .iter()
                 .any(|card| card.ports.iter().any(|port| port.is_active() && port.link_layer == "Unknown"))
     }
+}
+
+/// Returns `true` for the name of a device node of a GPU, such as `nvidia0`.
+pub(crate) fn is_gpu_node(name: &str) -> bool {
+    name.strip_prefix("nvidia").is_some_and(|n| !n.is_empty() && n.bytes().all(|b| b.is_ascii_digit()))
 }
 
 fn text(machine: &dyn Machine, path: &str) -> Option<String> {

@@ -8,13 +8,13 @@ use crate::tuning::settings::Setting;
 const NAME: &str = "NCCL_IB_HCA";
 
 /// The ports that NCCL takes, and what asks for them.
-pub(in crate::tuning) struct Chosen<'h> {
-    pub(in crate::tuning) ports: Vec<&'h Port>,
-    pub(in crate::tuning) setting: Option<&'h Setting>,
+pub(crate) struct Chosen<'h> {
+    pub(crate) ports: Vec<&'h Port>,
+    pub(crate) setting: Option<&'h Setting>,
 }
 
 /// Returns the active ports that `NCCL_IB_HCA` selects, or all of them. None, if RDMA is switched off.
-pub(in crate::tuning) fn chosen<'h>(host: &'h Host<'_>) -> Chosen<'h> {
+pub(crate) fn chosen<'h>(host: &'h Host<'_>) -> Chosen<'h> {
     let setting = host.settings.nccl(NAME);
     let listed = setting.map(|setting| NameList::read(&setting.value));
     let takes = |port: &&Port| listed.as_ref().is_none_or(|listed| takes(listed, port));
@@ -197,7 +197,7 @@ fn fabrics(chosen: &Chosen<'_>) -> Option<Finding> {
 }
 
 /// Cards that are visible, and cannot send: their interface is in another network namespace.
-fn without_row(host: &Host<'_>, chosen: &Chosen<'_>) -> Option<Finding> {
+pub(crate) fn without_row(host: &Host<'_>, chosen: &Chosen<'_>) -> Option<Finding> {
     let roce: Vec<&&Port> = chosen.ports.iter().filter(|port| port.is_roce()).collect();
     let (good, bad): (Vec<&&Port>, Vec<&&Port>) = roce.into_iter().partition(|port| {
         port.rows
@@ -208,6 +208,18 @@ fn without_row(host: &Host<'_>, chosen: &Chosen<'_>) -> Option<Finding> {
     });
     if bad.is_empty() {
         return None;
+    }
+    let keep: Vec<&str> = good.iter().map(|port| port.card.as_str()).collect();
+    let here = bad.iter().find_map(|port| Some((port, own_interface(host, &port.card)?)));
+    if let Some((port, interface)) = here {
+        let found = format!("{} has no RoCE v2 address: its network interface {interface} has none", port.name());
+        let give = format!("ip addr add ADDRESS dev {interface}, and ip link set {interface} up");
+        let because = "/sys/class/infiniband/*/ports/*/gids";
+        return Some(if keep.is_empty() {
+            Finding::error("RoCE", found, give).because(because)
+        } else {
+            Finding::error(NAME, found, format!("{give}; or write {NAME}={}", exact(&keep))).because(because)
+        });
     }
     let cards: Vec<&str> = bad.iter().map(|port| port.card.as_str()).collect();
     let one = cards.len() == 1;
@@ -223,14 +235,19 @@ fn without_row(host: &Host<'_>, chosen: &Chosen<'_>) -> Option<Finding> {
         let fix = "give the container the interface: the host's network (network_mode: host), or in Kubernetes a further network (multus, host-device or SR-IOV CNI)";
         return Some(Finding::error("RoCE", found, fix).because(because));
     }
-    let keep: Vec<&str> = good.iter().map(|port| port.card.as_str()).collect();
     Some(
         Finding::error(NAME, found, format!("write {NAME}={}, or give the container those interfaces", exact(&keep)))
             .because(because),
     )
 }
 
-fn autoconfigured(chosen: &Chosen<'_>) -> Option<Finding> {
+/// Returns the network interface of a card, if this network namespace has it.
+fn own_interface(host: &Host<'_>, card: &str) -> Option<String> {
+    let names = host.machine.names(&format!("/sys/class/infiniband/{card}/device/net")).ok()?;
+    names.into_iter().find(|name| host.interface(name).is_some())
+}
+
+pub(crate) fn autoconfigured(chosen: &Chosen<'_>) -> Option<Finding> {
     let roce: Vec<&&Port> = chosen.ports.iter().filter(|port| port.is_roce()).collect();
     let automatic = |port: &&&Port| port.best_row().is_some_and(|row| row.is_autoconfigured());
     let bad: Vec<&&&Port> = roce.iter().filter(|port| automatic(port)).collect();

@@ -21,7 +21,7 @@ pub(super) fn check(host: &Host<'_>, chosen: &Chosen<'_>, findings: &mut Vec<Fin
     add("NCCL_IB_TC", class(host, chosen));
     add("NCCL_IB_TC", two_classes(host));
     add("NCCL_IB_TIMEOUT", timeout(host));
-    add("", subnet_manager(host));
+    add("", subnet_manager(host).filter(|_| !host.is_rdma_off()));
     add("NCCL_IB_PKEY", partition(host, chosen));
     add("NCCL_IB_QPS_PER_CONNECTION", bond(host, chosen));
 }
@@ -57,14 +57,15 @@ fn class(host: &Host<'_>, chosen: &Chosen<'_>) -> Option<Finding> {
 
 fn two_classes(host: &Host<'_>) -> Option<Finding> {
     const NAME: &str = "UCX_IB_TRAFFIC_CLASS";
-    let of_ucx: i64 = host.settings.variable(NAME)?.parse().ok()?;
+    let setting = host.settings.ucx(NAME)?;
+    let of_ucx: i64 = setting.value.parse().ok()?;
     let of_nccl = host.settings.number("NCCL_IB_TC").filter(|class| *class != of_ucx)?;
     let found = format!(
         "UCX asks for class {of_ucx}, and NCCL for {of_nccl}, on one fabric: only one of them is likely to be lossless"
     );
     Some(
         Finding::warning(NAME, found, format!("write the same class for both: {NAME}={of_nccl}"))
-            .because("set in the environment"),
+            .because(setting.origin()),
     )
 }
 
@@ -94,10 +95,7 @@ fn timeout(host: &Host<'_>) -> Option<Finding> {
     })
 }
 
-fn subnet_manager(host: &Host<'_>) -> Option<Finding> {
-    if host.is_rdma_off() {
-        return None;
-    }
+pub(crate) fn subnet_manager(host: &Host<'_>) -> Option<Finding> {
     let port = host
         .cards
         .iter()

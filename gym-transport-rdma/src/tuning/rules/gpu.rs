@@ -14,26 +14,55 @@ const ACS_CAPABILITY: u16 = 0x000d;
 const REDIRECTS: [(u16, &str); 3] = [(1 << 2, "ReqRedir"), (1 << 3, "CmpltRedir"), (1 << 4, "UpstreamFwd")];
 
 pub(super) fn check(host: &Host<'_>, chosen: &Chosen<'_>, findings: &mut Vec<Finding>) {
-    if host.gpus == 0 || chosen.ports.is_empty() || host.has_foreign_network() {
+    if !is_judged(host, chosen) {
         return;
     }
-    findings.extend(direct(host));
+    findings.extend(direct(host, chosen));
     findings.extend(access_control(host, chosen));
     findings.extend(translation(host, chosen));
 }
 
-fn direct(host: &Host<'_>) -> Option<Finding> {
+fn is_judged(host: &Host<'_>, chosen: &Chosen<'_>) -> bool {
+    host.gpus > 0 && !chosen.ports.is_empty() && !host.has_foreign_network()
+}
+
+/// The ways of RDMA to GPU memory that a machine has.
+pub(crate) struct Ways {
+    /// `nvidia_peermem` is loaded.
+    pub(crate) peermem: bool,
+    /// Its predecessor is.
+    pub(crate) older: bool,
+    /// Driver and kernel export GPU memory through dma-buf.
+    pub(crate) exports: bool,
+}
+
+impl Ways {
+    pub(crate) fn of(host: &Host<'_>) -> Self {
+        let kernel =
+            host.text("/proc/sys/kernel/osrelease").and_then(|release| Version::read(&release.replace('-', ".")));
+        let driver = host.text("/proc/driver/nvidia/version");
+        let open = driver.is_some_and(|driver| driver.contains("Open Kernel Module"));
+        Self {
+            peermem: host.has("/sys/module/nvidia_peermem"),
+            older: host.has("/sys/module/nv_peer_mem") || host.has("/sys/kernel/mm/memory_peers/nv_mem/version"),
+            exports: open && kernel.is_some_and(|kernel| kernel >= DMA_BUF_KERNEL),
+        }
+    }
+}
+
+/// Says why there is no RDMA to GPU memory, though there are cards and GPUs.
+pub(crate) fn direct(host: &Host<'_>, chosen: &Chosen<'_>) -> Option<Finding> {
     const ABOUT: &str = "GPUDirect";
+    if !is_judged(host, chosen) {
+        return None;
+    }
     if host.settings.nccl("NCCL_NET_GDR_LEVEL").is_some_and(|level| level.value == "LOC" || level.value == "0") {
         return None; // It is off, which another rule says.
     }
-    let kernel = host.text("/proc/sys/kernel/osrelease").and_then(|release| Version::read(&release.replace('-', ".")));
-    let open = host.text("/proc/driver/nvidia/version")?.contains("Open Kernel Module");
-    let exports = open && kernel.is_some_and(|kernel| kernel >= DMA_BUF_KERNEL);
+    host.text("/proc/driver/nvidia/version")?;
+    let Ways { peermem, older, exports } = Ways::of(host);
     let off =
         host.settings.nccl("NCCL_DMABUF_ENABLE").filter(|_| host.settings.number("NCCL_DMABUF_ENABLE") == Some(0));
-    let peermem = host.has("/sys/module/nvidia_peermem");
-    let older = host.has("/sys/module/nv_peer_mem") || host.has("/sys/kernel/mm/memory_peers/nv_mem/version");
     if older || (exports && off.is_none()) {
         return None;
     }

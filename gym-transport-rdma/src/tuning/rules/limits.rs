@@ -8,15 +8,18 @@ const CAP_IPC_LOCK: u32 = 14;
 /// NCCL and UCX pin buffers of this size and more.
 const LOCKED_BYTES_MIN: u64 = 1 << 30;
 /// Docker's default is 64 MiB. Each pair of GPUs takes some MiB.
-const SHM_BYTES_MIN: u64 = 256 << 20;
+pub(crate) const SHM_BYTES_MIN: u64 = 256 << 20;
 /// From this number of ranks on, the connections of one process need more than 1,024 descriptors.
 const RANKS_OF_MANY_FILES: u64 = 32;
 const FILES_MIN: u64 = 4_096;
+/// How to give `/dev/shm` more room.
+pub(crate) const MORE: &str =
+    "for a container --shm-size=8g (compose: shm_size: 8gb) or --ipc=host; otherwise mount -o remount,size=8g /dev/shm";
 
 pub(super) fn check(host: &Host<'_>, chosen: &Chosen<'_>, findings: &mut Vec<Finding>) {
     let limits = host.text("/proc/self/limits").unwrap_or_default();
     if !chosen.ports.is_empty() && host.may_use_rdma() {
-        findings.extend(locked(host, &limits));
+        findings.extend(locked(host));
         findings.extend(nodes(host, chosen));
     }
     findings.extend(files(host, &limits));
@@ -30,20 +33,51 @@ fn soft(limits: &str, title: &str) -> Option<u64> {
     rest.split_whitespace().next()?.parse().ok()
 }
 
-fn locked(host: &Host<'_>, limits: &str) -> Option<Finding> {
-    let bytes = soft(limits, "Max locked memory").filter(|bytes| *bytes < LOCKED_BYTES_MIN)?;
-    let status = host.text("/proc/self/status").unwrap_or_default();
-    let mask = status
-        .lines()
-        .find_map(|line| line.strip_prefix("CapEff:"))
-        .and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok());
-    let capable = mask.is_some_and(|mask| mask >> CAP_IPC_LOCK & 1 == 1);
-    let map = host.text("/proc/self/uid_map").unwrap_or_default();
-    let fields: Vec<&str> = map.split_whitespace().collect();
-    let in_namespace = !fields.is_empty() && fields != ["0", "0", "4294967295"];
-    if capable && !in_namespace {
-        return None;
+/// How much memory a process may pin.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Pinning {
+    /// As much as it likes.
+    Unlimited,
+    /// As much as it likes, because a capability overrides the limit, in bytes.
+    Capable(u64),
+    /// So many bytes. A capability of a user namespace does not count: the kernel asks the initial one (`capable` in `umem.c`).
+    Bytes { limit: u64, has_capability_of_namespace: bool },
+    /// The machine does not tell.
+    Unknown,
+}
+
+impl Pinning {
+    pub(crate) fn of(host: &Host<'_>) -> Self {
+        const TITLE: &str = "Max locked memory";
+        let limits = host.text("/proc/self/limits").unwrap_or_default();
+        let Some(limit) = soft(&limits, TITLE) else {
+            let known = limits.lines().any(|line| line.starts_with(TITLE) && line.contains("unlimited"));
+            return if known { Self::Unlimited } else { Self::Unknown };
+        };
+        let status = host.text("/proc/self/status").unwrap_or_default();
+        let mask = status
+            .lines()
+            .find_map(|line| line.strip_prefix("CapEff:"))
+            .and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok());
+        let capable = mask.is_some_and(|mask| mask >> CAP_IPC_LOCK & 1 == 1);
+        let map = host.text("/proc/self/uid_map").unwrap_or_default();
+        let fields: Vec<&str> = map.split_whitespace().collect();
+        let in_namespace = !fields.is_empty() && fields != ["0", "0", "4294967295"];
+        if capable && !in_namespace {
+            return Self::Capable(limit);
+        }
+        Self::Bytes { limit, has_capability_of_namespace: capable }
     }
+}
+
+/// Says why the memory that a process may pin is too little.
+pub(crate) fn locked(host: &Host<'_>) -> Option<Finding> {
+    let (bytes, capable) = match Pinning::of(host) {
+        Pinning::Bytes { limit, has_capability_of_namespace } if limit < LOCKED_BYTES_MIN => {
+            (limit, has_capability_of_namespace)
+        }
+        _ => return None,
+    };
     let size =
         if bytes.is_multiple_of(1 << 20) { format!("{} MiB", bytes >> 20) } else { format!("{} KiB", bytes >> 10) };
     let mut found = format!("only {bytes} bytes ({size}) of memory may be pinned for RDMA");
@@ -86,12 +120,17 @@ fn stack(host: &Host<'_>, limits: &str) -> Option<Finding> {
     })
 }
 
-fn shared(host: &Host<'_>) -> Option<Finding> {
+/// Returns a size for a text.
+pub(crate) fn size(bytes: u64) -> String {
+    if bytes >= 1 << 20 { format!("{} MiB", bytes >> 20) } else { format!("{} KiB", bytes >> 10) }
+}
+
+/// Says what is wrong with the memory that GPUs of one node share.
+pub(crate) fn shared(host: &Host<'_>) -> Option<Finding> {
     const ABOUT: &str = "/dev/shm";
     if host.gpus == 0 || host.settings.number("NCCL_SHM_DISABLE").is_some_and(|off| off != 0) {
         return None;
     }
-    const MORE: &str = "for a container --shm-size=8g (compose: shm_size: 8gb) or --ipc=host; otherwise mount -o remount,size=8g /dev/shm";
     if host.lacks(ABOUT) {
         let found = "there is no /dev/shm: GPUs of this node cannot share memory";
         return Some(
@@ -102,12 +141,8 @@ fn shared(host: &Host<'_>) -> Option<Finding> {
     let space = host.machine.space(ABOUT).ok()?;
     if space.total < SHM_BYTES_MIN {
         return Some(
-            Finding::error(
-                ABOUT,
-                format!("/dev/shm holds {} MiB; each pair of GPUs takes some", space.total >> 20),
-                MORE,
-            )
-            .because("/proc/self/mounts"),
+            Finding::error(ABOUT, format!("/dev/shm holds {}; each pair of GPUs takes some", size(space.total)), MORE)
+                .because("/proc/self/mounts"),
         );
     }
     if space.free < SHM_BYTES_MIN.min(space.total / 4) {
@@ -129,30 +164,53 @@ fn shared(host: &Host<'_>) -> Option<Finding> {
     None
 }
 
+/// The device node of a card.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Node {
+    Open,
+    /// It is not here, under this name.
+    Missing(String),
+    /// It cannot be opened, at this path.
+    Closed(String),
+}
+
+const VERBS: &str = "/sys/class/infiniband_verbs";
+
+/// Returns the node of each card, as far as the machine tells which is whose.
+pub(crate) fn nodes_of_cards(host: &Host<'_>) -> Vec<(String, Node)> {
+    let names = host.machine.names(VERBS).unwrap_or_default();
+    let of_card = |name: String| {
+        let card = host.text(&format!("{VERBS}/{name}/ibdev"))?;
+        let path = format!("/dev/infiniband/{name}");
+        let node = match host.machine.open_node(&path) {
+            Err(unknown) if unknown.is_absent() => Node::Missing(name),
+            Err(crate::machine::Unknown::Errno(_)) => Node::Closed(path),
+            _ => Node::Open,
+        };
+        Some((card, node))
+    };
+    names.into_iter().filter(|name| name.starts_with("uverbs")).filter_map(of_card).collect()
+}
+
 /// Each card needs its own node.
-fn nodes(host: &Host<'_>, chosen: &Chosen<'_>) -> Option<Finding> {
-    const VERBS: &str = "/sys/class/infiniband_verbs";
-    let mut missing: Vec<(String, String)> = Vec::new();
-    let mut closed: Vec<String> = Vec::new();
-    for name in host.machine.names(VERBS).ok()?.iter().filter(|name| name.starts_with("uverbs")) {
-        let Some(card) = host.text(&format!("{VERBS}/{name}/ibdev")) else { continue };
+pub(crate) fn nodes(host: &Host<'_>, chosen: &Chosen<'_>) -> Option<Finding> {
+    let (mut missing, mut closed): (Vec<String>, Vec<String>) = (Vec::new(), Vec::new());
+    for (card, node) in nodes_of_cards(host) {
         if !chosen.ports.iter().any(|port| port.card == card) {
             continue;
         }
-        let node = format!("/dev/infiniband/{name}");
-        match host.machine.open_node(&node) {
-            Err(unknown) if unknown.is_absent() => missing.push((name.clone(), card)),
-            Err(crate::probe::machine::Unknown::Errno(_)) => closed.push(node),
-            _ => {}
+        match node {
+            Node::Missing(name) => missing.push(format!("{name} of {card}")),
+            Node::Closed(path) => closed.push(path),
+            Node::Open => {}
         }
     }
     if !missing.is_empty() {
-        let words: Vec<String> = missing.iter().map(|(node, card)| format!("{node} of {card}")).collect();
         let fix = "pass all nodes to the container: docker run --device=/dev/infiniband, compose: devices: [/dev/infiniband]; or name the cards that have one in NCCL_IB_HCA; on the host: modprobe ib_uverbs";
         return Some(
             Finding::error(
                 "/dev/infiniband",
-                format!("no node for {} in /dev/infiniband, so the card cannot be opened", list(&words)),
+                format!("no node for {} in /dev/infiniband, so the card cannot be opened", list(&missing)),
                 fix,
             )
             .because(VERBS),

@@ -1,19 +1,19 @@
 //! The second validation: settings against the machine.
 
-mod cards;
-mod fabric;
-mod gpu;
+pub(crate) mod cards;
+pub(crate) mod fabric;
+pub(crate) mod gpu;
 mod leftovers;
-mod limits;
+pub(crate) mod limits;
 mod plugins;
-mod rows;
+pub(crate) mod rows;
 mod sockets;
-mod ucx;
+pub(crate) mod ucx;
 
 use super::finding::Finding;
 use super::host::Host;
 
-pub(super) use cards::{Chosen, chosen};
+pub(crate) use cards::{Chosen, chosen};
 pub(super) use sockets::taken;
 
 pub(super) fn check(host: &Host<'_>, findings: &mut Vec<Finding>) {

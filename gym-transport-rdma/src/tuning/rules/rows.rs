@@ -13,25 +13,35 @@ const SEARCHES: Version = Version(2, 21, 0);
 const TABLE: &str = "/sys/class/infiniband/*/ports/*/gids";
 
 pub(super) fn check(host: &Host<'_>, chosen: &Chosen<'_>, findings: &mut Vec<Finding>) {
-    let roce: Vec<&Port> =
-        chosen.ports.iter().copied().filter(|port| port.is_roce() && !port.rows.is_empty()).collect();
-    if roce.is_empty() {
-        return;
+    let fixed = fixed(host).and_then(|index| fixed_row(index, &roce(chosen)));
+    findings.extend(fixed.map(|finding| with_origin(host, finding)).or_else(|| taken(host, chosen)));
+}
+
+/// Says what is wrong with the row that NCCL takes by itself.
+pub(crate) fn taken(host: &Host<'_>, chosen: &Chosen<'_>) -> Option<Finding> {
+    let roce = roce(chosen);
+    if roce.is_empty() || fixed(host).is_some() {
+        return None;
     }
+    let older = host.nccl.is_some_and(|version| version < SEARCHES);
+    let finding = if older { row_of_older(host, &roce) } else { searched(host, &roce) };
+    finding.map(|finding| with_origin(host, finding))
+}
+
+fn roce<'h>(chosen: &Chosen<'h>) -> Vec<&'h Port> {
+    chosen.ports.iter().copied().filter(|port| port.is_roce() && !port.rows.is_empty()).collect()
+}
+
+/// Returns the row that a setting names.
+fn fixed(host: &Host<'_>) -> Option<i64> {
     let quoted = |name: &str| host.settings.nccl(name).is_some_and(|setting| setting.value.contains(['"', '\'']));
-    let fixed = host.settings.number(INDEX).filter(|index| *index >= 0 && !quoted(INDEX));
-    let finding = match fixed {
-        Some(index) => fixed_row(index, &roce),
-        None if host.nccl.is_some_and(|version| version < SEARCHES) => row_of_older(host, &roce),
-        None => searched(host, &roce),
-    };
-    let origin = |about: &str| {
-        host.settings.nccl(about).map_or_else(|| TABLE.to_owned(), crate::tuning::settings::Setting::origin)
-    };
-    findings.extend(finding.map(|finding| {
-        let because = origin(&finding.about);
-        finding.because(because)
-    }));
+    host.settings.number(INDEX).filter(|index| *index >= 0 && !quoted(INDEX))
+}
+
+fn with_origin(host: &Host<'_>, finding: Finding) -> Finding {
+    let setting = host.settings.nccl(&finding.about);
+    let because = setting.map_or_else(|| TABLE.to_owned(), crate::tuning::settings::Setting::origin);
+    finding.because(because)
 }
 
 /// Says what is wrong with a row as the source of RoCE v2; `None` if nothing is.

@@ -3,32 +3,97 @@
 use super::{list, rows};
 use crate::tuning::finding::Finding;
 use crate::tuning::host::{Host, Port};
-use crate::tuning::settings::Version;
+use crate::tuning::settings::{Setting, Version};
 
+const DEVICES: &str = "UCX_NET_DEVICES";
+const TRANSPORTS: &str = "UCX_TLS";
+const ROW: &str = "UCX_IB_GID_INDEX";
 /// Since then, UCX hides a RoCE port whose row 0 is empty, unless a row is named (openucx/ucx#6467).
 const HIDES_EMPTY_ROW: Version = Version(1, 11, 0);
 /// Since then, a device may be named without its port (openucx/ucx#11142).
 const NEEDS_NO_PORT: Version = Version(1, 21, 0);
-const ENVIRONMENT: &str = "set in the environment";
+/// Transports that lead to processes of the same host.
+const LOCAL: [&str; 11] = ["all", "self", "sm", "shm", "posix", "sysv", "xpmem", "mm", "knem", "cma", "tcp"];
+/// Transports of cards.
+const OF_CARDS: [&str; 18] = [
+    "all", "ib", "rc", "rc_v", "rc_x", "rc_verbs", "rc_mlx5", "dc", "dc_x", "dc_mlx5", "ud", "ud_v", "ud_x",
+    "ud_verbs", "ud_mlx5", "srd", "gga", "gga_mlx5",
+];
+
+/// From 128 resources on, UCX 1.13 aborts the process (run: 127 interfaces and four transports of the host). A card has several for each port.
+pub(crate) const INTERFACES_OF_CROWD: usize = 96;
+/// The devices that UCX is kept to on such a machine.
+const DEVICES_OF_CROWD_MAX: usize = 16;
 
 pub(super) fn check(host: &Host<'_>, findings: &mut Vec<Finding>) {
-    if host.ucx.is_none() {
+    if !host.has_ucx {
         return;
     }
-    let quoted = |name: &str| host.settings.variable(name).is_some_and(|value| value.contains(['"', '\'']));
-    if !quoted("UCX_NET_DEVICES") {
-        findings.extend(devices(host));
-    }
-    if !quoted("UCX_TLS") {
-        findings.extend(transports(host));
-        findings.extend(container_bridge(host));
-    }
+    findings.extend(devices(host));
+    findings.extend(transports(host));
+    findings.extend(container_bridge(host));
     findings.extend(row(host));
+    findings.extend(crowd(host));
+}
+
+/// Returns a setting without quotes. Those that have some mean something else, which another rule says.
+fn unquoted<'h>(host: &'h Host<'_>, name: &str) -> Option<&'h Setting> {
+    host.settings.ucx(name).filter(|setting| !setting.value.contains(['"', '\'']))
+}
+
+fn is_quoted(host: &Host<'_>, name: &str) -> bool {
+    host.settings.ucx(name).is_some() && unquoted(host, name).is_none()
+}
+
+/// Returns `true` if `UCX_TLS` allows one of these transports.
+fn allows(host: &Host<'_>, transports: &[&str]) -> bool {
+    let Some(setting) = host.settings.ucx(TRANSPORTS) else { return true };
+    match setting.value.strip_prefix('^') {
+        Some(_) => true,
+        None => setting.value.split(',').any(|name| transports.contains(&base(name))),
+    }
+}
+
+/// Returns the name of a transport: `\rc_x` and `rc_x:aux` are `rc_x`.
+fn base(name: &str) -> &str {
+    let name = name.trim_start_matches('\\');
+    name.split_once(':').map_or(name, |(name, _)| name)
+}
+
+/// Returns `true` if `UCX_NET_DEVICES` has a port.
+fn is_named(host: &Host<'_>, port: &Port) -> bool {
+    let Some(setting) = host.settings.ucx(DEVICES) else { return true };
+    if setting.value == "all" || setting.value.contains(['^', '~', '*', '?', '[']) {
+        return true;
+    }
+    let needs_port = host.ucx.is_some_and(|version| version < NEEDS_NO_PORT);
+    setting.value.split(',').any(|device| match device.split_once(':') {
+        Some((card, number)) => card == port.card && number.parse() == Ok(port.number),
+        None => device == port.card && !needs_port,
+    })
+}
+
+/// Returns `true` if UCX can send from a port, by its settings and by its row.
+pub(crate) fn takes(host: &Host<'_>, port: &Port) -> bool {
+    allows(host, &OF_CARDS) && is_named(host, port) && !is_hidden(host, port)
+}
+
+/// Returns the row that a setting names.
+fn named_row<'h>(host: &'h Host<'_>) -> Option<(&'h Setting, i64)> {
+    let setting = host.settings.ucx(ROW).filter(|setting| setting.value != "auto")?;
+    Some((setting, setting.value.parse().ok()?))
+}
+
+/// Returns `true` if UCX hides a RoCE port, because the row that it looks at is empty.
+fn is_hidden(host: &Host<'_>, port: &Port) -> bool {
+    port.is_roce()
+        && host.ucx.is_some_and(|version| version >= HIDES_EMPTY_ROW)
+        && port.row(named_row(host).map_or(0, |(_, row)| row)).is_none()
 }
 
 /// Returns the active RoCE ports that UCX may use.
 fn roce<'h>(host: &'h Host<'_>) -> Vec<&'h Port> {
-    let devices = host.settings.variable("UCX_NET_DEVICES").filter(|devices| *devices != "all");
+    let devices = host.settings.ucx(DEVICES).map(|setting| setting.value.as_str()).filter(|devices| *devices != "all");
     let named = |port: &&Port| {
         devices
             .is_none_or(|devices| devices.split(',').any(|device| device.split(':').next() == Some(port.card.as_str())))
@@ -41,9 +106,43 @@ fn roce<'h>(host: &'h Host<'_>) -> Vec<&'h Port> {
         .collect()
 }
 
-fn devices(host: &Host<'_>) -> Option<Finding> {
-    const NAME: &str = "UCX_NET_DEVICES";
-    let value = host.settings.variable(NAME).filter(|value| !value.starts_with(['^', '~']) && *value != "all")?;
+/// Returns the devices that UCX is kept to if there are too many: those of cards, the main interface, and others that lead to other machines.
+pub(crate) fn devices_of_crowd(host: &Host<'_>) -> Option<String> {
+    if host.interfaces.len() < INTERFACES_OF_CROWD
+        || host.settings.ucx(DEVICES).is_some_and(|named| named.value != "all")
+    {
+        return None;
+    }
+    let cards = host.cards.iter().flat_map(|card| &card.ports).filter(|port| port.is_active());
+    let cards = cards.map(|port| format!("{}:{}", port.card, port.number));
+    let main = host.main_interface().map(|interface| interface.name.clone());
+    let others = host.interfaces.iter().filter(|interface| interface.is_usable() && !interface.is_container_bridge());
+    let mut devices: Vec<String> = Vec::new();
+    for device in cards.chain(main).chain(others.map(|interface| interface.name.clone())) {
+        if devices.len() < DEVICES_OF_CROWD_MAX && !devices.contains(&device) {
+            devices.push(device);
+        }
+    }
+    (!devices.is_empty()).then(|| devices.join(","))
+}
+
+/// Says that there are more interfaces than UCX can take.
+fn crowd(host: &Host<'_>) -> Option<Finding> {
+    let devices = devices_of_crowd(host)?;
+    let found = format!(
+        "there are {} network interfaces, and UCX 1.13 aborts the process from 128 resources on; this program keeps UCX to {devices}, others do not",
+        host.interfaces.len()
+    );
+    let fix =
+        format!("write {DEVICES}={}, or the interfaces that lead to the other machines", host.main_interface_name());
+    Some(Finding::warning(DEVICES, found, fix).because("/sys/class/net"))
+}
+
+/// Says which named devices are not here.
+pub(crate) fn devices(host: &Host<'_>) -> Option<Finding> {
+    const NAME: &str = DEVICES;
+    let setting = unquoted(host, NAME)?;
+    let value = Some(setting.value.as_str()).filter(|value| !value.starts_with(['^', '~']) && *value != "all")?;
     if host.interfaces.is_empty() {
         return None;
     }
@@ -73,35 +172,67 @@ fn devices(host: &Host<'_>) -> Option<Finding> {
         let found = format!("{} is not here: UCX knows {}", list(&missing), list(&known));
         return Some(
             Finding::error(NAME, found, format!("write {NAME}={}", known.first().map_or("all", String::as_str)))
-                .because(ENVIRONMENT),
+                .because(setting.origin()),
         );
     }
     (!without_port.is_empty()).then(|| {
         let version = host.ucx.map_or_else(String::new, |version| version.to_string());
         let with: Vec<String> = without_port.iter().map(|device| format!("{device}:1")).collect();
         let found = format!("UCX {version} wants the port of a card: {} matches no device", list(&without_port));
-        Finding::error(NAME, found, format!("write {NAME}={}", with.join(","))).because(ENVIRONMENT)
+        Finding::error(NAME, found, format!("write {NAME}={}", with.join(","))).because(setting.origin())
     })
 }
 
-fn transports(host: &Host<'_>) -> Option<Finding> {
-    const NAME: &str = "UCX_TLS";
-    let value = host.settings.variable(NAME).filter(|value| !value.starts_with('^') && *value != "all")?;
-    let names: Vec<&str> = value.split(',').collect();
-    // Those that lead to processes of the same host.
-    let local = ["all", "self", "sm", "shm", "posix", "sysv", "xpmem", "mm", "knem", "cma", "tcp"];
-    (!names.iter().any(|name| local.contains(name))).then(|| {
-        let found = format!("`{value}` has neither self nor sm: processes of the same host do not reach each other through shared memory, and a process not itself");
-        Finding::warning(NAME, found, format!("write {NAME}={value},self,sm")).because(ENVIRONMENT)
-    })
+/// Says what `UCX_TLS` leaves out.
+pub(crate) fn transports(host: &Host<'_>) -> Option<Finding> {
+    const NAME: &str = TRANSPORTS;
+    let setting = unquoted(host, NAME).filter(|setting| !setting.value.starts_with('^'))?;
+    if allows(host, &LOCAL) {
+        return None;
+    }
+    let value = &setting.value;
+    let has_card = host.cards.iter().any(|card| card.ports.iter().any(Port::is_active));
+    let of_gpus = host.gpus > 0 && value.split(',').any(|name| name.starts_with("cuda") || name.starts_with("rocm"));
+    let finding = if of_gpus || (allows(host, &OF_CARDS) && has_card) {
+        let found = format!(
+            "`{value}` has neither self nor sm: processes of the same host do not reach each other through shared memory, and a process not itself"
+        );
+        Finding::warning(NAME, found, format!("write {NAME}={value},self,sm"))
+    } else {
+        let found = format!(
+            "`{value}` leaves no transport that is here: UCX does not start; it has neither self nor sm, the shared memory of one host"
+        );
+        Finding::error(NAME, found, format!("unset it, or write {NAME}={value},self,sm,tcp"))
+    };
+    Some(finding.because(setting.origin()))
+}
+
+/// Returns what keeps UCX from starting, or from all cards, though it is there.
+pub(crate) fn stops(host: &Host<'_>) -> Option<Finding> {
+    if let Some((_, finding)) = crate::tuning::syntax::unreadable(&host.settings) {
+        return Some(finding);
+    }
+    let quoted = host.settings.ucx(TRANSPORTS).filter(|_| is_quoted(host, TRANSPORTS));
+    if let Some(setting) = quoted {
+        let known = crate::tuning::table::variable(TRANSPORTS)?;
+        let finding = crate::tuning::syntax::value_of_ucx(known, &setting.value);
+        return finding.map(|finding| finding.because(setting.origin()));
+    }
+    transports(host).filter(|finding| finding.severity == crate::tuning::Severity::Error)
+}
+
+/// Says that `UCX_TLS` has no transport of cards, which may be meant so.
+pub(crate) fn without_cards(host: &Host<'_>) -> Option<String> {
+    let setting = host.settings.ucx(TRANSPORTS).filter(|_| !allows(host, &OF_CARDS))?;
+    Some(format!("{TRANSPORTS}=`{}` ({}) names no transport of RDMA", setting.value, setting.source))
 }
 
 /// UCX takes every interface that is up, and the bridge of a container runtime has the same address on every machine.
 fn container_bridge(host: &Host<'_>) -> Option<Finding> {
-    const NAME: &str = "UCX_NET_DEVICES";
+    const NAME: &str = DEVICES;
     let asks_for_tcp =
-        host.settings.variable("UCX_TLS").is_some_and(|value| value.split(',').any(|name| name == "tcp"));
-    if !asks_for_tcp || host.settings.variable(NAME).is_some_and(|devices| devices != "all") {
+        unquoted(host, TRANSPORTS).is_some_and(|setting| setting.value.split(',').any(|name| name == "tcp"));
+    if !asks_for_tcp || host.settings.ucx(NAME).is_some_and(|devices| devices.value != "all") {
         return None;
     }
     let bridge = host.interfaces.iter().find(|interface| interface.is_usable() && interface.is_container_bridge())?;
@@ -115,41 +246,29 @@ fn container_bridge(host: &Host<'_>) -> Option<Finding> {
     )
 }
 
-fn row(host: &Host<'_>) -> Option<Finding> {
-    const NAME: &str = "UCX_IB_GID_INDEX";
+/// Says what is wrong with the row that UCX takes.
+pub(crate) fn row(host: &Host<'_>) -> Option<Finding> {
+    const NAME: &str = ROW;
     let roce = roce(host);
-    let right =
-        || -> Vec<String> { roce.iter().filter_map(|port| port.best_row().map(|row| row.index.to_string())).collect() };
-    let rdma_is_wanted = host.settings.variable("UCX_TLS").is_none_or(|value| {
-        value == "all"
-            || value.starts_with('^')
-            || value.split(',').any(|name| {
-                ["ib", "rc", "rc_v", "rc_x", "rc_verbs", "rc_mlx5", "dc", "dc_x", "dc_mlx5", "ud", "ud_v", "ud_x"]
-                    .contains(&name)
-            })
-    });
-    if !rdma_is_wanted {
+    if !allows(host, &OF_CARDS) {
         return None;
     }
-    match host.settings.variable(NAME).filter(|value| *value != "auto") {
-        Some(value) => {
-            let index = value.parse().ok()?;
-            let wrong = roce.iter().find_map(|port| rows::fault(port, index))?;
-            let row = right().into_iter().next().unwrap_or_else(|| "auto".to_owned());
-            Some(Finding::error(NAME, wrong, format!("remove it (auto), or write {NAME}={row}")).because(ENVIRONMENT))
-        }
-        None => {
-            let hides = host.ucx.is_some_and(|version| version >= HIDES_EMPTY_ROW);
-            let port = roce.iter().find(|port| hides && port.row(0).is_none() && port.best_row().is_some())?;
-            let index = port.best_row()?.index;
-            let found = format!(
-                "row 0 of {} is empty, and UCX then hides the port and goes on with TCP, unless a row is named",
-                port.card
-            );
-            Some(
-                Finding::error(NAME, found, format!("write {NAME}={index}"))
-                    .because("uct_ib_device_port_check of UCX, since 1.11"),
-            )
-        }
+    if host.settings.ucx(NAME).is_some_and(|setting| setting.value != "auto") {
+        let (setting, index) = named_row(host)?;
+        let wrong = roce.iter().find_map(|port| rows::fault(port, index))?;
+        let right = roce.iter().find_map(|port| port.best_row().map(|row| row.index.to_string()));
+        let row = right.unwrap_or_else(|| "auto".to_owned());
+        let fix = format!("remove it (auto), or write {NAME}={row}");
+        return Some(Finding::error(NAME, wrong, fix).because(setting.origin()));
     }
+    let port = roce.iter().find(|port| is_hidden(host, port) && port.best_row().is_some())?;
+    let index = port.best_row()?.index;
+    let found = format!(
+        "row 0 of {} is empty, and UCX then hides the port and goes on with TCP, unless a row is named",
+        port.card
+    );
+    Some(
+        Finding::error(NAME, found, format!("write {NAME}={index}"))
+            .because("uct_ib_device_port_check of UCX, since 1.11"),
+    )
 }

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use gym_client::transport::rdma::probe::machine::{Live, Machine, Recorder, Recording, Redactor};
-use gym_client::transport::rdma::probe::{Probe, Status, Topic, load};
+use gym_client::transport::rdma::probe::{Probe, Status, load};
 use gym_client::transport::rdma::tuning;
 use gym_core::World;
 use serde::Serialize;
@@ -152,7 +152,7 @@ fn judge(replayed: Vec<Replayed>) -> Replay {
     for machine in replayed {
         let probe = Probe::of(machine.machine(), machine.loaded());
         let tuned = tuning::judge(machine.machine());
-        let mut told = findings(&machine.name, &probe, &tuned);
+        let mut told = findings(&machine.name, &probe, tuned);
         if several {
             told.iter_mut().for_each(|finding| finding.found = format!("{}: {}", machine.name, finding.found));
         }
@@ -172,40 +172,25 @@ fn judge(replayed: Vec<Replayed>) -> Replay {
     replay
 }
 
-/// Returns the findings of a machine, the gravest first. Where both judge one thing, that of its settings is the better one.
-fn findings(machine: &str, probe: &Probe, tuned: &[tuning::Finding]) -> Vec<Told> {
-    let is_judged = |topic: Topic| tuned.iter().any(|finding| subjects(topic).contains(&finding.about.as_str()));
-    let probed = probe.findings.iter().filter(|finding| !is_judged(finding.topic));
-    let told = probed.map(|finding| {
+/// Returns the findings of a machine, the gravest first.
+fn findings(machine: &str, probe: &Probe, tuned: Vec<tuning::Finding>) -> Vec<Told> {
+    let probed = probe.findings.iter().map(|finding| {
         let about = serde_json::to_value(finding.topic).ok();
+        let because = if finding.because.is_empty() { finding.topic.source() } else { &finding.because };
         Told {
             machine: machine.to_owned(),
             about: about.and_then(|about| about.as_str().map(str::to_owned)).unwrap_or_default(),
-            severity: severity(finding.topic, finding.status),
+            severity: severity(finding.status),
             found: finding.found.clone(),
             fix: finding.fix.clone(),
-            because: finding.topic.source().to_owned(),
+            because: because.to_owned(),
         }
     });
-    let mut told: Vec<Told> = told.collect();
-    told.extend(tuned.iter().cloned().map(|finding| Told::tuned(machine, finding)));
+    let mut told: Vec<Told> = probed.collect();
+    told.extend(probe.beside(tuned).into_iter().map(|finding| Told::tuned(machine, finding)));
     let order = ["error", "warning", "missing"];
     told.sort_by_key(|finding| order.iter().position(|severity| *severity == finding.severity).unwrap_or(order.len()));
     told
-}
-
-/// What the findings of tuning are about that judge the same as a topic.
-fn subjects(topic: Topic) -> &'static [&'static str] {
-    match topic {
-        Topic::LockedMemory => &["memlock"],
-        Topic::DeviceNodes => &["/dev/infiniband"],
-        Topic::SharedMemory => &["/dev/shm"],
-        Topic::GpuDirect => &["GPUDirect", "NCCL_DMABUF_ENABLE", "NCCL_NET_GDR_LEVEL"],
-        Topic::RoceGid | Topic::Container => {
-            &["RoCE", "NCCL_IB_HCA", "NCCL_IB_GID_INDEX", "NCCL_IB_ADDR_FAMILY", "UCX_IB_GID_INDEX"]
-        }
-        _ => &[],
-    }
 }
 
 impl Told {
@@ -232,14 +217,13 @@ impl Told {
     }
 }
 
-/// Returns the severity of a status. What is missing is an error where every machine needs it.
-fn severity(topic: Topic, status: Status) -> &'static str {
-    match (status, topic) {
-        (Status::Ok, _) => "ok",
-        (Status::Warning, _) => "warning",
-        (Status::Missing, Topic::SharedMemory) => "error",
-        (Status::Missing, _) => "missing",
-        (Status::NotNeeded, _) => "not_needed",
+fn severity(status: Status) -> &'static str {
+    match status {
+        Status::Ok => "ok",
+        Status::Warning => "warning",
+        Status::Error => "error",
+        Status::Missing => "missing",
+        Status::NotNeeded => "not_needed",
     }
 }
 

@@ -41,6 +41,7 @@ use tokio::time::Instant;
 
 use crate::fabric::handle::command::FabricShared;
 use crate::fabric::handle::peer_worker::{PeerWorker, PeerWorkerId};
+use crate::fabric::library::refused;
 use crate::fabric::options::FabricOptions;
 use crate::fabric::protocol::identity::ConnectionId;
 use crate::fabric::protocol::prefix::MESSAGE_ID;
@@ -148,7 +149,7 @@ impl PeerWorkers {
             let context = opened.map_err(|(what, status)| format!("{what}: {status}"))?;
             Rc::clone(self.context.insert(context))
         };
-        let worker = Worker::open(&context).map_err(|(what, status)| format!("{what}: {status}"))?;
+        let worker = Worker::open(&context).map_err(|reason| refused(reason).to_string())?;
         let received = worker.receive(MESSAGE_ID, (self.receiver)(id), UnhandledIds::Lower);
         received.map_err(|status| format!("receive messages: {status}"))?;
         Ok(worker)

@@ -4,7 +4,7 @@ mod form;
 
 use std::collections::BTreeMap;
 
-use crate::probe::machine::{Answer, InterfaceAddress, Library, Loaded, Machine, Space, Unknown};
+use crate::machine::{Answer, InterfaceAddress, Library, Loaded, Machine, Space, Unknown};
 
 /// The format that this program writes. A program reads all formats up to its own.
 pub const RECORDING_FORMAT: u64 = 1;

@@ -1,11 +1,15 @@
-//! The variables of NCCL as the library gets them: from the environment, then from `NCCL_CONF_FILE` or else `.nccl.conf` of the home, then from
-//! `/etc/nccl.conf`. The first that names a variable wins, also with an empty value. Read in NCCL's `misc/param.cc`, and run with 2.27.3, 2.29.7 and 2.30.7.
+//! The variables of NCCL and UCX as the libraries get them.
+//!
+//! NCCL reads the environment, then `NCCL_CONF_FILE` or else `.nccl.conf` of the home, then `/etc/nccl.conf`. The first that names a variable wins, also with an
+//! empty value. Read in NCCL's `misc/param.cc`, and run with 2.27.3, 2.29.7 and 2.30.7. UCX reads other files, in another order: see `ucx`.
+
+mod ucx;
 
 use std::collections::BTreeMap;
 use std::fmt;
 
 use super::finding::Finding;
-use crate::probe::machine::Machine;
+use crate::machine::Machine;
 
 /// The file for the whole machine.
 const ETC: &str = "/etc/nccl.conf";
@@ -78,14 +82,17 @@ pub(crate) struct Settings {
     /// The variables of the process.
     pub(crate) variables: BTreeMap<String, String>,
     nccl: BTreeMap<String, Setting>,
+    ucx: BTreeMap<String, Setting>,
     /// What is wrong with the files themselves.
     pub(crate) of_files: Vec<Finding>,
 }
 
 impl Settings {
-    pub(crate) fn of(machine: &dyn Machine, nccl: Option<Version>) -> Self {
+    /// Reads the settings of a machine's process, with these versions of NCCL and UCX, and UCX at this path.
+    pub(crate) fn of(machine: &dyn Machine, nccl: Option<Version>, ucx: Option<Version>, libucp: Option<&str>) -> Self {
         let variables = machine.variables().unwrap_or_default();
-        let mut settings = Self { variables, nccl: BTreeMap::new(), of_files: Vec::new() };
+        let ucx = ucx::settings(machine, &variables, ucx, libucp);
+        let mut settings = Self { variables, nccl: BTreeMap::new(), ucx, of_files: Vec::new() };
         for (name, value) in &settings.variables {
             if name.starts_with("NCCL_") {
                 let setting = Setting {
@@ -248,6 +255,15 @@ impl Settings {
 
     pub(crate) fn all_of_nccl(&self) -> impl Iterator<Item = &Setting> {
         self.nccl.values()
+    }
+
+    /// Returns a setting of UCX that has a value.
+    pub(crate) fn ucx(&self, name: &str) -> Option<&Setting> {
+        self.ucx.get(name).filter(|setting| !setting.value.is_empty())
+    }
+
+    pub(crate) fn all_of_ucx(&self) -> impl Iterator<Item = &Setting> {
+        self.ucx.values().filter(|setting| !setting.value.is_empty())
     }
 
     /// Returns a variable that has a value.

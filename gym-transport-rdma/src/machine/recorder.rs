@@ -3,8 +3,8 @@
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 
-use crate::probe::machine::recording::{Cut, Noted, Recording, key};
-use crate::probe::machine::{Answer, InterfaceAddress, Library, Loaded, Machine, Space};
+use crate::machine::recording::{Cut, Noted, Recording, key};
+use crate::machine::{Answer, InterfaceAddress, Library, Loaded, Machine, Space};
 
 /// Maximum length of a text in a recording. The files of the kernel that are judged have some KiB.
 const TEXT_BYTES_MAX: usize = 64 << 10;

@@ -13,8 +13,8 @@ use std::sync::OnceLock;
 use rustix::fs::{FileType, OFlags};
 use rustix::io::Errno;
 
-use crate::probe::machine::root::Root;
-use crate::probe::machine::{
+use crate::machine::root::Root;
+use crate::machine::{
     Answer, BYTES_MAX, InterfaceAddress, Library, Machine, Space, Unknown, library, read_text, variables,
 };
 
@@ -177,7 +177,7 @@ fn unescaped(path: &str) -> String {
 }
 
 /// Returns the bytes of the option `size=` of a mount.
-pub(in crate::probe) fn mount_bytes(options: &str) -> Option<u64> {
+fn mount_bytes(options: &str) -> Option<u64> {
     let size = options.split(',').find_map(|option| option.strip_prefix("size="))?;
     let digits = size.trim_end_matches(|letter: char| !letter.is_ascii_digit());
     let unit: u64 = match &size[digits.len()..] {

@@ -11,7 +11,7 @@ use std::path::Path;
 use rustix::fs::{CWD, FileType, Mode, OFlags, ResolveFlags, Stat};
 use rustix::io::Errno;
 
-use crate::probe::machine::{Answer, Unknown};
+use crate::machine::{Answer, Unknown};
 
 /// Maximum number of links in one path, as in Linux.
 const LINKS_MAX: u32 = 40;

@@ -13,9 +13,7 @@ use std::sync::OnceLock;
 use rustix::fs::OFlags;
 use rustix::io::Errno;
 
-use crate::probe::machine::{
-    Answer, BYTES_MAX, InterfaceAddress, Library, Machine, Space, library, read_text, variables,
-};
+use crate::machine::{Answer, BYTES_MAX, InterfaceAddress, Library, Machine, Space, library, read_text, variables};
 
 /// The machine that runs this program.
 #[derive(Debug, Default)]
@@ -200,7 +198,7 @@ fn family(socket: *const libc::sockaddr) -> Option<i32> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::probe::machine::Unknown;
+    use crate::machine::Unknown;
 
     #[test]
     fn this_machine_answers() {

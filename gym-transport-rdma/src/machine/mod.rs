@@ -21,12 +21,11 @@ use std::net::IpAddr;
 use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 
-pub use crate::probe::machine::folder::Folder;
-pub(in crate::probe) use crate::probe::machine::folder::mount_bytes;
-pub use crate::probe::machine::live::Live;
-pub use crate::probe::machine::recorder::Recorder;
-pub use crate::probe::machine::recording::{Cut, RECORDING_FORMAT, Recording, RecordingError};
-pub use crate::probe::machine::redaction::Redactor;
+pub use crate::machine::folder::Folder;
+pub use crate::machine::live::Live;
+pub use crate::machine::recorder::Recorder;
+pub use crate::machine::recording::{Cut, RECORDING_FORMAT, Recording, RecordingError};
+pub use crate::machine::redaction::Redactor;
 
 /// Maximum length of a text. A longer file answers `EFBIG` 27, because half of a file would be judged wrongly.
 const TEXT_BYTES_MAX: u64 = 4 << 20;

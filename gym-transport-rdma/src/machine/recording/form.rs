@@ -8,8 +8,8 @@ use serde::de::{DeserializeOwned, Error as _};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use serde_json::value::RawValue;
 
-use crate::probe::machine::recording::{Cut, Entry, Noted, RECORDING_FORMAT, Recording, RecordingError, key};
-use crate::probe::machine::{BYTES_MAX, InterfaceAddress, Library, Loaded, Space};
+use crate::machine::recording::{Cut, Entry, Noted, RECORDING_FORMAT, Recording, RecordingError, key};
+use crate::machine::{BYTES_MAX, InterfaceAddress, Library, Loaded, Space};
 
 #[derive(Serialize, Deserialize)]
 struct Form {

@@ -4,7 +4,7 @@ mod elf;
 
 use std::fs::File;
 
-use crate::probe::machine::{Answer, Library, Machine};
+use crate::machine::{Answer, Library, Machine};
 
 /// Library folders of distributions and vendors, in addition to those in `ld.so.conf`.
 const KNOWN_FOLDERS: [&str; 11] = [

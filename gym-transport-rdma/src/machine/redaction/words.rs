@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::net::{Ipv4Addr, Ipv6Addr};
 
-use crate::probe::machine::redaction::keyed::Key;
+use crate::machine::redaction::keyed::Key;
 
 /// Names that a recording has, in small letters.
 #[derive(Debug, Default)]

@@ -9,10 +9,10 @@ mod words;
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
 
-use crate::probe::machine::recording::{Entry, Noted, Recording};
-use crate::probe::machine::redaction::keyed::Key;
-use crate::probe::machine::redaction::words::{Known, host_names, is_host_name};
-use crate::probe::machine::{InterfaceAddress, Library, Loaded, Machine};
+use crate::machine::recording::{Entry, Noted, Recording};
+use crate::machine::redaction::keyed::Key;
+use crate::machine::redaction::words::{Known, host_names, is_host_name};
+use crate::machine::{InterfaceAddress, Library, Loaded, Machine};
 
 /// Replaces names and addresses by stand-ins.
 #[derive(Debug)]
