@@ -11,16 +11,22 @@
 //! All of it is a pure function of a [`Machine`]: no library is loaded, and a recording is judged like the machine itself. What a recording lacks is no
 //! fault. On a healthy machine nothing is found.
 
+mod agreement;
 mod cluster;
 mod finding;
 mod host;
+mod profile;
 mod rules;
 mod settings;
 mod syntax;
 mod table;
+mod vllm;
 
+pub use agreement::agreement;
 pub use finding::{Finding, Severity};
+pub use profile::{Fabric, Profile, profile};
 pub use table::{Kind, NCCL, UCX, Variable, variable};
+pub use vllm::{CopiedVariables, VLLM_COPIES};
 
 use serde::Serialize;
 
