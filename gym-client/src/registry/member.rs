@@ -342,12 +342,33 @@ impl Membership {
     }
 
     fn learn(&mut self, reply: HeartbeatReply, seq: u64) {
-        let changed = std::mem::replace(&mut self.known, reply.state) != reply.state;
+        let before = std::mem::replace(&mut self.known, reply.state);
+        let changed = before != reply.state;
+        if changed {
+            self.say_state(before, reply.state);
+        }
         if changed || seq == self.seq {
             self.next_beat = Instant::now();
         }
         if reply.state == MemberState::Draining {
             self.options.drain.cancel();
+        }
+    }
+
+    /// Says what the state of this member means for it.
+    fn say_state(&self, before: MemberState, now: MemberState) {
+        let member = self.spec.name.as_str();
+        match (before, now) {
+            (_, MemberState::Serving) => tracing::info!(member, "this worker serves: it gets work"),
+            (_, MemberState::Draining) => {
+                tracing::info!(member, "this worker drains: it gets no new work, and leaves when its work has ended")
+            }
+            (_, MemberState::Joining) => {
+                tracing::warn!(member, %before, "the head server has missed heartbeats of this worker; it gets work again after a healthy one");
+            }
+            (_, state) => {
+                tracing::warn!(member, %before, %state, "the head server has changed the state of this worker")
+            }
         }
     }
 
