@@ -7,7 +7,7 @@ use gym_group::{NODE_FIRST, NOT_INHERITED, NOT_SENT, VariableKind, VariableSourc
 use crate::page::{Page, code, sources};
 
 /// The variables that a user sets: name, reader, meaning.
-const READ: [(&str, &str, &str); 48] = [
+const READ: [(&str, &str, &str); 49] = [
     ("ALL_PROXY", "`rgym doctor`", "As `HTTPS_PROXY`."),
     (
         "CUDA_VISIBLE_DEVICES",
@@ -135,6 +135,11 @@ const READ: [(&str, &str, &str); 48] = [
         "The default of `uv_lock_timeout_seconds`, a key of NeMo Gym. Otherwise 1,800.",
     ),
     ("VIRTUAL_ENV", "`rgym`", "The virtual environment whose interpreter is the default of `--python`."),
+    (
+        "WORKER_CHECKS",
+        "`rgym run --worker`",
+        "What a failed check of a worker's start does (`fail`, `warn`, `off`), unless `--checks` is given.",
+    ),
     (
         "WORKER_HEARTBEAT_INTERVAL",
         "`rgym run`",
@@ -368,7 +373,11 @@ fn literals() -> BTreeMap<String, BTreeSet<String>> {
             "probe/machine/redaction/",
             "tests/machines/",
             "tests/tuning.rs",
+            "tests/profile.rs",
             "cli/inspect/recording/",
+            "cli/setup/checks/",
+            "registry/tuning.rs",
+            "tests/cli/workers.rs",
         ];
         let of_others = judged.iter().any(|part| file.contains(part));
         if tables || of_others || file.ends_with("provision/variables/kinds.rs") {
