@@ -96,6 +96,7 @@ impl MemberKeeper {
             healthy: false,
             said_draining: false,
             round_trip_us: None,
+            was_missed: false,
         };
         Box::pin(async move {
             let within = cx.child().at_most(member.options.join_within);
@@ -166,6 +167,8 @@ struct Membership {
     said_draining: bool,
     /// A measured round trip that no heartbeat has told.
     round_trip_us: Option<u64>,
+    /// The head server has missed heartbeats, and the member has not served since.
+    was_missed: bool,
 }
 
 /// A measurement of the round trip, in microseconds; `None` if the head server did not respond.
@@ -342,10 +345,9 @@ impl Membership {
     }
 
     fn learn(&mut self, reply: HeartbeatReply, seq: u64) {
-        let before = std::mem::replace(&mut self.known, reply.state);
-        let changed = before != reply.state;
+        let changed = std::mem::replace(&mut self.known, reply.state) != reply.state;
         if changed {
-            self.say_state(before, reply.state);
+            self.say_state(reply.state);
         }
         if changed || seq == self.seq {
             self.next_beat = Instant::now();
@@ -355,20 +357,21 @@ impl Membership {
         }
     }
 
-    /// Says what the state of this member means for it.
-    fn say_state(&self, before: MemberState, now: MemberState) {
+    /// Says that the head server took this member for lost, and that it no longer does.
+    fn say_state(&mut self, now: MemberState) {
         let member = self.spec.name.as_str();
-        match (before, now) {
-            (_, MemberState::Serving) => tracing::info!(member, "this worker serves: it gets work"),
-            (_, MemberState::Draining) => {
-                tracing::info!(member, "this worker drains: it gets no new work, and leaves when its work has ended")
+        match now {
+            MemberState::Joining => {
+                self.was_missed = true;
+                tracing::warn!(
+                    member,
+                    "the head server has missed heartbeats of this worker, which gets no new work until its servers have responded"
+                );
             }
-            (_, MemberState::Joining) => {
-                tracing::warn!(member, %before, "the head server has missed heartbeats of this worker; it gets work again after a healthy one");
+            MemberState::Serving if std::mem::take(&mut self.was_missed) => {
+                tracing::info!(member, "this worker gets work again");
             }
-            (_, state) => {
-                tracing::warn!(member, %before, %state, "the head server has changed the state of this worker")
-            }
+            _ => {}
         }
     }
 

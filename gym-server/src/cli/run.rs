@@ -106,7 +106,7 @@ async fn serve(serving: Serving, overrides: &[String], servers: &Servers, consol
         args,
         cluster,
         mut loaded,
-        mut start,
+        start,
         world,
         by_variable,
         joins,

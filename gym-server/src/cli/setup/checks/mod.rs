@@ -33,20 +33,11 @@ pub(in crate::cli) struct WorkerStart {
     asked: Asked,
     /// Whether the environment was looked at.
     began: bool,
-    /// Findings of a machine of which nothing is asked, once they are there.
-    #[cfg(feature = "rdma")]
-    later: Option<tokio::task::JoinHandle<report::StartReport>>,
 }
 
 impl WorkerStart {
     pub(in crate::cli) fn new(mode: ChecksMode) -> Self {
-        Self {
-            mode,
-            asked: Asked::default(),
-            began: false,
-            #[cfg(feature = "rdma")]
-            later: None,
-        }
+        Self { mode, asked: Asked::default(), began: false }
     }
 
     /// Prints where a configuration comes from, and checks what it asks for. `of_head` names the head server whose configuration it is.
@@ -93,17 +84,12 @@ mod with_machine {
             self.asked = mem::take(&mut self.asked).and_of_configuration(config);
             let (asked, mode) = (self.asked.clone(), self.mode);
             if asked.is_nothing() {
-                if first && mode != ChecksMode::Off {
-                    let report = move || StartReport::of(&Live::new(), &asked, mode);
-                    self.later = Some(tokio::task::spawn_blocking(report));
-                }
                 return Ok(());
             }
             // The configuration of the head server may ask for more than the environment.
             if !first && asked == before {
                 return Ok(());
             }
-            self.later = None;
             // Some hundred small files are read.
             let (lines, report) = World::real()
                 .blocking(move || (settings::lines(&Live::new()), StartReport::of(&Live::new(), &asked, mode)))
@@ -118,13 +104,14 @@ mod with_machine {
             report.failure().map_or(Ok(()), Err)
         }
 
-        /// Says what is wrong with a machine of which nothing is asked.
-        pub(in crate::cli) async fn said_later(&mut self, console: &Console) {
-            if let Some(later) = self.later.take()
-                && let Ok(report) = later.await
-            {
-                report.said().for_each(|line| console.line(&line));
+        /// Says what is wrong with a machine of which nothing is asked. After the worker has joined, so that it starts as fast as without checks.
+        pub(in crate::cli) async fn said_later(&self, console: &Console) {
+            let (asked, mode) = (self.asked.clone(), self.mode);
+            if !asked.is_nothing() {
+                return;
             }
+            let report = World::real().blocking(move || StartReport::of(&Live::new(), &asked, mode)).await;
+            report.unwrap_or_default().said().for_each(|line| console.line(&line));
         }
 
         /// Returns the settings that must be the same on all workers; `None` on a machine without such libraries.
@@ -157,7 +144,7 @@ impl WorkerStart {
     }
 
     #[expect(clippy::unused_async, reason = "as in a build with checks")]
-    pub(in crate::cli) async fn said_later(&mut self, _: &Console) {}
+    pub(in crate::cli) async fn said_later(&self, _: &Console) {}
 
     #[expect(clippy::unused_async, reason = "as in a build with checks")]
     pub(in crate::cli) async fn tuning(&self) -> Result<Option<MemberTuning>, Failure> {

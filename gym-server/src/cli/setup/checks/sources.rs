@@ -24,7 +24,7 @@ pub(super) fn lines(config: &GymConfig, overrides: &[String], of_head: Option<&s
     if sources.len() == 1 {
         lines[0] = format!("configuration: {}", sources[0]);
     }
-    let yaml = config.masked_yaml();
+    let yaml = config.masked_given_yaml();
     let count = yaml.lines().count();
     if whole || count <= YAML_LINES_MAX {
         lines.extend(yaml.lines().map(|line| format!("  {line}")));

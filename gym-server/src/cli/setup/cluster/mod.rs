@@ -119,7 +119,7 @@ async fn wait_for_head<T, F: Future<Output = Result<T>>>(
 ) -> Result<T, Failure> {
     let began = Instant::now();
     let deadline = began + limit;
-    let (mut wait, mut said) = (RETRY_FIRST, None::<Instant>);
+    let (mut wait, mut next) = (RETRY_FIRST, began);
     loop {
         let error = match ask(CallContext::until(deadline)).await {
             Ok(answer) => return Ok(answer),
@@ -129,17 +129,20 @@ async fn wait_for_head<T, F: Future<Output = Result<T>>>(
         if !temporary || Instant::now() + wait >= deadline {
             return Err(Failure::Failed(format!("{error}\n  fix: {HEAD_FIX}")));
         }
-        if said.is_none_or(|said| said.elapsed() >= SAY_EVERY) {
+        if next <= Instant::now() {
             // Who named a wrong address does not wait for the end to learn how it is corrected.
-            let fix = if said.is_none() { format!("\n  fix: {HEAD_FIX}") } else { String::new() };
-            said = Some(Instant::now());
+            let fix = if next == began { format!("\n  fix: {HEAD_FIX}") } else { String::new() };
+            while next <= Instant::now() {
+                next += SAY_EVERY;
+            }
             let (waited, head) = (began.elapsed().as_secs(), registry.head());
             console.line(&format!(
                 "waiting for the head server {head}: {error}; {waited} s of {} s{fix}",
                 limit.as_secs()
             ));
         }
-        sleep(wait).await;
+        // The line comes on time, also between two attempts.
+        sleep(wait.min(next.saturating_duration_since(Instant::now()))).await;
         wait = (wait * 2).min(RETRY_LAST);
     }
 }
