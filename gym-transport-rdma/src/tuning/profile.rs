@@ -89,7 +89,7 @@ pub fn profile(machine: &dyn Machine, fabric: Fabric) -> Option<Profile> {
         profile.notes.push("no service level is set: name the priority of the lossless queue".to_owned());
     }
     let row = same(ports.iter().map(|port| port.best_row().map(|row| row.index)));
-    let is_v6_only = |port: &&Port| port.best_row().is_some_and(|row| row.v4().is_none());
+    let is_v6_only = ports.iter().all(|port| port.best_row().is_some_and(|row| row.v4().is_none()));
     match host.nccl {
         Some(version) if version < NCCL_FINDS_ROW => match row {
             Some(row) => profile.set("NCCL_IB_GID_INDEX", row.to_string()),
@@ -97,7 +97,7 @@ pub fn profile(machine: &dyn Machine, fabric: Fabric) -> Option<Profile> {
                 "NCCL {version} takes one row for all cards, and theirs differ: update it to 2.21 or later, or name one card"
             )),
         },
-        _ if ports.iter().all(|port| is_v6_only(&port)) => profile.set("NCCL_IB_ADDR_FAMILY", "AF_INET6".to_owned()),
+        _ if is_v6_only => profile.set("NCCL_IB_ADDR_FAMILY", "AF_INET6".to_owned()),
         _ => {}
     }
     let is_bond = |port: &Port| {

@@ -31,7 +31,7 @@ fn start(case: &Case, more: impl Fn(Asked) -> Asked, mode: ChecksMode) -> (Vec<S
     let folder = scratch();
     let root = case.write(folder.path()).remove(0);
     let machine = Folder::new(&root);
-    let asked = more(Asked::of_environment(&machine.variables().unwrap()));
+    let asked = more(Asked::of_environment(&machine.variables().expect("a folder answers")));
     (settings::lines(&machine), StartReport::of(&machine, &asked, mode))
 }
 
