@@ -22,6 +22,8 @@ const ASK_FOR_NOTHING: [&str; 7] = [
 const OF_UCX: [&str; 3] = ["rdma", "shm", "ucx_tcp"];
 /// Names the GPUs of a process.
 const VISIBLE_GPUS: &str = "CUDA_VISIBLE_DEVICES";
+/// Switches RDMA off in NCCL.
+const RDMA_OFF: &str = "NCCL_IB_DISABLE";
 /// Most names of variables in a text.
 const NAMES_MAX: usize = 4;
 
@@ -38,6 +40,8 @@ pub(super) struct Asked {
     pub(super) variables: BTreeSet<String>,
     /// Those of them that have a value and ask for something.
     pub(super) settings: BTreeSet<String>,
+    /// NCCL must not use RDMA.
+    pub(super) is_rdma_off: bool,
 }
 
 impl Asked {
@@ -51,7 +55,10 @@ impl Asked {
         let visible =
             variables.get(VISIBLE_GPUS).is_some_and(|value| !matches!(value.trim(), "" | "-1" | "NoDevFiles"));
         let gpus = visible.then(|| VISIBLE_GPUS.to_owned());
-        Self { gpus, nccl: None, transport: None, variables: set, settings }
+        let value = |name: &str| variables.get(name).map_or("", |value| value.trim());
+        let is_rdma_off = value(RDMA_OFF).parse::<i64>().is_ok_and(|off| off != 0)
+            || value("NCCL_NET").eq_ignore_ascii_case("socket");
+        Self { gpus, nccl: None, transport: None, variables: set, settings, is_rdma_off }
     }
 
     /// Adds what a configuration asks for.
@@ -112,6 +119,10 @@ impl Asked {
     /// Returns the variables that ask NCCL for RDMA.
     #[cfg(any(feature = "rdma", test))]
     pub(super) fn for_rdma_of_nccl(&self) -> Option<String> {
+        let asks = |name: &&String| name.starts_with("NCCL_IB_") && *name != RDMA_OFF;
+        if self.is_rdma_off || !self.settings.iter().any(|name| asks(&name)) {
+            return None;
+        }
         self.set(&["NCCL_IB_"])
     }
 

@@ -163,6 +163,10 @@ fn what_a_container_lacks_is_an_error_if_it_is_asked_for() {
     let said = text(&start(&without_card, as_it_is, ChecksMode::Fail).1);
     assert!(said.contains("RDMA: no RDMA device") && said.contains("asked for by NCCL_IB_HCA"), "{said}");
 
+    without_card.value["environment"]["NCCL_IB_DISABLE"] = json!("1");
+    let (_, report) = start(&without_card, as_it_is, ChecksMode::Fail);
+    assert!(report.failures.is_empty(), "NCCL is told to do without: {report:?}");
+
     let mut without_library = complete();
     without_library.value["host"]["libraries"].as_object_mut().unwrap().remove("libnccl.so.2");
     let (_, report) = start(&without_library, as_it_is, ChecksMode::Fail);
