@@ -101,14 +101,20 @@ impl StartReport {
 }
 
 fn said(about: &str, found: &str, because: &str, fix: &str) -> String {
-    let because = if because.is_empty() { String::new() } else { format!(" ({because})") };
+    // Some findings say it themselves.
+    let is_said = because.is_empty() || found.contains(&format!("({because})"));
+    let because = if is_said { String::new() } else { format!(" ({because})") };
     let fix = if fix.is_empty() { String::new() } else { format!("\n  fix: {fix}") };
     format!("{about}: {found}{because}{fix}")
 }
 
 fn of_topic(finding: &Probed, by: &str) -> String {
     let because = format!("asked for by {by}");
-    said(name(finding.topic), &finding.found, &because, finding.fix.as_deref().unwrap_or_default())
+    let mut fix = finding.fix.clone().unwrap_or_default();
+    if finding.topic == Topic::Gpu && by.starts_with("NCCL_") {
+        let _ = write!(fix, "; or unset these variables for a worker without GPUs");
+    }
+    said(name(finding.topic), &finding.found, &because, &fix)
 }
 
 /// How much of a topic a request needs.

@@ -153,6 +153,7 @@ fn what_a_container_lacks_is_an_error_if_it_is_asked_for() {
     without_gpu.value["host"]["gpus"] = json!([]);
     without_gpu.value["host"]["nvidia"] = Value::Null;
     let said = text(&start(&without_gpu, as_it_is, ChecksMode::Fail).1);
+    assert!(said.contains("or unset these variables for a worker without GPUs"), "{said}");
     assert!(
         said.contains("GPU: no NVIDIA GPU") && said.contains("--gpus all") && said.contains("asked for by NCCL_"),
         "{said}"
