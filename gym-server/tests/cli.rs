@@ -27,6 +27,9 @@ mod serve;
 mod summary;
 #[path = "cli/transports.rs"]
 mod transports;
+#[cfg(feature = "rdma")]
+#[path = "cli/workers.rs"]
+mod workers;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -123,6 +126,9 @@ fn main() -> ExitCode {
         recordings::this_machine_is_recorded_and_replayed,
         recordings::a_replay_judges_folders_and_recordings_with_their_names,
         recordings::what_cannot_be_replayed_or_recorded_is_refused_with_the_fix,
+        workers::the_head_names_what_differs_between_its_workers,
+        workers::a_wrong_setting_ends_a_worker_before_it_waits,
+        workers::the_configuration_tells_who_has_won,
     ]);
     #[cfg(feature = "ray")]
     cases.extend(cases![

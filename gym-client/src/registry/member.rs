@@ -96,6 +96,7 @@ impl MemberKeeper {
             healthy: false,
             said_draining: false,
             round_trip_us: None,
+            was_missed: false,
         };
         Box::pin(async move {
             let within = cx.child().at_most(member.options.join_within);
@@ -166,6 +167,8 @@ struct Membership {
     said_draining: bool,
     /// A measured round trip that no heartbeat has told.
     round_trip_us: Option<u64>,
+    /// The head server has missed heartbeats, and the member has not served since.
+    was_missed: bool,
 }
 
 /// A measurement of the round trip, in microseconds; `None` if the head server did not respond.
@@ -343,11 +346,32 @@ impl Membership {
 
     fn learn(&mut self, reply: HeartbeatReply, seq: u64) {
         let changed = std::mem::replace(&mut self.known, reply.state) != reply.state;
+        if changed {
+            self.say_state(reply.state);
+        }
         if changed || seq == self.seq {
             self.next_beat = Instant::now();
         }
         if reply.state == MemberState::Draining {
             self.options.drain.cancel();
+        }
+    }
+
+    /// Says that the head server took this member for lost, and that it no longer does.
+    fn say_state(&mut self, now: MemberState) {
+        let member = self.spec.name.as_str();
+        match now {
+            MemberState::Joining => {
+                self.was_missed = true;
+                tracing::warn!(
+                    member,
+                    "the head server has missed heartbeats of this worker, which gets no new work until its servers have responded"
+                );
+            }
+            MemberState::Serving if std::mem::take(&mut self.was_missed) => {
+                tracing::info!(member, "this worker gets work again");
+            }
+            _ => {}
         }
     }
 

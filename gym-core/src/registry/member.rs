@@ -23,6 +23,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use super::lease::{Instance, millis};
+use super::tuning::MemberTuning;
 use crate::base::World;
 use crate::base::error::{Error, Result};
 use crate::message::Incarnation;
@@ -49,7 +50,7 @@ pub struct MemberLimits {
     pub members_max: usize,
     /// Servers of all members, and servers that registered without a member. Default: 16,384.
     pub servers_max: usize,
-    /// Bytes of the names, labels and endpoints of one member with its servers, or of one server without a member. Default: 64 KiB.
+    /// Bytes of the names, labels, endpoints and tuning of one member with its servers, or of one server without a member. Default: 64 KiB.
     pub member_bytes_max: usize,
     /// The longest time after which a silent member or server is gone. Default: 1 hour.
     pub timeout_max: Duration,
@@ -185,6 +186,9 @@ pub struct MemberSpec {
     /// What it offers to worker groups, if it runs a node agent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub node: Option<MemberNode>,
+    /// The settings that must be the same on all members, if it has libraries with such settings.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tuning: Option<MemberTuning>,
 }
 
 /// A member that starts ranks of worker groups.
@@ -213,6 +217,7 @@ impl MemberSpec {
             timing: MemberTiming::default(),
             servers: Vec::new(),
             node: None,
+            tuning: None,
         }
     }
 
@@ -254,7 +259,9 @@ impl MemberSpec {
             server.name.len() + server.implementation.len() + labels(&server.labels) + endpoints(&server.endpoints)
         });
         let node = self.node.as_ref().map_or(0, |node| node.build.len() + endpoints(&node.endpoints));
-        self.name.len() + self.build.len() + self.host.len() + labels(&self.labels) + servers.sum::<usize>() + node
+        let tuning = self.tuning.as_ref().map_or(0, MemberTuning::bytes);
+        let of_process = self.name.len() + self.build.len() + self.host.len() + labels(&self.labels);
+        of_process + servers.sum::<usize>() + node + tuning
     }
 }
 

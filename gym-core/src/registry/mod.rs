@@ -14,6 +14,7 @@ mod memory;
 mod pick;
 mod state;
 mod table;
+mod tuning;
 
 pub use lease::{DEFAULT_TTL, Instance, Lease, Registration, Registry};
 pub use member::{
@@ -24,3 +25,4 @@ pub use member::{
 pub use membership::MemberRegistry;
 pub use memory::MemoryRegistry;
 pub use pick::{Affinity, AffinityCounts, AffinityKey, AffinityOptions, Balance, Load, Picker};
+pub use tuning::{MemberTuning, TUNING_SETTINGS_MAX, TuningDifference, tuning_differences};

@@ -10,6 +10,7 @@ use super::member::{
     GoneServer, Heartbeat, JoinedMember, MISSED_MAX, Member, MemberLease, MemberLimits, MemberServer, MemberSpec,
     MemberState, RosterUpdate, RosterVersion, ServerChange, SuspectMember,
 };
+use super::tuning::MemberTuning;
 use crate::base::error::{Code, Error, Result};
 use crate::message::Incarnation;
 
@@ -136,6 +137,7 @@ impl MemberTable {
             );
         }
         spec.timing.check(self.limits.timeout_max)?;
+        spec.tuning.as_ref().map_or(Ok(()), MemberTuning::check)?;
         if let Some(server) = spec.servers.iter().find(|server| server.endpoints.is_empty() || server.name.is_empty()) {
             return refused(Code::InvalidArgument, format!("server `{}` has no name or no endpoint", server.name));
         }
@@ -144,7 +146,7 @@ impl MemberTable {
             let max = self.limits.member_bytes_max;
             return refused(
                 Code::InvalidArgument,
-                format!("its names, labels and endpoints have {bytes} bytes; the limit is {max}"),
+                format!("its names, labels, endpoints and tuning have {bytes} bytes; the limit is {max}"),
             );
         }
         let mut events = self.tick(now);

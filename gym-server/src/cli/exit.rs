@@ -61,7 +61,8 @@ pub const EXIT_CODES: [ExitMeaning; 5] = [
     ExitMeaning {
         code: USAGE,
         meaning: "invalid usage or configuration",
-        cases: "An option, a configuration or an input is invalid, or a name in them does not exist. The error names the fix.",
+        cases: "An option, a configuration or an input is invalid, or a name in them does not exist. A check of a worker's start has failed. \
+                The error names the fix.",
         of_doctor: "invalid usage or configuration",
     },
     ExitMeaning {

@@ -12,9 +12,10 @@ use gym_core::server::ServerKind;
 use gym_core::transport::host_port;
 use gym_core::{Endpoint, World};
 
-use crate::cli::args::options::{ClusterArgs, RunArgs};
+use crate::cli::args::options::{ChecksMode, ClusterArgs, RunArgs};
 use crate::cli::console::{self, Console};
 use crate::cli::exit::{FAILED, Failure, Outcome};
+use crate::cli::setup::checks::WorkerStart;
 use crate::cli::setup::cluster::node;
 use crate::cli::setup::cluster::{HeadOptions, head_registry, load_worker, look_up};
 use crate::cli::setup::configuration::{LoadedConfig, Need, load, nothing_named};
@@ -45,6 +46,15 @@ pub(super) async fn run(
             "{flag} is an option of a worker, and this process joins no head server\n  fix: add --worker --head-url URL, or remove {flag}"
         )));
     }
+    // The variable may be there for the workers of the same file of variables.
+    if cluster.checks.is_some() && !joins && std::env::var_os("WORKER_CHECKS").is_none_or(|value| value.is_empty()) {
+        return Err(Failure::Usage(
+            "--checks is an option of a worker, and this process joins no head server; `doctor` checks a machine\n  fix: add --worker \
+             --head-url URL, or remove --checks"
+                .to_owned(),
+        ));
+    }
+    let mut start = WorkerStart::new(cluster.checks.unwrap_or(ChecksMode::Fail));
     let serves_head = !joins && (args.serve.is_empty() || args.serve.iter().any(|name| name == HEAD_NAME));
     if head_url_given && serves_head {
         return Err(Failure::Usage(
@@ -57,7 +67,7 @@ pub(super) async fn run(
     let world = World::real();
     let loaded = if joins {
         let head = HeadOptions { url: args.head_url.as_deref(), url_given: head_url_given, wait: cluster.join_timeout };
-        load_worker(&args.sources, overrides, servers, &head, &world, console).await?
+        load_worker(&args.sources, overrides, servers, &head, &world, &mut start, console).await?
     } else {
         load(&args.sources, overrides, servers, Need::Servers(&args.serve)).await?
     };
@@ -69,7 +79,7 @@ pub(super) async fn run(
     #[cfg(feature = "ray")]
     let (loaded, ray) = crate::cli::setup::ray::announce(loaded, args.sources.python.as_deref(), console).await?;
     let serving =
-        Serving { args, cluster, loaded, world, by_variable, joins, serves_head, head_url_given, pulled_from };
+        Serving { args, cluster, loaded, start, world, by_variable, joins, serves_head, head_url_given, pulled_from };
     let ended = Box::pin(serve(serving, overrides, servers, console)).await;
     #[cfg(feature = "ray")]
     crate::cli::setup::ray::stop(ray, console).await;
@@ -81,6 +91,7 @@ struct Serving {
     args: RunArgs,
     cluster: ClusterArgs,
     loaded: LoadedConfig,
+    start: WorkerStart,
     world: World,
     by_variable: bool,
     joins: bool,
@@ -91,8 +102,18 @@ struct Serving {
 
 /// Starts the servers, and serves until a signal arrives.
 async fn serve(serving: Serving, overrides: &[String], servers: &Servers, console: &Console) -> Outcome {
-    let Serving { args, cluster, mut loaded, world, by_variable, joins, serves_head, head_url_given, pulled_from } =
-        serving;
+    let Serving {
+        args,
+        cluster,
+        mut loaded,
+        start,
+        world,
+        by_variable,
+        joins,
+        serves_head,
+        head_url_given,
+        pulled_from,
+    } = serving;
     let head = head_server::endpoint(args.head_url.as_deref(), head_url_given, overrides, &loaded.config)?;
     let own = format!("http://{}", host_port(&loaded.config.head.host, loaded.config.head.port));
     if let Some(other) = args.head_url.as_deref().filter(|url| by_variable && serves_head && *url != own) {
@@ -109,6 +130,9 @@ async fn serve(serving: Serving, overrides: &[String], servers: &Servers, consol
     let registry = head_registry(head.clone(), servers, &world);
     look_up(&mut loaded, &registry, cluster.join_timeout, console).await?;
     let mut worker = joins.then(|| worker_options(&cluster));
+    if let Some(worker) = &mut worker {
+        worker.tuning = start.tuning().await?;
+    }
     if let Some(host) = cluster.host.as_deref().filter(|host| !is_loopback(host)) {
         console.warn(format!("the servers listen on {host} without authentication; use a network that you trust"));
     }
@@ -179,7 +203,12 @@ async fn serve(serving: Serving, overrides: &[String], servers: &Servers, consol
         announce(&stack, head.as_str());
     }
     if let Some(worker) = &worker {
-        console.line(&format!("joined the cluster of {head} as {}", worker.name));
+        let tuning = worker.tuning.as_ref();
+        let tuning = tuning.map_or_else(String::new, |tuning| {
+            format!(", with the tuning {} ({} settings)", tuning.digest, tuning.settings.len())
+        });
+        console.line(&format!("joined the cluster of {head} as {}{tuning}", worker.name));
+        start.said_later(console).await;
     }
     if cluster.head_only && cluster.expected_workers.is_none() {
         console.line("/health is 503 until a worker serves; with NUM_EXPECTED_WORKERS=0, it expects none");

@@ -39,7 +39,8 @@ use gym_client::collect::monitor::{CollectionMonitor, CollectionReport, REPORT_R
 use gym_client::registry::{DrainRequest, RosterRequest, SharedConfiguration, WatchRequest};
 use gym_core::base::waits::{WAITS_ROUTE, WaitQuery, report as waits_of_process};
 use gym_core::registry::{
-    Heartbeat, Instance, Lease, Member, MemberRegistry, MemberSpec, MemberState, MemoryRegistry, Registration, Registry,
+    Heartbeat, Instance, Lease, Member, MemberRegistry, MemberSpec, MemberState, MemberTuning, MemoryRegistry,
+    Registration, Registry, TuningDifference, tuning_differences,
 };
 use gym_core::{CallContext, Error, Handler, Message, Request, Response, Result, Status, Verb, World};
 use serde::Serialize;
@@ -361,8 +362,31 @@ impl HeadState {
         let (name, host) = (spec.name.clone(), spec.host.clone());
         let mut joined = self.registry.join(cx, spec).await?;
         warnings.iter().for_each(|warning| tracing::warn!(member = name, host, "{warning}"));
+        for difference in self.tuning_differences(cx, &name).await? {
+            // A cluster of a hundred workers with two values has one line about them, and each worker that joins is told.
+            if difference.is_new {
+                tracing::warn!(member = name, host, "{}", difference.text);
+            }
+            warnings.push(difference.text);
+        }
         joined.warnings = warnings;
         json(&joined)
+    }
+
+    /// Compares the tuning of a member that has joined with that of the others.
+    async fn tuning_differences(&self, cx: &CallContext, name: &str) -> Result<Vec<TuningDifference>> {
+        let mut members = self.registry.members(cx).await?;
+        members.retain(|member| member.state != MemberState::Gone && member.spec.tuning.is_some());
+        // The new one is the last.
+        members.sort_by_key(|member| member.spec.name == name);
+        if members.last().is_none_or(|member| member.spec.name != name) {
+            return Ok(Vec::new());
+        }
+        let tuned: Vec<(&str, &MemberTuning)> = members
+            .iter()
+            .filter_map(|member| Some((member.spec.name.as_str(), member.spec.tuning.as_ref()?)))
+            .collect();
+        Ok(tuning_differences(&tuned))
     }
 
     async fn health(&self, cx: &CallContext) -> Result<Response> {
@@ -546,6 +570,28 @@ mod tests {
         for route in [REPORT_ROUTE, "/cluster/drain"] {
             assert_eq!(post(&head, route, &of(route)["request"]).await.0, 200, "{route}");
         }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_member_whose_tuning_differs_is_told_on_which_members() {
+        let head = head();
+        let settings = |version: &str| MemberTuning::new([("NCCL".to_owned(), version.to_owned())]);
+        let joined = async |name: &str, tuning: Option<MemberTuning>| {
+            let spec = MemberSpec { tuning, ..MemberSpec::new(name, Incarnation(1)) };
+            let (status, joined) = post(&head, "/cluster/join", &spec).await;
+            (status, joined["warnings"][0].as_str().map(str::to_owned))
+        };
+        assert_eq!(joined("a", Some(settings("2.27.3"))).await, (200, None));
+        assert_eq!(joined("of-before", None).await, (200, None), "nothing is known of it");
+        let (_, told) = joined("b", Some(settings("2.26.2"))).await;
+        let words =
+            "NCCL differs between workers: `2.26.2` on b; `2.27.3` on a; install the same version on all workers";
+        assert_eq!(told.as_deref(), Some(words));
+        let (_, told) = joined("c", Some(settings("2.27.3"))).await;
+        assert!(told.is_some_and(|told| told.contains("`2.27.3` on a, c")));
+        let many = (0..100).map(|n| (n.to_string(), String::new())).collect();
+        let many = MemberTuning { settings: many, ..settings("2.27.3") };
+        assert_eq!(joined("d", Some(many)).await.0, 422);
     }
 
     #[tokio::test(start_paused = true)]

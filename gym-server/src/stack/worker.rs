@@ -11,8 +11,8 @@ use gym_client::config::{HeadConfig, InstanceConfig};
 use gym_client::registry::{HealthCheck, MemberAddress, MemberKeeper, MemberOptions, RemoteRegistry, is_loopback};
 use gym_client::work::PULLS_LABEL;
 use gym_core::registry::{
-    Instance, Lease, MemberLimits, MemberNode, MemberServer, MemberSpec, MemberTiming, MemoryRegistry, Registration,
-    Registry,
+    Instance, Lease, MemberLimits, MemberNode, MemberServer, MemberSpec, MemberTiming, MemberTuning, MemoryRegistry,
+    Registration, Registry,
 };
 use gym_core::server::ServerKind;
 use gym_core::transport::bare_host;
@@ -44,6 +44,8 @@ pub struct WorkerOptions {
     /// The node agent of this process (`gym_group::NodeAgent::listen`): the member is a node too, and worker groups start ranks on it.
     /// Default: none.
     pub node: Option<MemberNode>,
+    /// The settings that must be the same on all workers, which the head server compares. Default: none, and nothing is compared.
+    pub tuning: Option<MemberTuning>,
 }
 
 impl WorkerOptions {
@@ -58,6 +60,7 @@ impl WorkerOptions {
             join_within: Duration::from_secs(300),
             pulls: false,
             node: None,
+            tuning: None,
         }
     }
 }
@@ -145,6 +148,7 @@ pub(super) fn join<'a>(
         let mut spec = MemberSpec::of_this_process(name, incarnation, &address.advertised, *timing, world);
         spec.build = BUILD.to_owned();
         spec.node.clone_from(&options.node);
+        spec.tuning.clone_from(&options.tuning);
         spec.servers = own.iter().map(|server| member_server(server, options.pulls)).collect();
         let names: Vec<String> = own.into_iter().map(|server| server.name).collect();
         let member = MemberOptions {

@@ -11,17 +11,23 @@
 //! All of it is a pure function of a [`Machine`]: no library is loaded, and a recording is judged like the machine itself. What a recording lacks is no
 //! fault. On a healthy machine nothing is found.
 
+mod agreement;
 mod cluster;
 mod finding;
 pub(crate) mod host;
+mod profile;
 pub(crate) mod rules;
 mod settings;
 mod syntax;
 mod table;
+mod vllm;
 
+pub use agreement::agreement;
 pub use finding::{Finding, Severity};
+pub use profile::{Fabric, Profile, profile};
 pub(crate) use rules::limits::{MORE as MORE_SHARED_MEMORY, size};
 pub use table::{Kind, NCCL, UCX, Variable, variable};
+pub use vllm::{CopiedVariables, VLLM_COPIES};
 
 use serde::Serialize;
 

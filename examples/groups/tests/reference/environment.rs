@@ -141,6 +141,11 @@ const READ: [(&str, &str, &str); 49] = [
     ),
     ("VIRTUAL_ENV", "`rgym`", "The virtual environment whose interpreter is the default of `--python`."),
     (
+        "WORKER_CHECKS",
+        "`rgym run --worker`",
+        "What a failed check of a worker's start does (`fail`, `warn`, `off`), unless `--checks` is given.",
+    ),
+    (
         "WORKER_HEARTBEAT_INTERVAL",
         "`rgym run`",
         "Seconds between two heartbeats of a worker, unless `--heartbeat-interval` is given.",
@@ -377,7 +382,11 @@ fn literals() -> BTreeMap<String, BTreeSet<String>> {
             "tests/machines/",
             "tests/probe.rs",
             "tests/tuning.rs",
+            "tests/profile.rs",
             "cli/inspect/recording/",
+            "cli/setup/checks/",
+            "registry/tuning.rs",
+            "tests/cli/workers.rs",
         ];
         let of_others = judged.iter().any(|part| file.contains(part));
         if tables || of_others || file.ends_with("provision/variables/kinds.rs") {

@@ -439,6 +439,15 @@ impl GymConfig {
     pub fn masked_yaml(&self) -> String {
         writer::yaml(&Node::from_json(&self.masked(), &Origin::default()))
     }
+
+    /// Returns the configuration as it was given, before defaults, ports and paths of this machine were added: with interpolations as they are written, and
+    /// masked, as YAML.
+    #[must_use]
+    pub fn masked_given_yaml(&self) -> String {
+        let mut value = self.given.to_json();
+        writer::mask(&mut value);
+        writer::yaml(&Node::from_json(&value, &Origin::default()))
+    }
 }
 
 impl InstanceConfig {

@@ -250,6 +250,17 @@ pub(in crate::cli) struct RunArgs {
     pub(in crate::cli) cluster: ClusterArgs,
 }
 
+/// What a failed check does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(in crate::cli) enum ChecksMode {
+    /// An error in what is asked for ends the start with 2
+    Fail,
+    /// Errors are warnings
+    Warn,
+    /// Nothing is checked
+    Off,
+}
+
 /// Options of a process that belongs to a cluster.
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Cluster")]
@@ -278,6 +289,10 @@ pub(in crate::cli) struct ClusterArgs {
     /// Seconds for which a worker tries to reach its head server, and for which a head server waits for --expected-workers
     #[arg(long, value_name = "SECS", default_value = "300", value_parser = seconds)]
     pub(in crate::cli) join_timeout: Duration,
+    /// Checks of a worker before it joins: an error in the GPUs, NCCL, the transport or the settings that its configuration or environment
+    /// asks for ends it, or is a warning; without a request, errors are warnings [default: fail]
+    #[arg(long, value_enum, value_name = "MODE", env = "WORKER_CHECKS")]
+    pub(in crate::cli) checks: Option<ChecksMode>,
     /// Workers that must serve before the head server reports that it is ready. It ends if they do not serve within --join-timeout
     /// [default: 1 with --head-only, for which it waits without limit; otherwise 0]
     #[arg(long, value_name = "N", env = "NUM_EXPECTED_WORKERS")]
@@ -598,9 +613,14 @@ pub(in crate::cli) enum ConfigCommand {
     /// Report the mistakes in configuration files, with location and fix
     #[command(after_help = OVERRIDES)]
     Check(Box<CheckArgs>),
-    /// Print the merged configuration with secrets masked
+    /// Print the merged configuration with secrets masked, and who has won among the sources of the settings of NCCL
     #[command(after_help = OVERRIDES)]
     Show(Box<ShowArgs>),
+    /// Print one profile for the RoCE cards of this machine: variables of NCCL and UCX that agree
+    #[command(after_help = "\
+The cards, ports and interfaces are those of this machine; the traffic class and the service level belong to its switches. The lines fit a file of \
+variables (docker run --env-file, compose: env_file).")]
+    Roce(RoceArgs),
     /// Print the JSON schema of configuration files, for editors
     #[command(after_help = "\
 The schema is that of this program, with its implementations. Editors with the YAML language server read it from a line at the \
@@ -630,9 +650,25 @@ pub(in crate::cli) struct ShowArgs {
     pub(in crate::cli) named: Vec<String>,
     #[command(flatten)]
     pub(in crate::cli) sources: Sources,
+    /// Print the settings of NCCL, UCX and Gloo alone, each with its source and with what it hides
+    #[arg(long)]
+    pub(in crate::cli) settings: bool,
     /// Output format
     #[arg(long, value_enum, default_value_t = ShowFormat::Yaml, value_name = "FORMAT")]
     pub(in crate::cli) format: ShowFormat,
+}
+
+#[derive(Clone, Debug, Args)]
+pub(in crate::cli) struct RoceArgs {
+    /// Traffic class of the switch's lossless queue, 4 · DSCP + ECN, such as 106 [default: that of the driver, if it has one]
+    #[arg(long, value_name = "CLASS")]
+    pub(in crate::cli) traffic_class: Option<u8>,
+    /// Service level: the priority of that queue
+    #[arg(long, value_name = "LEVEL", value_parser = clap::value_parser!(u8).range(0..=15))]
+    pub(in crate::cli) service_level: Option<u8>,
+    /// Print JSON
+    #[arg(long)]
+    pub(in crate::cli) json: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]

@@ -1,6 +1,7 @@
 //! The setup that commands share: configuration, Python interpreter, head server address, stack options,
-//! model endpoints, the node of a worker, and signals.
+//! model endpoints, the checks and the node of a worker, and signals.
 
+pub(super) mod checks;
 pub(super) mod cluster;
 pub(super) mod configuration;
 pub(super) mod head_server;

@@ -47,7 +47,7 @@ struct Contact {
 
 /// A request of a member that is in progress. Dropping it before its answer means that the connection broke.
 pub(super) enum Membership {
-    Join(Audit, MemberSpec, u64),
+    Join(Audit, Box<MemberSpec>, u64),
     Beat(BeatInProgress),
 }
 
@@ -68,7 +68,7 @@ impl Drop for BeatInProgress {
 impl Membership {
     pub(super) fn answered(self, response: &Response) {
         match self {
-            Self::Join(audit, spec, term) if response.status.is_success() => audit.joined(spec, term),
+            Self::Join(audit, spec, term) if response.status.is_success() => audit.joined(*spec, term),
             Self::Join(..) => {}
             Self::Beat(mut beat) => beat.answered = true,
         }

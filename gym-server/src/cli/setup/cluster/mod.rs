@@ -16,6 +16,7 @@ use tokio::time::{Instant, sleep};
 use crate::cli::args::options::Sources;
 use crate::cli::console::Console;
 use crate::cli::exit::Failure;
+use crate::cli::setup::checks::WorkerStart;
 use crate::cli::setup::configuration::{LoadedConfig, Need, SharedText, load, load_over};
 use crate::cli::setup::head_server;
 use crate::environment::POOL_IMPLEMENTATION;
@@ -52,6 +53,7 @@ pub(in crate::cli) async fn load_worker(
     servers: &Servers,
     options: &HeadOptions<'_>,
     world: &World,
+    start: &mut WorkerStart,
     console: &Console,
 ) -> Result<LoadedConfig, Failure> {
     let key = |text: &str| text.trim_start_matches(['"', '\'', '+']).split(['=', '.']).next() == Some("config_paths");
@@ -66,6 +68,8 @@ pub(in crate::cli) async fn load_worker(
         // `env.yaml` may define or name servers.
         if found.config.instances.is_empty() { found } else { load(sources, overrides, servers, Need::Worker).await? }
     };
+    // Before the wait for the head server: what is wrong here is not mended by it.
+    start.examine(&own.config, overrides, None, console).await?;
     if !own.config.instances.is_empty() {
         return Ok(own);
     }
@@ -99,6 +103,7 @@ pub(in crate::cli) async fn load_worker(
         "this worker has no configuration of its own; it serves that of the head server {head}: {} servers",
         loaded.config.instances.len()
     ));
+    start.examine(&loaded.config, overrides, Some(&base.source), console).await?;
     Ok(loaded)
 }
 
@@ -112,8 +117,9 @@ async fn wait_for_head<T, F: Future<Output = Result<T>>>(
     console: &Console,
     ask: impl Fn(CallContext) -> F,
 ) -> Result<T, Failure> {
-    let deadline = Instant::now() + limit;
-    let (mut wait, mut said) = (RETRY_FIRST, None::<Instant>);
+    let began = Instant::now();
+    let deadline = began + limit;
+    let (mut wait, mut next) = (RETRY_FIRST, began);
     loop {
         let error = match ask(CallContext::until(deadline)).await {
             Ok(answer) => return Ok(answer),
@@ -123,15 +129,20 @@ async fn wait_for_head<T, F: Future<Output = Result<T>>>(
         if !temporary || Instant::now() + wait >= deadline {
             return Err(Failure::Failed(format!("{error}\n  fix: {HEAD_FIX}")));
         }
-        if said.is_none_or(|said| said.elapsed() >= SAY_EVERY) {
+        if next <= Instant::now() {
             // Who named a wrong address does not wait for the end to learn how it is corrected.
-            let fix = if said.is_none() { format!("\n  fix: {HEAD_FIX}") } else { String::new() };
-            said = Some(Instant::now());
-            let left = deadline.saturating_duration_since(Instant::now()).as_secs();
-            console
-                .line(&format!("waiting for the head server {}: {error}; up to {left} s more{fix}", registry.head()));
+            let fix = if next == began { format!("\n  fix: {HEAD_FIX}") } else { String::new() };
+            while next <= Instant::now() {
+                next += SAY_EVERY;
+            }
+            let (waited, head) = (began.elapsed().as_secs(), registry.head());
+            console.line(&format!(
+                "waiting for the head server {head}: {error}; {waited} s of {} s{fix}",
+                limit.as_secs()
+            ));
         }
-        sleep(wait).await;
+        // The line comes on time, also between two attempts.
+        sleep(wait.min(next.saturating_duration_since(Instant::now()))).await;
         wait = (wait * 2).min(RETRY_LAST);
     }
 }
