@@ -7,7 +7,7 @@ use gym_group::{NODE_FIRST, NOT_INHERITED, NOT_SENT, VariableKind, VariableSourc
 use crate::page::{Page, code, sources};
 
 /// The variables that a user sets: name, reader, meaning.
-const READ: [(&str, &str, &str); 49] = [
+const READ: [(&str, &str, &str); 52] = [
     ("ALL_PROXY", "`rgym doctor`", "As `HTTPS_PROXY`."),
     (
         "CUDA_VISIBLE_DEVICES",
@@ -15,10 +15,20 @@ const READ: [(&str, &str, &str); 49] = [
         "The GPUs that a cluster may use, as CUDA reads the variable. A rank gets its own GPUs in it.",
     ),
     (
+        "GYM_CUDA_LIBRARY",
+        "ranks with `communication_backend: nccl`",
+        "Path of the library of CUDA's driver. Default: `libcuda.so.1`, as the dynamic loader finds it.",
+    ),
+    (
         "GYM_JOIN_SECRET",
         "`rgym run --worker`, `examples/groups`",
         "The secret that nodes and their controllers share. With it, a worker whose program has worker types is a node. Ranks do not \
          inherit it.",
+    ),
+    (
+        "GYM_NCCL_LIBRARY",
+        "ranks with `communication_backend: nccl`",
+        "Path of NCCL's library. Default: `libnccl.so.2`, as the dynamic loader finds it.",
     ),
     (
         "GYM_QUIC_SECRET",
@@ -205,8 +215,15 @@ const SET: [(&str, &str, &str); 23] = [
 ];
 
 /// Variables of tests, benchmarks and fuzzing. No program of a user reads them.
-const OF_TESTS: [&str; 56] = [
+const OF_TESTS: [&str; 64] = [
     "CONDA_PREFIX",
+    "FAKE_NCCL_ABORT_HANGS",
+    "FAKE_NCCL_ASYNC",
+    "FAKE_NCCL_DEVICES",
+    "FAKE_NCCL_FAIL",
+    "FAKE_NCCL_OWN_DEVICES",
+    "FAKE_NCCL_RANK",
+    "FAKE_NCCL_VERSION",
     "GYM_ABSENT",
     "GYM_AFFINITY_SEEDS",
     "GYM_AFFINITY_TRACE",
@@ -220,6 +237,7 @@ const OF_TESTS: [&str; 56] = [
     "GYM_FUZZ_TARGET",
     "GYM_KILLS",
     "GYM_KILL_SEED",
+    "GYM_NCCL_WHEELS",
     "GYM_NODE_KILLS",
     "GYM_PEER_PYTHON",
     "GYM_RAY_FAULTS",
@@ -266,7 +284,7 @@ const OF_TESTS: [&str; 56] = [
 
 /// Texts in capitals that are no variables of this program: parts of names, settings of UCX, variables of other launchers and of the
 /// children of tests, variables of the build, and names of other kinds.
-const NO_VARIABLES: [&str; 40] = [
+const NO_VARIABLES: [&str; 41] = [
     "A",
     "BIG",
     "CARGO_MANIFEST_DIR",
@@ -284,6 +302,7 @@ const NO_VARIABLES: [&str; 40] = [
     "MM_FIFO_SIZE",
     "MM_RX_BUFS_GROW",
     "NCCL_DEBUG",
+    "NCCL_DEBUG_FILE",
     "NCCL_SOCKET_IFNAME",
     "NET_DEVICES",
     "ONLY",

@@ -5,7 +5,7 @@ use gym_server::cli::EXIT_CODES;
 use crate::page::{Page, code, sources, workspace};
 
 /// The codes of processes that the SDK starts: the file and the constant with the code, the process, and the meaning.
-const CHILDREN: [(&str, &str, &str, &str); 5] = [
+const CHILDREN: [(&str, &str, &str, &str); 6] = [
     (
         "gym-client/group/src/provision/local/worker.rs",
         "START_FAILED",
@@ -36,15 +36,23 @@ const CHILDREN: [(&str, &str, &str, &str); 5] = [
         "a Python server or a rank, before its program runs",
         "The program cannot be executed, as in a shell.",
     ),
+    (
+        "gym-transport-rdma/src/nccl/engine.rs",
+        "ABORT_HANGS",
+        "a rank with `communication_backend: nccl`",
+        "NCCL did not abort a communicator within 5 s, so what the rank has on its GPU cannot be taken back.",
+    ),
 ];
 
-/// Files of the libraries that end a process themselves. The report on UCX and the watchdog are for this SDK only: no program of a user
+/// Files of the libraries that end a process themselves. What answers a question and the watchdog are for this SDK only: no program of a user
 /// sees their codes.
-const END_A_PROCESS: [&str; 4] = [
+const END_A_PROCESS: [&str; 6] = [
     "gym-client/group/src/provision/nodes/agent/program.rs",
     "gym-client/src/launch/process/shim.rs",
     "gym-client/src/launch/process/watchdog.rs",
-    "gym-client/src/transport/ucx/report.rs",
+    "gym-client/src/transport/inquiry/mod.rs",
+    "gym-client/src/transport/inquiry/self_test.rs",
+    "gym-transport-rdma/src/nccl/engine.rs",
 ];
 
 #[test]
