@@ -12,9 +12,10 @@ use gym_core::{CallContext, Code, Error, Execution, Handler, Result};
 use tokio::runtime::Handle;
 use tokio::sync::oneshot;
 
-use crate::nccl::communicator::{Inner, NcclCommunicator, RankDevice, again, on_failure};
+use crate::nccl::communicator::{Inner, NcclCommunicator, RankDevice, on_failure};
 use crate::nccl::cuda::CudaDevice;
 use crate::nccl::engine::{Command, Engine};
+use crate::nccl::failure::again;
 use crate::nccl::raw::Communication;
 use crate::nccl::{UNIQUE_ID_BYTES, UniqueId};
 

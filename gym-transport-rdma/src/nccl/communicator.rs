@@ -18,7 +18,8 @@ use tokio::sync::oneshot;
 use tokio::time::Instant;
 
 use crate::nccl::cuda::{CudaDevice, CudaMemory};
-use crate::nccl::engine::{Cause, Command, Engine, OnFailure, Run, failed};
+use crate::nccl::engine::{Cause, Command, Engine, OnFailure, Run};
+use crate::nccl::failure::{again, failed};
 use crate::nccl::raw::{Communication, Operation, nccl_type};
 use crate::nccl::{UNIQUE_ID_BYTES, UniqueId};
 
@@ -435,11 +436,6 @@ pub(super) fn on_failure(host: &Arc<dyn Communicator>) -> OnFailure {
             host.abort(Error::new(error.code(), error.execution(), why));
         }
     })
-}
-
-/// Returns the same error once more.
-pub(super) fn again(error: &Error) -> Error {
-    Error::new(error.code(), error.execution(), error.message().to_owned()).about(error.subject().to_owned())
 }
 
 /// Returns the text of a call, with spaces up to its fixed length.

@@ -18,8 +18,8 @@ use tokio::sync::oneshot;
 use tokio::time::Instant;
 
 use crate::nccl::UniqueId;
-use crate::nccl::communicator::again;
 use crate::nccl::cuda::{CudaDevice, CudaMemory, Event, Stream};
+use crate::nccl::failure::{again, failed};
 use crate::nccl::raw::{Comm, Communication, Operation, Progress};
 
 /// Commands that wait for the thread at most. Beyond, a call is refused.
@@ -372,8 +372,4 @@ impl Stage {
         let cause = || Error::internal("the communicator has ended");
         Self::Aborting { until: Instant::now() + ABORT_WITHIN, returned: true, cause: Arc::new(cause), last: None }
     }
-}
-
-pub(super) fn failed(error: &crate::nccl::NcclError) -> Error {
-    Error::unknown(Code::Unavailable, format!("NCCL: {error}"))
 }

@@ -1,4 +1,5 @@
-//! NCCL, loaded when it is used: its version, its texts of errors, and its unique id, none of which need a GPU.
+//! NCCL, loaded when it is used: its version, its texts of errors, and its unique id, none of which need a GPU. With the feature `nccl` also a backend of
+//! collective operations for memory of GPUs.
 //!
 //! Source: `nccl.h` of NCCL 2.19 to 2.32. The functions that are bound have one signature in all of them.
 
@@ -13,6 +14,8 @@ pub mod cuda;
 mod elf;
 #[cfg(feature = "nccl")]
 mod engine;
+#[cfg(feature = "nccl")]
+mod failure;
 mod library;
 #[cfg(feature = "nccl")]
 mod raw;

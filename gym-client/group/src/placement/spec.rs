@@ -114,7 +114,7 @@ pub enum CommunicationBackend {
     Auto,
     /// As `auto`, by name: ranks meet over the transports of the group, on CPUs.
     Host,
-    /// NCCL, for collective operations on GPUs. Calls are as with `auto`. Not in this build: ranks that meet get an error.
+    /// NCCL, for collective operations on memory of GPUs; those on host memory are as with `host`, and calls as with `auto`. Ranks that meet without a GPU, or in a build without the feature `nccl`, get an error.
     Nccl,
     /// UCX.
     Ucx,
