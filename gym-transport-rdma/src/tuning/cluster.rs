@@ -19,6 +19,9 @@ pub(super) fn check(nodes: &[Node<'_, '_>], findings: &mut Vec<Finding>) {
     findings.extend(numbers_of_cards(nodes));
     findings.extend(interfaces(nodes));
     findings.extend(names_of_interfaces(nodes));
+    findings.extend(first_node(nodes));
+    findings.extend(own_addresses(nodes));
+    findings.extend(loopback_of_ucx(nodes));
 }
 
 /// Returns `value on NODES; value on NODES`.
@@ -73,20 +76,15 @@ fn versions(nodes: &[Node<'_, '_>]) -> Option<Finding> {
     })
 }
 
-/// The MTU of the interfaces behind the cards, or of those of the sockets.
+/// The MTU of the interfaces behind the cards. Sockets agree on the size of their packets, and interfaces of another kind have another MTU by right.
 fn transfer_units(nodes: &[Node<'_, '_>]) -> Option<Finding> {
     let of = |host: &Host<'_>| -> Vec<u32> {
         let ports = chosen(host).ports;
-        let behind: Vec<u32> = ports
+        ports
             .iter()
             .filter(|port| port.is_roce())
             .filter_map(|port| host.interface(&port.best_row()?.interface)?.mtu)
-            .collect();
-        if behind.is_empty() {
-            taken(host).iter().filter(|interface| !interface.is_local()).filter_map(|interface| interface.mtu).collect()
-        } else {
-            behind
-        }
+            .collect()
     };
     let units: Vec<(&str, Vec<u32>)> = nodes.iter().map(|(name, host)| (*name, of(host))).collect();
     let most = units.iter().map(|(_, units)| units.len()).min()?;
@@ -193,6 +191,72 @@ fn interfaces(nodes: &[Node<'_, '_>]) -> Option<Finding> {
         first_of.insert(address, (name, interface.name.clone()));
     }
     None
+}
+
+fn is_loopback(address: &str) -> bool {
+    address == "localhost" || address.parse::<IpAddr>().is_ok_and(|address| address.is_loopback())
+}
+
+/// Returns the address that other machines reach a node by.
+fn address_of(host: &Host<'_>) -> String {
+    let main = host.main_interface();
+    let address = main.and_then(|main| {
+        let mut addresses = main.addresses.iter().map(|address| address.address);
+        addresses.find(IpAddr::is_ipv4).or_else(|| main.first_address())
+    });
+    address.map_or_else(|| "ADDRESS".to_owned(), |address| address.to_string())
+}
+
+/// All nodes of one job look for its first process on themselves.
+fn first_node(nodes: &[Node<'_, '_>]) -> Option<Finding> {
+    const NAME: &str = "MASTER_ADDR";
+    let ranks = ["NODE_RANK", "RANK", "SLURM_NODEID"];
+    let is_later = |host: &Host<'_>| {
+        let rank = ranks.iter().find_map(|name| host.settings.variable(name)?.parse::<u32>().ok());
+        rank.is_some_and(|rank| rank > 0)
+    };
+    let (name, host) =
+        nodes.iter().find(|(_, host)| is_later(host) && host.settings.variable(NAME).is_some_and(is_loopback))?;
+    let first = nodes.iter().find(|(other, host)| other != name && !is_later(host))?;
+    let value = host.settings.variable(NAME)?;
+    let found = format!(
+        "`{value}` is the loopback of each node, so {name} does not find the first process of the job on {}",
+        first.0
+    );
+    let fix = format!("write the address of the first node, the same on every node: {NAME}={}", address_of(first.1));
+    Some(Finding::error(NAME, found, fix).because("set in the environment"))
+}
+
+/// Several nodes say that they have one address.
+fn own_addresses(nodes: &[Node<'_, '_>]) -> Option<Finding> {
+    const NAME: &str = "VLLM_HOST_IP";
+    let mut first_of: BTreeMap<&str, &str> = BTreeMap::new();
+    for (name, host) in nodes {
+        let Some(value) = host.settings.variable(NAME) else { continue };
+        let address: Option<IpAddr> = value.parse().ok();
+        let of_bridge = host.interfaces.iter().any(|interface| {
+            interface.is_container_bridge() && interface.addresses.iter().any(|own| Some(own.address) == address)
+        });
+        if let Some(other) = first_of.get(value).filter(|_| is_loopback(value) || of_bridge) {
+            let found = format!(
+                "{other} and {name} both say that they are {value}, which leads to each itself: they do not find each other"
+            );
+            let fix = format!("write the own address of each node, on {name} {NAME}={}", address_of(host));
+            return Some(Finding::error(NAME, found, fix).because("set in the environment"));
+        }
+        first_of.insert(value, name);
+    }
+    None
+}
+
+fn loopback_of_ucx(nodes: &[Node<'_, '_>]) -> Option<Finding> {
+    const NAME: &str = "UCX_NET_DEVICES";
+    let only = |host: &Host<'_>| host.has_ucx && host.settings.ucx(NAME).is_some_and(|setting| setting.value == "lo");
+    let (name, host) = nodes.iter().find(|(_, host)| only(host)).filter(|_| nodes.len() > 1)?;
+    let setting = host.settings.ucx(NAME)?;
+    let found = format!("`lo` is the only device of UCX on {name}, and leads to no other node");
+    let fix = format!("write {NAME}={}", host.main_interface_name());
+    Some(Finding::error(NAME, found, fix).because(setting.origin()))
 }
 
 /// A name that one node has and another has not.

@@ -12,7 +12,7 @@ pub(super) fn check(host: &Host<'_>, findings: &mut Vec<Finding>) {
     };
     let removed = |setting: &Setting| setting.remove();
     for (name, what) in [("NCCL_ALGO", "algorithms"), ("NCCL_PROTO", "protocols")] {
-        if let Some(setting) = settings.nccl(name) {
+        if let Some(setting) = settings.nccl(name).filter(|setting| lacks_the_universal(&setting.value)) {
             let found = format!(
                 "`{}` forces {what} for all operations and sizes; some operations have none of them, and fail or are slow",
                 setting.value
@@ -69,6 +69,12 @@ pub(super) fn check(host: &Host<'_>, findings: &mut Vec<Finding>) {
     }
 }
 
+/// Returns `true` for a list that has neither the algorithm nor the protocol that every operation has. Lists by operation, and exclusions, leave them.
+fn lacks_the_universal(list: &str) -> bool {
+    let universal = |word: &str| ["ring", "simple"].iter().any(|name| word.trim().eq_ignore_ascii_case(name));
+    !list.starts_with('^') && !list.contains([':', '"', '\'']) && !list.split(',').any(universal)
+}
+
 fn debug_file(host: &Host<'_>, setting: &Setting, add: &mut impl FnMut(&Setting, String, String)) {
     let path = setting.value.as_str();
     let home = host.settings.variable("HOME").unwrap_or("/root");
@@ -120,17 +126,22 @@ fn disabled(host: &Host<'_>, setting: &Setting, add: &mut impl FnMut(&Setting, S
         .filter(|card| card.ports.iter().any(|port| port.is_active()))
         .map(|card| card.name.as_str())
         .collect();
-    if active.is_empty() || without_effect.is_empty() {
+    // Who also names the network means it.
+    let is_meant = host.settings.nccl("NCCL_NET").is_some() || !host.may_use_rdma();
+    if active.is_empty() || (without_effect.is_empty() && is_meant) {
         return;
     }
-    let found = format!(
-        "RDMA is switched off, so that {} have no effect, although {} active: NCCL takes sockets",
-        without_effect.join(", "),
-        match active.len() {
-            1 => format!("{} is", active[0]),
-            _ => format!("{} are", active.join(", ")),
-        }
-    );
+    let which = match active.len() {
+        1 => format!("{} is", active[0]),
+        _ => format!("{} are", active.join(", ")),
+    };
+    let found = match without_effect.is_empty() {
+        true => format!("RDMA is switched off, although {which} active: NCCL takes sockets (TCP)"),
+        false => format!(
+            "RDMA is switched off, so that {} have no effect, although {which} active: NCCL takes sockets",
+            without_effect.join(", "),
+        ),
+    };
     let fix = match setting.source {
         Source::Environment => "unset it, or write NCCL_IB_DISABLE=0".to_owned(),
         Source::Line { .. } => setting.remove(),

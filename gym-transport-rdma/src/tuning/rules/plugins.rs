@@ -27,7 +27,13 @@ fn network(host: &Host<'_>) -> Option<Finding> {
         ));
     }
     if value.eq_ignore_ascii_case("Socket") {
-        return None;
+        // Who also switches RDMA off means it.
+        let is_meant = host.settings.number("NCCL_IB_DISABLE").is_some_and(|off| off != 0);
+        let active = host.cards.iter().find(|card| card.ports.iter().any(|port| port.is_active()));
+        let active = active.filter(|_| host.has_nccl && !is_meant)?;
+        let found =
+            format!("`{value}` keeps NCCL from RDMA, although the card {} is active: all goes over TCP", active.name);
+        return Some(Finding::warning(NAME, found, format!("{}, or write {NAME}=IB", setting.remove())));
     }
     let has_card = host.cards.iter().any(|card| card.ports.iter().any(|port| port.is_active()));
     if value.eq_ignore_ascii_case("IB") {

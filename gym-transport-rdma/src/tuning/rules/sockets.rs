@@ -85,6 +85,23 @@ fn names(host: &Host<'_>, setting: &Setting) -> Option<Finding> {
                 "`{value}` lets lo in, which NCCL then takes first: an exclusion of one's own replaces the usual one of lo ({})",
                 setting.origin()
             ),
+            Some(first) if first.is_container_bridge() && first.name != main => {
+                let found = format!(
+                    "`{value}` lets {} in, which NCCL then takes first, and which leads to no other machine: an exclusion of one's own replaces the usual one of lo, docker and virbr",
+                    first.name
+                );
+                let mut names = listed.names.clone();
+                let usual = ["lo", "docker", "virbr"].map(str::to_owned);
+                names.extend(usual.into_iter().filter(|name| !listed.names.contains(name)));
+                if !["docker", "virbr"].iter().any(|prefix| first.name.starts_with(prefix)) {
+                    names.push(first.name.clone());
+                }
+                return Some(Finding::error(
+                    NAME,
+                    found,
+                    format!("write {NAME}=^{}, or {NAME}={main}", names.join(",")),
+                ));
+            }
             Some(_) => return None,
         };
         let also = if listed.exact { "^=" } else { "^" };
