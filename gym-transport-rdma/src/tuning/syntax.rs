@@ -110,6 +110,9 @@ const UNSET: [(&str, i64); 8] = [
     ("NCCL_SOCKET_NTHREADS", -2),
 ];
 
+/// Smaller buffers are meant in KiB or MiB.
+const BUFFER_MIN: i64 = 1_024;
+
 fn number(name: &str, text: &str, least: i64, most: i64, default: &str) -> Option<Finding> {
     let range = || if most == i64::MAX { format!("at least {least}") } else { format!("{least} to {most}") };
     let Number::Read { value, used, octal } = read_number(text) else {
@@ -169,6 +172,16 @@ fn number(name: &str, text: &str, least: i64, most: i64, default: &str) -> Optio
         let found =
             format!("{value} does not fit into three bits, so that cards take {}; the largest value is 7", value & 7);
         return Some(Finding::error(name, found, format!("write {name}=7")));
+    }
+    if name == "NCCL_BUFFSIZE" && (1..BUFFER_MIN).contains(&value) {
+        let found = format!(
+            "{value} is read as bytes, and a buffer of {value} bytes holds no message: it looks like another unit"
+        );
+        return Some(Finding::error(
+            name,
+            found,
+            format!("write {name}={}", if value <= 64 { value << 20 } else { value << 10 }),
+        ));
     }
     if (least..=most).contains(&value) || UNSET.contains(&(name, value)) {
         return None;

@@ -149,7 +149,7 @@ fn names(host: &Host<'_>, setting: &Setting, chosen: &Chosen<'_>) -> Option<Find
         let words: Vec<String> =
             down.iter().map(|port| format!("port {} of {} is {}", port.number, port.card, port.state)).collect();
         let lacks_identifier = host.cards.iter().any(|card| card.name == port.card && card.lacks_identifier);
-        if port.state == "INIT" || (lacks_identifier && port.link_layer == "InfiniBand") {
+        if matches!(port.state.as_str(), "INIT" | "ARMED") || (lacks_identifier && port.link_layer == "InfiniBand") {
             return None; // The subnet manager or the GUID is missing: a rule of its own.
         }
         return error(

@@ -28,6 +28,7 @@ pub(super) fn check(host: &Host<'_>, chosen: &Chosen<'_>, findings: &mut Vec<Fin
     add("", virtual_function(host, chosen));
     add("", limited(host, chosen));
     add("NCCL_IB_RETRY_CNT", retries(host));
+    add("NCCL_IB_ROCE_VERSION_NUM", version(host, chosen));
 }
 
 fn class(host: &Host<'_>, chosen: &Chosen<'_>) -> Option<Finding> {
@@ -115,11 +116,14 @@ pub(crate) fn subnet_manager(host: &Host<'_>) -> Option<Finding> {
         .cards
         .iter()
         .flat_map(|card| &card.ports)
-        .find(|port| port.link_layer == "InfiniBand" && port.state == "INIT")?;
-    let found = format!(
-        "port {} of {} is in the state INIT: its link is up, and no subnet manager has configured it",
-        port.number, port.card
-    );
+        .find(|port| port.link_layer == "InfiniBand" && matches!(port.state.as_str(), "INIT" | "ARMED"))?;
+    let what = if port.state == "INIT" {
+        "no subnet manager has configured it"
+    } else {
+        "the subnet manager has not finished"
+    };
+    let found =
+        format!("port {} of {} is in the state {}: its link is up, and {what}", port.number, port.card, port.state);
     let fix = "start a subnet manager: opensm on one machine of the fabric, or that of a managed switch";
     Some(Finding::error(port.card.clone(), found, fix).because("/sys/class/infiniband/*/ports/*/state"))
 }
@@ -174,6 +178,14 @@ fn limited(host: &Host<'_>, chosen: &Chosen<'_>) -> Option<Finding> {
         key | FULL
     );
     Some(Finding::warning(port.card.clone(), found, fix).because("/sys/class/infiniband/*/ports/*/pkeys"))
+}
+
+fn version(host: &Host<'_>, chosen: &Chosen<'_>) -> Option<Finding> {
+    const NAME: &str = "NCCL_IB_ROCE_VERSION_NUM";
+    let setting = host.settings.nccl(NAME).filter(|setting| setting.value.trim() == "1")?;
+    chosen.ports.iter().find(|port| port.is_roce())?;
+    let found = "1 searches rows of RoCE v1, which is not routed, and has no class for lossless traffic";
+    Some(Finding::warning(NAME, found, format!("{}, or write {NAME}=2", setting.remove())))
 }
 
 fn retries(host: &Host<'_>) -> Option<Finding> {

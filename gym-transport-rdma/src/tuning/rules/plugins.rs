@@ -13,6 +13,7 @@ pub(super) fn check(host: &Host<'_>, findings: &mut Vec<Finding>) {
     add("NCCL_NET", network(host));
     add("NCCL_NET_PLUGIN", plugin(host));
     add("NCCL_IB_DISABLE", obeys_nothing(host));
+    add("", efa(host));
 }
 
 fn network(host: &Host<'_>) -> Option<Finding> {
@@ -71,6 +72,25 @@ fn plugin(host: &Host<'_>) -> Option<Finding> {
             found,
             "remove it (unset), or write NCCL_NET_PLUGIN=none; such a path is that of one vendor's image",
         )
+    })
+}
+
+/// Cards of Amazon (EFA), which NCCL reaches by a plug-in only.
+fn efa(host: &Host<'_>) -> Option<Finding> {
+    const AMAZON: &str = "0x1d0f";
+    let is_efa =
+        |name: &str| host.text(&format!("/sys/class/infiniband/{name}/device/vendor")).as_deref() == Some(AMAZON);
+    let is_active = |card: &&crate::tuning::host::Card| {
+        card.ports.iter().any(|port| port.is_active() && port.link_layer == "Unknown")
+    };
+    let card = host.cards.iter().filter(is_active).find(|card| is_efa(&card.name))?;
+    let names = ["libnccl-net.so", "libnccl-net-ofi.so", "libnccl-net-aws-ofi.so"];
+    let absent = names.iter().all(|name| host.machine.library(name) == Ok(None));
+    let is_plain = host.settings.nccl_or_empty("NCCL_NET_PLUGIN").is_none() && host.settings.nccl("NCCL_NET").is_none();
+    (host.has_nccl && host.gpus > 0 && absent && is_plain && !host.is_rdma_off()).then(|| {
+        let found = format!("{} is an EFA card, which NCCL reaches by a plug-in only, and libnccl-net.so is not here: it takes sockets (TCP)", card.name);
+        Finding::warning("NCCL_NET_PLUGIN", found, "install the plug-in aws-ofi-nccl, and put its folder into LD_LIBRARY_PATH")
+            .because("/sys/class/infiniband/*/device/vendor")
     })
 }
 

@@ -47,6 +47,19 @@ pub(super) fn check(host: &Host<'_>, findings: &mut Vec<Finding>) {
     }
     findings.extend(gloo(host));
     findings.extend(own_address(host));
+    findings.extend(without_port(host));
+}
+
+/// NCCL's start is at an address with a port.
+fn without_port(host: &Host<'_>) -> Option<Finding> {
+    const START: &str = "NCCL_COMM_ID";
+    let setting = host.settings.nccl(START).filter(|setting| !setting.value.contains(':'))?;
+    setting.value.parse::<std::net::Ipv4Addr>().ok()?;
+    let found = format!("`{}` has no port, and NCCL does not start", setting.value);
+    Some(
+        Finding::error(START, found, format!("write {START}={}:PORT, or unset it", setting.value))
+            .because(setting.origin()),
+    )
 }
 
 /// vLLM offers this address to the other nodes.

@@ -77,6 +77,22 @@ fn allows(host: &Host<'_>, transports: &[&str]) -> bool {
     }
 }
 
+/// The ways to other hosts that a list of transports has.
+#[derive(Clone, Copy)]
+pub(in crate::tuning) struct Ways {
+    pub(in crate::tuning) cards: bool,
+    pub(in crate::tuning) sockets: bool,
+}
+
+/// Returns the value of `UCX_TLS` and its ways to other hosts, if it is a plain list of known names.
+pub(in crate::tuning) fn ways<'h>(host: &'h Host<'_>) -> Option<(&'h str, Ways)> {
+    let setting = unquoted(host, TRANSPORTS).filter(|_| host.has_ucx)?;
+    if !setting.value.split(',').all(is_known) || allows(host, &["all"]) {
+        return None;
+    }
+    Some((&setting.value, Ways { cards: allows(host, &OF_CARDS), sockets: allows(host, &["tcp"]) }))
+}
+
 /// Returns the name of a transport: `\rc_x` and `rc_x:aux` are `rc_x`.
 fn base(name: &str) -> &str {
     let name = name.trim_start_matches('\\');
