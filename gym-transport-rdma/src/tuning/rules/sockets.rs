@@ -57,8 +57,12 @@ fn without_port(host: &Host<'_>) -> Option<Finding> {
     setting.value.parse::<std::net::Ipv4Addr>().ok()?;
     let found = format!("`{}` has no port, and NCCL does not start", setting.value);
     Some(
-        Finding::error(START, found, format!("write {START}={}:PORT, or unset it", setting.value))
-            .because(setting.origin()),
+        Finding::error(
+            START,
+            found,
+            format!("write {START}={}:29500, or with another port that is free", setting.value),
+        )
+        .because(setting.origin()),
     )
 }
 
