@@ -141,7 +141,7 @@ fn findings(machine: &dyn Machine) -> Vec<Said> {
 }
 
 /// Number of entries, and their digest. The program that came with the cases has written the same trees (compared when this was written).
-const TREES: (usize, u64) = (38_135, 0x171d_7fc2_c086_7ef8);
+const TREES: (usize, u64) = (55_227, 0xbc61_006f_179c_98c4);
 
 #[test]
 fn the_machine_of_every_case_is_recorded_replayed_and_redacted_without_a_change() {

@@ -6,7 +6,7 @@ mod machines;
 use gym_transport_rdma::probe::machine::{Folder, Machine};
 use gym_transport_rdma::tuning::{Finding, Severity, compare, explain, judge};
 use machines::judge::{Grade, Said, grade};
-use machines::{Case, case, cases};
+use machines::{Case, case, cases, scratch};
 
 fn said(findings: Vec<Finding>) -> Vec<Said> {
     findings
@@ -22,7 +22,7 @@ fn said(findings: Vec<Finding>) -> Vec<Said> {
 
 /// Writes the machines of a case, and judges them.
 fn findings(case: &Case) -> Vec<Finding> {
-    let folder = tempfile::tempdir().unwrap();
+    let folder = scratch();
     let roots = case.write(folder.path());
     let machines: Vec<Folder> = roots.iter().map(Folder::new).collect();
     let mut findings = Vec::new();

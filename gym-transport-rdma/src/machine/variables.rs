@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 const PREFIXES: [&str; 11] =
     ["NCCL_", "UCX_", "RCCL_", "GLOO_", "VLLM_", "RAY_", "SLURM_", "OMPI_", "FI_", "CUDA_VISIBLE_", "MASTER_"];
 /// Whole names.
-const NAMES: [&str; 4] = ["RANK", "WORLD_SIZE", "LD_LIBRARY_PATH", "HOME"];
+const NAMES: [&str; 6] = ["RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LD_LIBRARY_PATH", "HOME"];
 /// Words in the names of secrets.
 const SECRETS: [&str; 4] = ["KEY", "TOKEN", "SECRET", "PASSWORD"];
 /// Stands for the value of a secret.
@@ -55,6 +55,8 @@ fn is_nccl_misspelt(name: &str) -> bool {
 
 fn is_secret(name: &str) -> bool {
     let name = name.to_ascii_uppercase();
+    // A partition key is a number of the fabric, which everybody in it knows.
+    let name = name.replace("_PKEY", "_");
     SECRETS.iter().any(|word| name.contains(word))
 }
 
@@ -70,6 +72,8 @@ mod tests {
             ("CCL_NET_GDR_LEVEL", "PHB"),
             ("NCLL_IB_HCA", "mlx5"),
             ("VLLM_API_KEY", "sk-1"),
+            ("VLLM_APPKEY", "sk-2"),
+            ("NCCL_IB_PKEY", "1"),
             ("RAY_token", "t"),
             ("RANK", "0"),
             ("AWS_SECRET_ACCESS_KEY", "x"),
@@ -84,10 +88,12 @@ mod tests {
             ("CCL_NET_GDR_LEVEL", "PHB"),
             ("HOME", "/root"),
             ("NCCL_DEBUG", "INFO"),
+            ("NCCL_IB_PKEY", "1"),
             ("NCLL_IB_HCA", "mlx5"),
             ("RANK", "0"),
             ("RAY_token", MASKED),
             ("VLLM_API_KEY", MASKED),
+            ("VLLM_APPKEY", MASKED),
         ];
         assert_eq!(told, expected);
     }

@@ -19,9 +19,10 @@ pub(crate) fn shared_memory(files: &Files<'_>, host: &Host<'_>) -> Finding {
     }
     // A size that is not known is no fault.
     let size = host.machine.space("/dev/shm").ok().map(|Space { total, .. }| total);
-    if let Some(bytes) = size.filter(|bytes| *bytes < limits::SHM_BYTES_MIN) {
+    let is_used = host.gpus > 0 || host.has_nccl || host.has_ucx || !host.cards.is_empty();
+    if let Some(bytes) = size.filter(|_| is_used).filter(|bytes| *bytes < limits::SHM_BYTES_MIN) {
         let found = format!("/dev/shm holds only {}", limits::size(bytes));
-        return finding(topic, Status::Warning, found).fix(limits::MORE);
+        return finding(topic, Status::Warning, found).fix(limits::more(host));
     }
     let bulk = match files.text("/proc/sys/kernel/yama/ptrace_scope").as_deref() {
         None | Some("0") => "",

@@ -19,6 +19,15 @@ pub(super) fn check(nodes: &[Node<'_, '_>], findings: &mut Vec<Finding>) {
     findings.extend(numbers_of_cards(nodes));
     findings.extend(interfaces(nodes));
     findings.extend(names_of_interfaces(nodes));
+    findings.extend(first_node(nodes));
+    findings.extend(own_addresses(nodes));
+    findings.extend(loopback_of_ucx(nodes));
+    findings.extend(interface_of_gloo(nodes));
+    findings.extend(transports(nodes));
+    findings.extend(plugins(nodes));
+    findings.extend(families_of_rows(nodes));
+    findings.extend(first_of_nccl(nodes));
+    findings.extend(infiniband_here_and_not_there(nodes));
 }
 
 /// Returns `value on NODES; value on NODES`.
@@ -73,20 +82,15 @@ fn versions(nodes: &[Node<'_, '_>]) -> Option<Finding> {
     })
 }
 
-/// The MTU of the interfaces behind the cards, or of those of the sockets.
+/// The MTU of the interfaces behind the cards. Sockets agree on the size of their packets, and interfaces of another kind have another MTU by right.
 fn transfer_units(nodes: &[Node<'_, '_>]) -> Option<Finding> {
     let of = |host: &Host<'_>| -> Vec<u32> {
         let ports = chosen(host).ports;
-        let behind: Vec<u32> = ports
+        ports
             .iter()
             .filter(|port| port.is_roce())
             .filter_map(|port| host.interface(&port.best_row()?.interface)?.mtu)
-            .collect();
-        if behind.is_empty() {
-            taken(host).iter().filter(|interface| !interface.is_local()).filter_map(|interface| interface.mtu).collect()
-        } else {
-            behind
-        }
+            .collect()
     };
     let units: Vec<(&str, Vec<u32>)> = nodes.iter().map(|(name, host)| (*name, of(host))).collect();
     let most = units.iter().map(|(_, units)| units.len()).min()?;
@@ -193,6 +197,197 @@ fn interfaces(nodes: &[Node<'_, '_>]) -> Option<Finding> {
         first_of.insert(address, (name, interface.name.clone()));
     }
     None
+}
+
+fn is_loopback(address: &str) -> bool {
+    address == "localhost" || address.parse::<IpAddr>().is_ok_and(|address| address.is_loopback())
+}
+
+/// Returns the address that other machines reach a node by.
+fn address_of(host: &Host<'_>) -> String {
+    let main = host.main_interface();
+    let address = main.and_then(|main| {
+        let mut addresses = main.addresses.iter().map(|address| address.address);
+        addresses.find(IpAddr::is_ipv4).or_else(|| main.first_address())
+    });
+    address.map_or_else(|| "ADDRESS".to_owned(), |address| address.to_string())
+}
+
+/// All nodes of one job look for its first process on themselves.
+fn first_node(nodes: &[Node<'_, '_>]) -> Option<Finding> {
+    const NAME: &str = "MASTER_ADDR";
+    let ranks = ["NODE_RANK", "RANK", "SLURM_NODEID"];
+    let is_later = |host: &Host<'_>| {
+        let rank = ranks.iter().find_map(|name| host.settings.variable(name)?.parse::<u32>().ok());
+        rank.is_some_and(|rank| rank > 0)
+    };
+    let (name, host) =
+        nodes.iter().find(|(_, host)| is_later(host) && host.settings.variable(NAME).is_some_and(is_loopback))?;
+    let first = nodes.iter().find(|(other, host)| other != name && !is_later(host))?;
+    let value = host.settings.variable(NAME)?;
+    let found = format!(
+        "`{value}` is the loopback of each node, so {name} does not find the first process of the job on {}",
+        first.0
+    );
+    let fix = format!("write the address of the first node, the same on every node: {NAME}={}", address_of(first.1));
+    Some(Finding::error(NAME, found, fix).because("set in the environment"))
+}
+
+/// Several nodes say that they have one address.
+fn own_addresses(nodes: &[Node<'_, '_>]) -> Option<Finding> {
+    const NAME: &str = "VLLM_HOST_IP";
+    let mut first_of: BTreeMap<&str, &str> = BTreeMap::new();
+    for (name, host) in nodes {
+        let Some(value) = host.settings.variable(NAME) else { continue };
+        let address: Option<IpAddr> = value.parse().ok();
+        let of_bridge = host.interfaces.iter().any(|interface| {
+            interface.is_container_bridge() && interface.addresses.iter().any(|own| Some(own.address) == address)
+        });
+        if let Some(other) = first_of.get(value).filter(|_| is_loopback(value) || of_bridge) {
+            let found = format!(
+                "{other} and {name} both say that they are {value}, which leads to each itself: they do not find each other"
+            );
+            let fix = format!("write the own address of each node, on {name} {NAME}={}", address_of(host));
+            return Some(Finding::error(NAME, found, fix).because("set in the environment"));
+        }
+        first_of.insert(value, name);
+    }
+    None
+}
+
+fn loopback_of_ucx(nodes: &[Node<'_, '_>]) -> Option<Finding> {
+    const NAME: &str = "UCX_NET_DEVICES";
+    let only = |host: &Host<'_>| host.has_ucx && host.settings.ucx(NAME).is_some_and(|setting| setting.value == "lo");
+    let (name, host) = nodes.iter().find(|(_, host)| only(host)).filter(|_| nodes.len() > 1)?;
+    let setting = host.settings.ucx(NAME)?;
+    let found = format!("`lo` is the only device of UCX on {name}, and leads to no other node");
+    let fix = format!("write {NAME}={}", host.main_interface_name());
+    Some(Finding::error(NAME, found, fix).because(setting.origin()))
+}
+
+fn interface_of_gloo(nodes: &[Node<'_, '_>]) -> Option<Finding> {
+    const NAME: &str = "GLOO_SOCKET_IFNAME";
+    let (with, without): (Vec<&Node<'_, '_>>, Vec<&Node<'_, '_>>) =
+        nodes.iter().partition(|(_, host)| host.settings.variable(NAME).is_some());
+    let (first, value) = with.first().and_then(|(name, host)| Some((name, host.settings.variable(NAME)?)))?;
+    let lacking: Vec<&str> = without.iter().map(|(name, _)| *name).collect();
+    (!lacking.is_empty()).then(|| {
+        let found = format!("it is not set on {}, only on others (`{value}` on {first})", lacking.join(", "));
+        let fix = "set it where ray start runs on every node, or in runtime_env: a Ray worker has the environment of its raylet, not that of the driver";
+        Finding::warning(NAME, found, fix).because("set in the environment")
+    })
+}
+
+/// UCX has no transport to other hosts that two nodes share.
+fn transports(nodes: &[Node<'_, '_>]) -> Option<Finding> {
+    const NAME: &str = "UCX_TLS";
+    let ways: Vec<(&str, &str, super::rules::ucx::Ways)> = nodes
+        .iter()
+        .filter_map(|(name, host)| {
+            let (value, ways) = super::rules::ucx::ways(host)?;
+            Some((*name, value, ways))
+        })
+        .collect();
+    let (first, value, ways_of_first) = ways.first()?;
+    let (name, other, _) = ways[1..].iter().find(|(_, _, ways)| {
+        let (here, there) = (ways_of_first, ways);
+        (here.cards || here.sockets)
+            && (there.cards || there.sockets)
+            && !(here.cards && there.cards)
+            && !(here.sockets && there.sockets)
+    })?;
+    let found = format!(
+        "the nodes differ: `{value}` on {first}; `{other}` on {name}: they have no transport in common, and do not reach each other"
+    );
+    Some(Finding::error(NAME, found, "set the same value on every node, or unset it").because("set in the environment"))
+}
+
+/// A plug-in is a network of its own, which does not speak to the built-in one.
+fn plugins(nodes: &[Node<'_, '_>]) -> Option<Finding> {
+    const NAME: &str = "NCCL_NET_PLUGIN";
+    let is_default = |host: &Host<'_>| {
+        host.has_nccl && host.settings.nccl_or_empty(NAME).is_none() && host.settings.nccl("NCCL_NET").is_none()
+    };
+    if !nodes.iter().all(|(_, host)| is_default(host)) {
+        return None;
+    }
+    let lacks = |host: &Host<'_>| host.machine.library("libnccl-net.so") == Ok(None);
+    let (first, _) = nodes.iter().find(|(_, host)| host.plugin().is_some())?;
+    let lacking: Vec<&str> = nodes.iter().filter(|(_, host)| lacks(host)).map(|(name, _)| *name).collect();
+    (!lacking.is_empty()).then(|| {
+        let found = format!(
+            "{first} has the plug-in libnccl-net.so, and {} has none: NCCL takes different networks, which do not connect",
+            lacking.join(", ")
+        );
+        let fix = format!("install the same plug-in on every node, or set {NAME}=none on every node");
+        Finding::error(NAME, found, fix).because("the libraries of each node")
+    })
+}
+
+/// A row that is right on each node, and of another family on one.
+fn families_of_rows(nodes: &[Node<'_, '_>]) -> Option<Finding> {
+    const NAME: &str = "NCCL_IB_GID_INDEX";
+    let of = |host: &Host<'_>| -> Option<(i64, bool)> {
+        let index = host.settings.number(NAME).filter(|index| *index >= 0)?;
+        let ports = chosen(host).ports;
+        let row = ports.iter().find(|port| port.is_roce())?.row(index)?;
+        (row.is_version_2 && !row.is_link_local()).then(|| (index, row.v4().is_some()))
+    };
+    let families: Vec<(&str, i64, bool)> =
+        nodes.iter().filter_map(|(name, host)| of(host).map(|(index, v4)| (*name, index, v4))).collect();
+    let (six, four): (Vec<_>, Vec<_>) = families.into_iter().partition(|(_, _, v4)| !v4);
+    let (_, index, _) = six.first().filter(|_| !four.is_empty())?;
+    let names = |nodes: &[(&str, i64, bool)]| nodes.iter().map(|(name, ..)| *name).collect::<Vec<_>>().join(", ");
+    let found = format!(
+        "row {index} is an IPv6 address on {}, and an IPv4 one on {}: they do not connect",
+        names(&six),
+        names(&four)
+    );
+    let fix = format!("unset {NAME} or write -1, so that NCCL (since 2.21) searches the row of each node");
+    Some(Finding::error(NAME, found, fix).because("the GID tables of the nodes"))
+}
+
+/// All nodes of one job look for NCCL's start on themselves.
+fn first_of_nccl(nodes: &[Node<'_, '_>]) -> Option<Finding> {
+    const NAME: &str = "NCCL_COMM_ID";
+    let to_itself = |setting: &&super::settings::Setting| {
+        let address = setting.value.rsplit_once(':').map(|(address, _)| address.trim_matches(['[', ']']));
+        address.is_some_and(is_loopback)
+    };
+    let all: Vec<&super::settings::Setting> =
+        nodes.iter().filter_map(|(_, host)| host.settings.nccl(NAME)).filter(to_itself).collect();
+    let setting = all.first().filter(|_| nodes.len() > 1 && all.len() == nodes.len())?;
+    let found = format!("`{}` is the loopback of each node, so the others do not find the first one", setting.value);
+    let first = address_of(nodes.first()?.1);
+    let fix = format!("unset it, or write an address of the first node, such as {first}, with a port");
+    Some(Finding::error(NAME, found, fix).because(setting.origin()))
+}
+
+/// Without a setting, NCCL prefers IPoIB, which only some nodes have an address for.
+fn infiniband_here_and_not_there(nodes: &[Node<'_, '_>]) -> Option<Finding> {
+    const NAME: &str = "NCCL_SOCKET_IFNAME";
+    if nodes.iter().any(|(_, host)| host.settings.nccl_or_empty(NAME).is_some()) {
+        return None;
+    }
+    let is_ib = |name: &str| name.starts_with("ib");
+    let (with, first) = nodes.iter().find_map(|(node, host)| {
+        let first = taken(host).into_iter().next().filter(|interface| is_ib(&interface.name))?;
+        Some(((*node, *host), first.name.as_str()))
+    })?;
+    let lacking = nodes.iter().find_map(|(node, host)| {
+        let other = taken(host).into_iter().next().filter(|interface| !is_ib(&interface.name))?;
+        // There it is, without an address.
+        let same = host.interface(first).filter(|same| same.addresses.is_empty())?;
+        Some((*node, other.name.as_str(), same.name.as_str()))
+    });
+    let (node, other, same) = lacking?;
+    let found = format!(
+        "NCCL prefers interfaces whose names begin with ib, so {} takes {first}, and {node} takes {other}, because {same} has no address there: they do not reach each other",
+        with.0
+    );
+    let fix =
+        format!("write {NAME}={} on every node, or give {same} of {node} an address", with.1.main_interface_name());
+    Some(Finding::error(NAME, found, fix).because("the interfaces of the nodes"))
 }
 
 /// A name that one node has and another has not.

@@ -59,6 +59,13 @@ impl Finding {
 
     pub(crate) fn because(mut self, because: impl Into<String>) -> Self {
         self.because = because.into();
+        // Nobody looks for a setting in a file, so the fact names the file.
+        let source = self.because.strip_prefix("set in ").or_else(|| Some(self.because.split_once(" wins over ")?.0));
+        if let Some(source) = source.filter(|source| *source != "the environment")
+            && !source.rsplit_once(':').is_some_and(|(path, _)| self.found.contains(path))
+        {
+            self.found += &format!(" (in {source})");
+        }
         self
     }
 }

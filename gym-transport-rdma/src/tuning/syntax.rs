@@ -2,19 +2,22 @@
 
 use super::finding::Finding;
 use super::settings::{Number, Setting, Settings, read_number};
-use super::table::{Kind, LEVELS, NCCL, OTHER_NCCL, REPLACED, UCX, Variable, variable};
+use super::table::{INTEGERS, Kind, LEVELS, NCCL, OTHER_NCCL, OTHER_UCX, REPLACED, UCX, Variable, variable};
 
 pub(super) fn check(settings: &Settings, findings: &mut Vec<Finding>) {
     for setting in settings.all_of_nccl() {
         match variable(&setting.name) {
             Some(known) => findings.extend(value(known, setting).map(|finding| finding.because(setting.origin()))),
-            None => findings.extend(unknown_name(&setting.name).map(|finding| finding.because(setting.origin()))),
+            None => {
+                let finding = integer(setting).or_else(|| unknown_name(&setting.name));
+                findings.extend(finding.map(|finding| finding.because(setting.origin())));
+            }
         }
     }
     for setting in settings.all_of_ucx() {
         let finding = match variable(&setting.name) {
             Some(known) => value_of_ucx(known, &setting.value),
-            None => misspelt(&setting.name, UCX, &[], "UCX"),
+            None => misspelt(&setting.name, UCX, OTHER_UCX, "UCX"),
         };
         findings.extend(finding.map(|finding| finding.because(setting.origin())));
     }
@@ -26,6 +29,20 @@ pub(super) fn check(settings: &Settings, findings: &mut Vec<Finding>) {
             );
         }
     }
+}
+
+/// Says how NCCL reads one of the numbers whose range nobody has written down.
+fn integer(setting: &Setting) -> Option<Finding> {
+    let value = setting.value.trim_end_matches('\r');
+    if value.is_empty() || !INTEGERS.contains(&setting.name.as_str()) {
+        return None;
+    }
+    let bare = value.trim_matches(['"', '\'']);
+    if bare.len() != value.len() {
+        let found = format!("the quotes belong to the value `{value}`: it is read as 0");
+        return Some(Finding::error(&setting.name, found, format!("write it without quotes: {}={bare}", setting.name)));
+    }
+    number(&setting.name, value, i64::MIN, i64::MAX, "")
 }
 
 fn value(known: &Variable, setting: &Setting) -> Option<Finding> {
@@ -54,8 +71,8 @@ fn value(known: &Variable, setting: &Setting) -> Option<Finding> {
         ));
     }
     match known.kind {
-        Kind::Number(least, most) => number(name, value, least, most),
-        Kind::Switch => number(name, value, 0, 1),
+        Kind::Number(least, most) => number(name, value, least, most, known.default),
+        Kind::Switch => number(name, value, 0, 1, known.default),
         Kind::Level => level(name, value),
         Kind::Words(words) if name == "NCCL_DEBUG" => {
             let known = words.iter().any(|word| word.eq_ignore_ascii_case(value));
@@ -81,7 +98,22 @@ fn value(known: &Variable, setting: &Setting) -> Option<Finding> {
     }
 }
 
-fn number(name: &str, text: &str, least: i64, most: i64) -> Option<Finding> {
+/// Values with which NCCL's source says that a variable is unset, where that is not 0 or a number of its range.
+const UNSET: [(&str, i64); 8] = [
+    ("NCCL_BUFFSIZE", -2),
+    ("NCCL_IB_SL", -1),
+    ("NCCL_IB_TC", -1),
+    ("NCCL_MAX_NCHANNELS", -2),
+    ("NCCL_MIN_NCHANNELS", -2),
+    ("NCCL_NET_GDR_READ", -2),
+    ("NCCL_NSOCKS_PERTHREAD", -2),
+    ("NCCL_SOCKET_NTHREADS", -2),
+];
+
+/// Smaller buffers are meant in KiB or MiB.
+const BUFFER_MIN: i64 = 1_024;
+
+fn number(name: &str, text: &str, least: i64, most: i64, default: &str) -> Option<Finding> {
     let range = || if most == i64::MAX { format!("at least {least}") } else { format!("{least} to {most}") };
     let Number::Read { value, used, octal } = read_number(text) else {
         return Some(Finding::error(
@@ -98,8 +130,10 @@ fn number(name: &str, text: &str, least: i64, most: i64) -> Option<Finding> {
             _ => format!("a number, {}", range()),
         };
         // Words for 0 are read as what they mean.
-        let severity = if meant == "0" { Finding::warning } else { Finding::error };
-        return Some(severity(
+        if meant == "0" {
+            return None;
+        }
+        return Some(Finding::error(
             name,
             format!("`{text}` is no number, and is read as 0"),
             format!("write {name}={meant}"),
@@ -113,7 +147,13 @@ fn number(name: &str, text: &str, least: i64, most: i64) -> Option<Finding> {
             _ => None,
         };
         let unit = if name.ends_with("SIZE") { " bytes" } else { "" };
-        let meant = times.map_or(value, |times| value.saturating_mul(times));
+        // A number with an exponent, such as 5e5.
+        let whole = text.parse::<f64>().ok().filter(|whole| (1.0..1e15).contains(whole) && whole.fract() == 0.0);
+        let meant = match (times, whole) {
+            (Some(times), _) => value.saturating_mul(times),
+            (None, Some(whole)) => whole as i64,
+            (None, None) => value,
+        };
         return Some(Finding::error(
             name,
             format!("`{text}` is read as {value}{unit}: the unit `{rest}` behind the number is ignored"),
@@ -133,7 +173,17 @@ fn number(name: &str, text: &str, least: i64, most: i64) -> Option<Finding> {
             format!("{value} does not fit into three bits, so that cards take {}; the largest value is 7", value & 7);
         return Some(Finding::error(name, found, format!("write {name}=7")));
     }
-    if (least..=most).contains(&value) {
+    if name == "NCCL_BUFFSIZE" && (1..BUFFER_MIN).contains(&value) {
+        let found = format!(
+            "{value} is read as bytes, and a buffer of {value} bytes holds no message: it looks like another unit"
+        );
+        return Some(Finding::error(
+            name,
+            found,
+            format!("write {name}={}", if value <= 64 { value << 20 } else { value << 10 }),
+        ));
+    }
+    if (least..=most).contains(&value) || UNSET.contains(&(name, value)) {
         return None;
     }
     let near = match name {
@@ -145,7 +195,20 @@ fn number(name: &str, text: &str, least: i64, most: i64) -> Option<Finding> {
                 format!("unset {name}, so that NCCL searches the row"),
             ));
         }
-        _ => format!("{} or {}", least.max(0), most),
+        "NCCL_IB_PKEY" => {
+            let found = format!(
+                "{text} is no index of the table of partitions, which has 128 rows at most: it looks like the key itself"
+            );
+            return Some(Finding::error(
+                name,
+                found,
+                format!("unset {name}, or write the index of that key (/sys/class/infiniband/*/ports/*/pkeys)"),
+            ));
+        }
+        // 0 is in the range, and waits for ever.
+        "NCCL_IB_TIMEOUT" => "20, or 22 for large fabrics".to_owned(),
+        _ if default.starts_with(|letter: char| letter.is_ascii_digit()) => format!("the default is {default}"),
+        _ => format!("or unset {name}"),
     };
     Some(Finding::error(
         name,
@@ -170,6 +233,9 @@ fn level(name: &str, value: &str) -> Option<Finding> {
 }
 
 fn unknown_name(name: &str) -> Option<Finding> {
+    if INTEGERS.contains(&name) {
+        return None;
+    }
     if OTHER_NCCL.contains(&name) && !REPLACED.iter().any(|(old, _)| *old == name) {
         return None;
     }
@@ -204,6 +270,9 @@ fn distance(one: &str, other: &str) -> usize {
     row[other.len()]
 }
 
+/// Numbers of UCX with the largest value and the bits that packets have for them.
+const FIELDS: [(&str, u16, u32); 2] = [("UCX_IB_SL", 15, 4), ("UCX_IB_TRAFFIC_CLASS", 255, 8)];
+
 pub(super) fn value_of_ucx(known: &Variable, value: &str) -> Option<Finding> {
     let name = known.name;
     let bare = value.trim_matches(['"', '\'']);
@@ -226,6 +295,15 @@ pub(super) fn value_of_ucx(known: &Variable, value: &str) -> Option<Finding> {
             && value.parse::<u16>().is_err() =>
         {
             Some(unreadable("a number or auto"))
+        }
+        _ if let Some((_, most, bits)) = FIELDS.iter().find(|(field, ..)| *field == name)
+            && let Ok(number) = value.parse::<u16>()
+            && number > *most =>
+        {
+            let found = format!(
+                "{number} is out of its range, 0 to {most}: the field of a packet has {bits} bits, and UCX refuses the card"
+            );
+            Some(Finding::error(name, found, format!("write auto or a number of that range, or unset {name}")))
         }
         _ => None,
     }

@@ -36,8 +36,9 @@ const OF_HOSTS: [&str; 7] = ["ADDR", "COMM_ID", "HOST", "LAUNCH_NODE", "NODELIST
 
 /// Returns the names of hosts in the value of a variable that names some: `gpu[001-004]`, `tcp://head:6379`.
 pub(super) fn host_names(variable: &str, value: &str) -> Vec<String> {
-    // A family of addresses is a word.
-    if variable.ends_with("_FAMILY") || !OF_HOSTS.iter().any(|word| variable.contains(word)) {
+    // A family, a version or a type of addresses is a word.
+    let is_word = ["_FAMILY", "_VERSION", "_TYPE"].iter().any(|end| variable.ends_with(end));
+    if is_word || !OF_HOSTS.iter().any(|word| variable.contains(word)) {
         return Vec::new();
     }
     let value = value.split_once("://").map_or(value, |(_, rest)| rest);
@@ -357,6 +358,7 @@ mod tests {
             ("RAY_ADDRESS", "[fe80::1]:6379", &[]),
             ("RAY_ADDRESS", "auto", &[]),
             ("NCCL_IB_ADDR_FAMILY", "AF_INET6", &[]),
+            ("UCX_ADDRESS_VERSION", "v2", &[]),
         ] {
             assert_eq!(host_names(variable, value), names, "{variable}={value}");
         }

@@ -13,6 +13,8 @@ pub(crate) struct Card {
     pub(crate) name: String,
     /// The folder of its PCI device; `None` for a card without one, such as `rxe0`.
     pub(crate) pci: Option<String>,
+    /// Whether its GUID is 0, as that of a virtual function to which nobody has given one.
+    pub(crate) lacks_identifier: bool,
     pub(crate) ports: Vec<Port>,
 }
 
@@ -113,7 +115,10 @@ fn card(machine: &dyn Machine, name: String) -> Card {
         .collect();
     ports.sort_by_key(|port| port.number);
     let pci = machine.real(&format!("{base}/device")).ok().filter(|path| path.contains("/pci"));
-    Card { name, pci, ports }
+    let guid = text(machine, &format!("{base}/node_guid"));
+    let lacks_identifier =
+        guid.is_some_and(|guid| guid.contains('0') && guid.bytes().all(|byte| b"0:".contains(&byte)));
+    Card { name, pci, lacks_identifier, ports }
 }
 
 fn port(machine: &dyn Machine, card: &str, number: u32) -> Port {

@@ -21,6 +21,10 @@ pub(crate) struct Interface {
     pub(crate) members: Vec<String>,
     /// Whether all of them carry data at once.
     pub(crate) balances: bool,
+    /// Whether one of them does at a time.
+    pub(crate) is_active_backup: bool,
+    /// How many of them are together by 802.3ad.
+    pub(crate) aggregated: Option<usize>,
     is_bridge: bool,
 }
 
@@ -81,6 +85,8 @@ pub(super) fn interfaces(machine: &dyn Machine) -> Vec<Interface> {
                 members: members.split_whitespace().map(str::to_owned).collect(),
                 balances: read("bonding/mode")
                     .is_some_and(|mode| mode.starts_with("802.3ad") || mode.starts_with("balance-")),
+                is_active_backup: read("bonding/mode").is_some_and(|mode| mode.starts_with("active-backup")),
+                aggregated: read("bonding/ad_num_ports").and_then(|number| number.parse().ok()),
                 is_bridge: machine.exists(&format!("{SYSFS}/{name}/bridge")) == Ok(true),
                 name,
             };

@@ -13,6 +13,16 @@ pub(crate) struct Chosen<'h> {
     pub(crate) setting: Option<&'h Setting>,
 }
 
+impl Chosen<'_> {
+    /// Returns `true` if `NCCL_IB_HCA` names a card, active or not.
+    pub(super) fn names(&self, card: &str) -> bool {
+        self.setting.is_some_and(|setting| {
+            let listed = NameList::read(&setting.value);
+            !listed.excludes && listed.names.iter().any(|name| listed.is(split(name).0, card))
+        })
+    }
+}
+
 /// Returns the active ports that `NCCL_IB_HCA` selects, or all of them. None, if RDMA is switched off.
 pub(crate) fn chosen<'h>(host: &'h Host<'_>) -> Chosen<'h> {
     let setting = host.settings.nccl(NAME);
@@ -138,8 +148,9 @@ fn names(host: &Host<'_>, setting: &Setting, chosen: &Chosen<'_>) -> Option<Find
     if let Some(port) = down.first() {
         let words: Vec<String> =
             down.iter().map(|port| format!("port {} of {} is {}", port.number, port.card, port.state)).collect();
-        if port.state == "INIT" {
-            return None; // The subnet manager is missing: a rule of its own.
+        let lacks_identifier = host.cards.iter().any(|card| card.name == port.card && card.lacks_identifier);
+        if matches!(port.state.as_str(), "INIT" | "ARMED") || (lacks_identifier && port.link_layer == "InfiniBand") {
+            return None; // The subnet manager or the GUID is missing: a rule of its own.
         }
         return error(
             list(&words),

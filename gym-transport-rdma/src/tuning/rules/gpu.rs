@@ -20,6 +20,7 @@ pub(super) fn check(host: &Host<'_>, chosen: &Chosen<'_>, findings: &mut Vec<Fin
     findings.extend(direct(host, chosen));
     findings.extend(access_control(host, chosen));
     findings.extend(translation(host, chosen));
+    findings.extend(nearer_than_any(host, chosen));
 }
 
 fn is_judged(host: &Host<'_>, chosen: &Chosen<'_>) -> bool {
@@ -63,6 +64,9 @@ pub(crate) fn direct(host: &Host<'_>, chosen: &Chosen<'_>) -> Option<Finding> {
     let Ways { peermem, older, exports } = Ways::of(host);
     let off =
         host.settings.nccl("NCCL_DMABUF_ENABLE").filter(|_| host.settings.number("NCCL_DMABUF_ENABLE") == Some(0));
+    if let Some(finding) = unregistered(host, older, peermem || exports) {
+        return Some(finding);
+    }
     if older || (exports && off.is_none()) {
         return None;
     }
@@ -94,6 +98,41 @@ pub(crate) fn direct(host: &Host<'_>, chosen: &Chosen<'_>) -> Option<Finding> {
         )
         .because("/sys/module"),
     )
+}
+
+/// The older module is loaded, and has not registered itself.
+fn unregistered(host: &Host<'_>, older: bool, others: bool) -> Option<Finding> {
+    let places = ["/sys/kernel/mm/memory_peers/nv_mem/version", "/sys/kernel/memory_peers/nv_mem/version"];
+    let is_loaded = older && host.has("/sys/module/nv_peer_mem") && places.iter().all(|place| host.lacks(place));
+    let version = host.nccl.filter(|version| is_loaded && !others && *version < KNOWS_PEERMEM)?;
+    let found = format!(
+        "nv_peer_mem is loaded and not registered (no memory_peers/nv_mem), which NCCL {version} looks for: transfers go through host memory"
+    );
+    let fix = "reload it after ib_core (modprobe -r nv_peer_mem, modprobe nv_peer_mem), or reinstall it for this driver of the cards";
+    Some(Finding::warning("GPUDirect", found, fix).because("/sys/kernel/mm/memory_peers"))
+}
+
+/// The level is nearer than any GPU is to any card.
+fn nearer_than_any(host: &Host<'_>, chosen: &Chosen<'_>) -> Option<Finding> {
+    const NAME: &str = "NCCL_NET_GDR_LEVEL";
+    let setting = host.settings.nccl(NAME).filter(|setting| matches!(setting.value.as_str(), "PIX" | "PXB"))?;
+    let (gpus, cards) = (gpus(host), cards(host, chosen));
+    let ports = chosen.ports.iter().map(|port| port.card.as_str()).collect::<std::collections::BTreeSet<_>>();
+    // All of them must be known, below bridges: a virtual machine shows none.
+    let known = |path: &str| chain(path).len() > 1;
+    let all_known = gpus.len() == host.gpus && cards.len() == ports.len() && cards.iter().all(|card| known(card));
+    if gpus.is_empty() || cards.is_empty() || !all_known || !gpus.iter().all(|gpu| known(gpu)) || host.is_virtual() {
+        return None;
+    }
+    let share = |card: &str, gpu: &str| chain(card).first() == chain(gpu).first();
+    if cards.iter().any(|card| gpus.iter().any(|gpu| share(card, gpu))) {
+        return None;
+    }
+    let found = format!(
+        "`{}` allows GPUDirect RDMA below one switch only, and no card shares one with a GPU: it is never used",
+        setting.value
+    );
+    Some(Finding::warning(NAME, found, format!("{}, or write PHB or SYS", setting.remove())).because(setting.origin()))
 }
 
 /// Returns the PCI addresses above and of a device, the root first: those of the folders in its path.

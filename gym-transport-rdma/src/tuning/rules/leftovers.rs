@@ -12,7 +12,7 @@ pub(super) fn check(host: &Host<'_>, findings: &mut Vec<Finding>) {
     };
     let removed = |setting: &Setting| setting.remove();
     for (name, what) in [("NCCL_ALGO", "algorithms"), ("NCCL_PROTO", "protocols")] {
-        if let Some(setting) = settings.nccl(name) {
+        if let Some(setting) = settings.nccl(name).filter(|setting| lacks_the_universal(&setting.value)) {
             let found = format!(
                 "`{}` forces {what} for all operations and sizes; some operations have none of them, and fail or are slow",
                 setting.value
@@ -53,6 +53,28 @@ pub(super) fn check(host: &Host<'_>, findings: &mut Vec<Finding>) {
         );
         add(setting, found, removed(setting));
     }
+    for name in ["NCCL_TOPO_FILE", "NCCL_TUNER_PLUGIN"] {
+        let absent = |setting: &&Setting| setting.value.starts_with('/') && host.lacks(&setting.value);
+        if let Some(setting) = settings.nccl(name).filter(absent) {
+            let found = format!("there is no file {}, and NCCL goes on without it", setting.value);
+            add(setting, found, format!("{}; such a path is that of one vendor's image", removed(setting)));
+        }
+    }
+    channels(host, &mut add);
+    if let Some(setting) = settings.nccl("NCCL_NET_DISABLE_INTRA").filter(|_| host.gpus > 1) {
+        let off = ["NCCL_NET_DISABLE_INTRA", "NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE"];
+        if off.iter().all(|name| is_on(name)) {
+            let found = format!("{} leave GPUs of one node no way to each other", off.join(", "));
+            add(setting, found, removed(setting));
+        }
+    }
+    if let Some(setting) = settings.nccl("NCCL_GDRCOPY_ENABLE").filter(|_| is_on("NCCL_GDRCOPY_ENABLE")) {
+        let is_known = host.has("/sys/module/nvidia") && host.lacks("/sys/module/gdrdrv") && host.lacks("/dev/gdrdrv");
+        if is_known && host.gpus > 0 {
+            let found = "GDRCopy is asked for, and its module gdrdrv is not loaded: NCCL goes on without it";
+            add(setting, found.to_owned(), format!("modprobe gdrdrv, or {}", removed(setting)));
+        }
+    }
     if let Some(setting) = settings.nccl("NCCL_DEBUG").filter(|setting| setting.value.eq_ignore_ascii_case("TRACE")) {
         add(setting, "TRACE logs every operation of every rank".to_owned(), "write NCCL_DEBUG=WARN".to_owned());
     }
@@ -62,12 +84,62 @@ pub(super) fn check(host: &Host<'_>, findings: &mut Vec<Finding>) {
     if let Some(setting) = settings.nccl("NCCL_IB_DISABLE").filter(|_| is_on("NCCL_IB_DISABLE")) {
         disabled(host, setting, &mut add);
     }
+    if let Some(list) = settings.variable("VLLM_RAY_EXTRA_ENV_VARS") {
+        let found = format!("vLLM does not read VLLM_RAY_EXTRA_ENV_VARS: `{list}` reaches no Ray worker by this");
+        let fix = "write VLLM_RAY_EXTRA_ENV_VARS_TO_COPY";
+        findings.push(Finding::warning("VLLM_RAY_EXTRA_ENV_VARS", found, fix).because("vllm/ray/ray_env.py"));
+    }
     if let Some(list) = settings.variable("VLLM_RAY_WORKER_ENV_VARS") {
         let found = format!("no published vLLM reads it: `{list}` reaches no Ray worker by this");
         let fix = "set the variables where ray start runs on each node, or in runtime_env; newer vLLM copies those that VLLM_RAY_EXTRA_ENV_VARS_TO_COPY names (and all with the prefix NCCL_)";
         findings.push(Finding::warning("VLLM_RAY_WORKER_ENV_VARS", found, fix).because("vllm/ray/ray_env.py"));
     }
 }
+
+/// Returns `true` for a list that has neither the algorithm nor the protocol that every operation has. Lists by operation, and exclusions, leave them.
+fn lacks_the_universal(list: &str) -> bool {
+    let universal = |word: &str| ["ring", "simple"].iter().any(|name| word.trim().eq_ignore_ascii_case(name));
+    !list.starts_with('^') && !list.contains([':', '"', '\'']) && !list.split(',').any(universal)
+}
+
+/// Limits of channels that nobody wants, or that contradict each other.
+fn channels(host: &Host<'_>, add: &mut impl FnMut(&Setting, String, String)) {
+    const MOST: &str = "NCCL_MAX_NCHANNELS";
+    const FEWEST: &str = "NCCL_MIN_NCHANNELS";
+    let plain = |name: &str| {
+        let setting = host.settings.nccl(name)?;
+        Some((setting, setting.value.trim().parse::<i64>().ok()?))
+    };
+    let (most, fewest) = (plain(MOST), plain(FEWEST));
+    if let Some((setting, 1)) = most {
+        add(setting, "1 leaves one channel, which is slow".to_owned(), setting.remove());
+    }
+    if let (Some((_, most)), Some((setting, fewest))) = (most, fewest)
+        && most > 0
+        && fewest > most
+    {
+        let found = format!("at least {fewest} channels and at most {most}: only one of both holds");
+        add(setting, found, format!("unset {FEWEST} or {MOST}, or write {fewest} for both"));
+    }
+    let sockets = ["NCCL_SOCKET_NTHREADS", "NCCL_NSOCKS_PERTHREAD"].map(plain);
+    if let [Some((_, threads)), Some((setting, each))] = sockets
+        && (1..=16).contains(&threads)
+        && (1..=16).contains(&each)
+        && threads * each > SOCKETS_MAX
+    {
+        let found = format!(
+            "{threads} threads with {each} sockets each are more than {SOCKETS_MAX}, to which NCCL limits them"
+        );
+        add(
+            setting,
+            found,
+            format!("write {}={}, so that the product is {SOCKETS_MAX} at most", setting.name, SOCKETS_MAX / threads),
+        );
+    }
+}
+
+/// The most sockets of a connection (`MAX_SOCKETS` of `net_socket.cc`).
+const SOCKETS_MAX: i64 = 64;
 
 fn debug_file(host: &Host<'_>, setting: &Setting, add: &mut impl FnMut(&Setting, String, String)) {
     let path = setting.value.as_str();
@@ -82,6 +154,11 @@ fn debug_file(host: &Host<'_>, setting: &Setting, add: &mut impl FnMut(&Setting,
     }
     if path.contains("%h") && path.contains("%p") {
         return;
+    }
+    let ranks = host.settings.variable("LOCAL_WORLD_SIZE").and_then(|ranks| ranks.parse::<u32>().ok()).unwrap_or(1);
+    if ranks > 1 && path.starts_with('/') && !path.contains("%p") && !path.starts_with("/dev/") {
+        let found = format!("{ranks} ranks of this host write the same file {path}, and overwrite each other");
+        return add(setting, found, format!("name host and process: NCCL_DEBUG_FILE={path}.%h.%p"));
     }
     let mounts = host.text("/proc/self/mounts").unwrap_or_default();
     let of_path = mounts
@@ -120,17 +197,22 @@ fn disabled(host: &Host<'_>, setting: &Setting, add: &mut impl FnMut(&Setting, S
         .filter(|card| card.ports.iter().any(|port| port.is_active()))
         .map(|card| card.name.as_str())
         .collect();
-    if active.is_empty() || without_effect.is_empty() {
+    // Who also names the network means it.
+    let is_meant = host.settings.nccl("NCCL_NET").is_some() || !host.may_use_rdma();
+    if active.is_empty() || (without_effect.is_empty() && is_meant) {
         return;
     }
-    let found = format!(
-        "RDMA is switched off, so that {} have no effect, although {} active: NCCL takes sockets",
-        without_effect.join(", "),
-        match active.len() {
-            1 => format!("{} is", active[0]),
-            _ => format!("{} are", active.join(", ")),
-        }
-    );
+    let which = match active.len() {
+        1 => format!("{} is", active[0]),
+        _ => format!("{} are", active.join(", ")),
+    };
+    let found = match without_effect.is_empty() {
+        true => format!("RDMA is switched off, although {which} active: NCCL takes sockets (TCP)"),
+        false => format!(
+            "RDMA is switched off, so that {} have no effect, although {which} active: NCCL takes sockets",
+            without_effect.join(", "),
+        ),
+    };
     let fix = match setting.source {
         Source::Environment => "unset it, or write NCCL_IB_DISABLE=0".to_owned(),
         Source::Line { .. } => setting.remove(),

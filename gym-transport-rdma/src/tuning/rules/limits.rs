@@ -16,6 +16,22 @@ const FILES_MIN: u64 = 4_096;
 pub(crate) const MORE: &str =
     "for a container --shm-size=8g (compose: shm_size: 8gb) or --ipc=host; otherwise mount -o remount,size=8g /dev/shm";
 
+/// The same for a pod.
+const MORE_OF_POD: &str = "mount an emptyDir with medium: Memory (and a sizeLimit) at /dev/shm in the pod";
+
+/// Returns how to give `/dev/shm` of this machine more room.
+pub(crate) fn more(host: &Host<'_>) -> &'static str {
+    if is_pod(host) { MORE_OF_POD } else { MORE }
+}
+
+/// Returns `true` in a pod of Kubernetes.
+fn is_pod(host: &Host<'_>) -> bool {
+    ["/proc/1/cgroup", "/proc/self/cgroup"]
+        .iter()
+        .any(|path| host.text(path).is_some_and(|text| text.contains("kubepods")))
+        || host.has("/var/run/secrets/kubernetes.io")
+}
+
 pub(super) fn check(host: &Host<'_>, chosen: &Chosen<'_>, findings: &mut Vec<Finding>) {
     let limits = host.text("/proc/self/limits").unwrap_or_default();
     if !chosen.ports.is_empty() && host.may_use_rdma() {
@@ -90,7 +106,9 @@ pub(crate) fn locked(host: &Host<'_>) -> Option<Finding> {
             .any(|line| line.contains("memlock") && (line.contains("unlimited") || line.contains("-1")))
     });
     let in_slurm = host.settings.variable("SLURM_JOB_ID").is_some();
-    let fix = if unlimited || in_slurm {
+    let fix = if is_pod(host) {
+        "give the pod the capability IPC_LOCK (securityContext), or set LimitMEMLOCK=infinity in the unit of containerd on the node"
+    } else if unlimited || in_slurm {
         "limits.conf does not reach services: set LimitMEMLOCK=infinity in the systemd unit (of slurmd, and PropagateResourceLimits in slurm.conf), and check with ulimit -l"
     } else {
         "ulimit -l unlimited (limits.conf: memlock); for a container --ulimit memlock=-1, set where the container is started"
@@ -141,8 +159,12 @@ pub(crate) fn shared(host: &Host<'_>) -> Option<Finding> {
     let space = host.machine.space(ABOUT).ok()?;
     if space.total < SHM_BYTES_MIN {
         return Some(
-            Finding::error(ABOUT, format!("/dev/shm holds {}; each pair of GPUs takes some", size(space.total)), MORE)
-                .because("/proc/self/mounts"),
+            Finding::error(
+                ABOUT,
+                format!("/dev/shm holds {}; each pair of GPUs takes some", size(space.total)),
+                more(host),
+            )
+            .because("/proc/self/mounts"),
         );
     }
     if space.free < SHM_BYTES_MIN.min(space.total / 4) {

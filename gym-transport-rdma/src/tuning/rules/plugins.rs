@@ -13,6 +13,7 @@ pub(super) fn check(host: &Host<'_>, findings: &mut Vec<Finding>) {
     add("NCCL_NET", network(host));
     add("NCCL_NET_PLUGIN", plugin(host));
     add("NCCL_IB_DISABLE", obeys_nothing(host));
+    add("", efa(host));
 }
 
 fn network(host: &Host<'_>) -> Option<Finding> {
@@ -27,7 +28,13 @@ fn network(host: &Host<'_>) -> Option<Finding> {
         ));
     }
     if value.eq_ignore_ascii_case("Socket") {
-        return None;
+        // Who also switches RDMA off means it.
+        let is_meant = host.settings.number("NCCL_IB_DISABLE").is_some_and(|off| off != 0);
+        let active = host.cards.iter().find(|card| card.ports.iter().any(|port| port.is_active()));
+        let active = active.filter(|_| host.has_nccl && !is_meant)?;
+        let found =
+            format!("`{value}` keeps NCCL from RDMA, although the card {} is active: all goes over TCP", active.name);
+        return Some(Finding::warning(NAME, found, format!("{}, or write {NAME}=IB", setting.remove())));
     }
     let has_card = host.cards.iter().any(|card| card.ports.iter().any(|port| port.is_active()));
     if value.eq_ignore_ascii_case("IB") {
@@ -65,6 +72,25 @@ fn plugin(host: &Host<'_>) -> Option<Finding> {
             found,
             "remove it (unset), or write NCCL_NET_PLUGIN=none; such a path is that of one vendor's image",
         )
+    })
+}
+
+/// Cards of Amazon (EFA), which NCCL reaches by a plug-in only.
+fn efa(host: &Host<'_>) -> Option<Finding> {
+    const AMAZON: &str = "0x1d0f";
+    let is_efa =
+        |name: &str| host.text(&format!("/sys/class/infiniband/{name}/device/vendor")).as_deref() == Some(AMAZON);
+    let is_active = |card: &&crate::tuning::host::Card| {
+        card.ports.iter().any(|port| port.is_active() && port.link_layer == "Unknown")
+    };
+    let card = host.cards.iter().filter(is_active).find(|card| is_efa(&card.name))?;
+    let names = ["libnccl-net.so", "libnccl-net-ofi.so", "libnccl-net-aws-ofi.so"];
+    let absent = names.iter().all(|name| host.machine.library(name) == Ok(None));
+    let is_plain = host.settings.nccl_or_empty("NCCL_NET_PLUGIN").is_none() && host.settings.nccl("NCCL_NET").is_none();
+    (host.has_nccl && host.gpus > 0 && absent && is_plain && !host.is_rdma_off()).then(|| {
+        let found = format!("{} is an EFA card, which NCCL reaches by a plug-in only, and libnccl-net.so is not here: it takes sockets (TCP)", card.name);
+        Finding::warning("NCCL_NET_PLUGIN", found, "install the plug-in aws-ofi-nccl, and put its folder into LD_LIBRARY_PATH")
+            .because("/sys/class/infiniband/*/device/vendor")
     })
 }
 

@@ -103,6 +103,16 @@ fn searched(host: &Host<'_>, roce: &[&Port]) -> Option<Finding> {
         let found = format!("`{}` has no prefix length (/BITS), and is ignored", range.value);
         return Some(Finding::warning("NCCL_IB_ADDR_RANGE", found, fix));
     }
+    if let (Some(range), Some(network)) = (range, &network)
+        && network.address.is_ipv6() != wants_v6
+    {
+        let (of_range, searched) = if wants_v6 { ("IPv4", "AF_INET6") } else { ("IPv6", "AF_INET") };
+        let found =
+            format!("`{}` is a range of {of_range}, and is ignored: NCCL searches the family {searched}", range.value);
+        let other = if wants_v6 { "AF_INET" } else { "AF_INET6" };
+        let fix = format!("unset NCCL_IB_ADDR_RANGE, or write NCCL_IB_ADDR_FAMILY={other}");
+        return Some(Finding::warning("NCCL_IB_ADDR_RANGE", found, fix));
+    }
     let of_family = |row: &&Row| row.is_version_2 && !row.is_link_local() && row.v4().is_none() == wants_v6;
     for port in roce {
         let mut rows = port.rows.iter().filter(of_family).peekable();

@@ -47,6 +47,23 @@ pub(super) fn check(host: &Host<'_>, findings: &mut Vec<Finding>) {
     }
     findings.extend(gloo(host));
     findings.extend(own_address(host));
+    findings.extend(without_port(host));
+}
+
+/// NCCL's start is at an address with a port.
+fn without_port(host: &Host<'_>) -> Option<Finding> {
+    const START: &str = "NCCL_COMM_ID";
+    let setting = host.settings.nccl(START).filter(|setting| !setting.value.contains(':'))?;
+    setting.value.parse::<std::net::Ipv4Addr>().ok()?;
+    let found = format!("`{}` has no port, and NCCL does not start", setting.value);
+    Some(
+        Finding::error(
+            START,
+            found,
+            format!("write {START}={}:29500, or with another port that is free", setting.value),
+        )
+        .because(setting.origin()),
+    )
 }
 
 /// vLLM offers this address to the other nodes.
@@ -85,6 +102,23 @@ fn names(host: &Host<'_>, setting: &Setting) -> Option<Finding> {
                 "`{value}` lets lo in, which NCCL then takes first: an exclusion of one's own replaces the usual one of lo ({})",
                 setting.origin()
             ),
+            Some(first) if first.is_container_bridge() && first.name != main => {
+                let found = format!(
+                    "`{value}` lets {} in, which NCCL then takes first, and which leads to no other machine: an exclusion of one's own replaces the usual one of lo, docker and virbr",
+                    first.name
+                );
+                let mut names = listed.names.clone();
+                let usual = ["lo", "docker", "virbr"].map(str::to_owned);
+                names.extend(usual.into_iter().filter(|name| !listed.names.contains(name)));
+                if !["docker", "virbr"].iter().any(|prefix| first.name.starts_with(prefix)) {
+                    names.push(first.name.clone());
+                }
+                return Some(Finding::error(
+                    NAME,
+                    found,
+                    format!("write {NAME}=^{}, or {NAME}={main}", names.join(",")),
+                ));
+            }
             Some(_) => return None,
         };
         let also = if listed.exact { "^=" } else { "^" };

@@ -25,12 +25,35 @@ pub(crate) const INTERFACES_OF_CROWD: usize = 96;
 /// The devices that UCX is kept to on such a machine.
 const DEVICES_OF_CROWD_MAX: usize = 16;
 
+/// Transports of GPUs, and some of older machines.
+const OTHERS: [&str; 15] = [
+    "cuda",
+    "cuda_copy",
+    "cuda_ipc",
+    "gdr_copy",
+    "rocm",
+    "rocm_copy",
+    "rocm_ipc",
+    "rocm_gdr",
+    "ze",
+    "ze_copy",
+    "ze_ipc",
+    "ze_gdr",
+    "ugni",
+    "rdmacm",
+    "sockcm",
+];
+/// Words that people write for a transport.
+const MEANT: [(&str, &str); 5] =
+    [("rdma", "rc"), ("roce", "rc"), ("infiniband", "ib"), ("verbs", "rc_verbs"), ("ethernet", "tcp")];
+
 pub(super) fn check(host: &Host<'_>, findings: &mut Vec<Finding>) {
     if !host.has_ucx {
         return;
     }
-    findings.extend(devices(host));
-    findings.extend(transports(host));
+    findings.extend(devices(host).or_else(|| interfaces_for_cards(host)).or_else(|| down(host)));
+    findings.extend(empty(host));
+    findings.extend(words(host).or_else(|| transports(host)).or_else(|| reach(host)));
     findings.extend(container_bridge(host));
     findings.extend(row(host));
     findings.extend(crowd(host));
@@ -52,6 +75,22 @@ fn allows(host: &Host<'_>, transports: &[&str]) -> bool {
         Some(_) => true,
         None => setting.value.split(',').any(|name| transports.contains(&base(name))),
     }
+}
+
+/// The ways to other hosts that a list of transports has.
+#[derive(Clone, Copy)]
+pub(in crate::tuning) struct Ways {
+    pub(in crate::tuning) cards: bool,
+    pub(in crate::tuning) sockets: bool,
+}
+
+/// Returns the value of `UCX_TLS` and its ways to other hosts, if it is a plain list of known names.
+pub(in crate::tuning) fn ways<'h>(host: &'h Host<'_>) -> Option<(&'h str, Ways)> {
+    let setting = unquoted(host, TRANSPORTS).filter(|_| host.has_ucx)?;
+    if !setting.value.split(',').all(is_known) || allows(host, &["all"]) {
+        return None;
+    }
+    Some((&setting.value, Ways { cards: allows(host, &OF_CARDS), sockets: allows(host, &["tcp"]) }))
 }
 
 /// Returns the name of a transport: `\rc_x` and `rc_x:aux` are `rc_x`.
@@ -168,6 +207,8 @@ pub(crate) fn devices(host: &Host<'_>) -> Option<Finding> {
         .map(|port| format!("{}:{}", port.card, port.number))
         .chain(host.main_interface().map(|interface| interface.name.clone()))
         .collect();
+    let known: Vec<String> =
+        if allows(host, &OF_CARDS) { known } else { known.into_iter().filter(|name| !name.contains(':')).collect() };
     if !missing.is_empty() {
         let found = format!("{} is not here: UCX knows {}", list(&missing), list(&known));
         return Some(
@@ -181,6 +222,135 @@ pub(crate) fn devices(host: &Host<'_>) -> Option<Finding> {
         let found = format!("UCX {version} wants the port of a card: {} matches no device", list(&without_port));
         Finding::error(NAME, found, format!("write {NAME}={}", with.join(","))).because(setting.origin())
     })
+}
+
+/// Returns the names of the active ports, as UCX writes them.
+fn active(host: &Host<'_>) -> Vec<String> {
+    let ports = host.cards.iter().flat_map(|card| &card.ports).filter(|port| port.is_active());
+    ports.map(|port| format!("{}:{}", port.card, port.number)).collect()
+}
+
+/// The devices that a setting names, if it is a plain list of them.
+fn plain_devices<'h>(host: &'h Host<'_>) -> Option<(&'h Setting, Vec<&'h str>)> {
+    let setting = unquoted(host, DEVICES)
+        .filter(|setting| setting.value != "all" && !setting.value.contains(['^', '~', '*', '?', '[', ' ']))?;
+    Some((setting, setting.value.split(',').collect()))
+}
+
+/// Network interfaces are no devices of the transports of cards.
+fn interfaces_for_cards(host: &Host<'_>) -> Option<Finding> {
+    let (setting, names) = plain_devices(host)?;
+    let transports = unquoted(host, TRANSPORTS).filter(|setting| !setting.value.starts_with('^'))?;
+    let interfaces = names.iter().all(|name| host.interface(name).is_some());
+    let active = active(host);
+    if !interfaces || active.is_empty() || allows(host, &["all", "tcp"]) || !allows(host, &OF_CARDS) {
+        return None;
+    }
+    let found = format!(
+        "{} is a network interface, and {TRANSPORTS}=`{}` has transports of cards only: no other host is reached",
+        list(&names),
+        transports.value
+    );
+    Some(Finding::error(DEVICES, found, format!("write {DEVICES}={}", active.join(","))).because(setting.origin()))
+}
+
+/// A port that is named, and has no link.
+fn down(host: &Host<'_>) -> Option<Finding> {
+    let (setting, names) = plain_devices(host)?;
+    let named = |port: &&Port| {
+        names.iter().any(|name| {
+            let (card, number) =
+                name.split_once(':').map_or((*name, None), |(card, number)| (card, number.parse().ok()));
+            card == port.card && number.is_none_or(|number: u32| number == port.number)
+        })
+    };
+    let ports: Vec<&Port> = host.cards.iter().flat_map(|card| &card.ports).filter(named).collect();
+    let down: Vec<&&Port> = ports.iter().filter(|port| port.state == "DOWN").collect();
+    let first = down.first()?;
+    let found = format!("port {} of {} is DOWN, so UCX does not use it", first.number, first.card);
+    let others = active(host);
+    let instead = if others.is_empty() { String::new() } else { format!(", or write {DEVICES}={}", others.join(",")) };
+    let fix = format!("check its cable, bring its link up{instead}");
+    let works = ports.len() > down.len() || names.iter().any(|name| host.interface(name).is_some());
+    let severity = if works { Finding::warning } else { Finding::error };
+    Some(severity(DEVICES, found, fix).because(setting.origin()))
+}
+
+fn empty(host: &Host<'_>) -> Option<Finding> {
+    host.settings.variables.get(TRANSPORTS).filter(|value| value.is_empty())?;
+    let found = "it is empty, and UCX does not start: \"The TLs list is empty\"";
+    Some(
+        Finding::error(TRANSPORTS, found, format!("unset it, or write {TRANSPORTS}=all"))
+            .because("set in the environment"),
+    )
+}
+
+fn is_known(word: &str) -> bool {
+    [LOCAL.as_slice(), &OF_CARDS, &OTHERS].concat().contains(&base(word))
+}
+
+/// Words of `UCX_TLS` that are no transports for sure. A word that is like none may belong to a newer version.
+fn words(host: &Host<'_>) -> Option<Finding> {
+    let setting = unquoted(host, TRANSPORTS).filter(|setting| !setting.value.starts_with('^'))?;
+    let value = &setting.value;
+    let corrected = |word: &str| -> Option<String> {
+        let clean = word.trim().to_ascii_lowercase();
+        let meant = MEANT.iter().find(|(written, _)| *written == clean).map(|(_, meant)| (*meant).to_owned());
+        meant.or_else(|| is_known(&clean).then_some(clean))
+    };
+    let listed: Vec<&str> = value.split(',').collect();
+    let wrong: Vec<&str> = listed
+        .iter()
+        .copied()
+        .filter(|word| !is_known(word) && (word.starts_with('^') || corrected(word).is_some()))
+        .collect();
+    let first = wrong.first()?;
+    let right: Vec<String> =
+        listed
+            .iter()
+            .filter(|word| !word.starts_with('^'))
+            .map(|word| {
+                if is_known(word) { (*word).to_owned() } else { corrected(word).unwrap_or_else(|| (*word).to_owned()) }
+            })
+            .collect();
+    let why = if first.starts_with('^') {
+        format!("`{first}` is no transport: `^` works at the beginning of the list only")
+    } else if first.trim() != *first {
+        format!("the space belongs to the name \"{first}\", which is no transport")
+    } else {
+        format!("`{first}` is no transport, and UCX ignores it")
+    };
+    let reaches = listed.iter().any(|word| is_known(word) && (OF_CARDS.contains(&base(word)) || base(word) == "tcp"));
+    let starts = listed.iter().any(|word| is_known(word));
+    let severity = if reaches && starts { Finding::warning } else { Finding::error };
+    let found = if reaches { why } else { format!("{why}: no transport to other hosts is left") };
+    Some(severity(TRANSPORTS, found, format!("write {TRANSPORTS}={}", right.join(","))).because(setting.origin()))
+}
+
+/// Says that no transport to other hosts is left, though there is a network.
+fn reach(host: &Host<'_>) -> Option<Finding> {
+    let setting = unquoted(host, TRANSPORTS).filter(|setting| !setting.value.starts_with('^'))?;
+    let value = &setting.value;
+    if !value.split(',').all(is_known) || allows(host, &["all", "tcp"]) {
+        return None;
+    }
+    let (of_cards, active) = (allows(host, &OF_CARDS), active(host));
+    let finding = match (of_cards, active.is_empty()) {
+        (false, false) => Finding::warning(
+            TRANSPORTS,
+            format!("`{value}` has no network, so UCX reaches no other host, although {} is active", active[0]),
+            format!("write {TRANSPORTS}=rc,{value}, or add tcp"),
+        ),
+        (true, true) if host.cards.is_empty() && !host.interfaces.is_empty() => Finding::warning(
+            TRANSPORTS,
+            format!(
+                "`{value}` reaches other hosts by transports of RDMA cards (rc and the like) only, and there is no card"
+            ),
+            format!("unset it, or write {TRANSPORTS}={value},tcp"),
+        ),
+        _ => return None,
+    };
+    Some(finding.because(setting.origin()))
 }
 
 /// Says what `UCX_TLS` leaves out.

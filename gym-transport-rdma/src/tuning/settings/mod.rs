@@ -137,6 +137,19 @@ impl Settings {
                         )
                         .because("NCCL's param.cc opens the path as it is"),
                     );
+                } else if path.contains('$') && machine.exists(&path) == Ok(false) {
+                    let absolute = path.replace("${HOME}", shown).replace("$HOME", shown);
+                    self.of_files.push(
+                        Finding::error(
+                            "NCCL_CONF_FILE",
+                            format!(
+                                "`{path}` opens no file, because variables are not expanded; {} is not read either",
+                                own(shown)
+                            ),
+                            format!("write the absolute path: NCCL_CONF_FILE={absolute}"),
+                        )
+                        .because("NCCL's param.cc opens the path as it is"),
+                    );
                 } else if machine.exists(&path) == Ok(false) {
                     self.of_files.push(
                         Finding::error(
@@ -185,7 +198,10 @@ impl Settings {
             }
             returns |= line.ends_with('\r') && line.contains('=');
             let line = if keeps_returns { line } else { line.trim_end_matches('\r') };
-            let Some((name, value)) = line.split_once('=') else { continue };
+            let Some((name, value)) = line.split_once('=') else {
+                self.of_files.extend(without_sign(path, line, at));
+                continue;
+            };
             let clean = value.trim_end_matches('\r').trim();
             if let Some(exported) = name.trim_start().strip_prefix("export ") {
                 let fix = format!("write {}={clean}", exported.trim());
@@ -278,6 +294,17 @@ impl Settings {
             Number::Overflow => None,
         }
     }
+}
+
+/// A line such as `NCCL_DEBUG: INFO`, which sets nothing.
+fn without_sign(path: &str, line: &str, at: String) -> Option<Finding> {
+    let (name, value) = line.trim().split_once([':', ' '])?;
+    let is_name = name.starts_with("NCCL_") && name.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'_');
+    let value = value.trim();
+    (is_name && !value.is_empty()).then(|| {
+        let found = format!("the line `{}` has no `=`, so {name} is not set", line.trim());
+        Finding::warning(path, found, format!("write {name}={value}")).because(at)
+    })
 }
 
 /// Returns the home of the process's user by `/etc/passwd`. Without that file, the one that the system's superuser has.
