@@ -59,7 +59,11 @@ impl Finding {
 
     pub(crate) fn because(mut self, because: impl Into<String>) -> Self {
         self.because = because.into();
-        // Nobody looks for a setting in a file, so the fact names the file.
+        // Nobody looks for a setting in a file, so the fact names the file, and so it does where one source hides another.
+        if self.because.contains(" wins over ") && self.because.starts_with("the environment") {
+            self.found += &format!(" ({})", self.because);
+            return self;
+        }
         let source = self.because.strip_prefix("set in ").or_else(|| Some(self.because.split_once(" wins over ")?.0));
         if let Some(source) = source.filter(|source| *source != "the environment")
             && !source.rsplit_once(':').is_some_and(|(path, _)| self.found.contains(path))
@@ -68,6 +72,20 @@ impl Finding {
         }
         self
     }
+}
+
+impl Finding {
+    /// Returns the fact and what decided, once.
+    #[must_use]
+    pub fn fact(&self) -> String {
+        with_reason(&self.found, &self.because)
+    }
+}
+
+/// Returns a fact with what decided, unless it says that already.
+#[must_use]
+pub fn with_reason(found: &str, because: &str) -> String {
+    if because.is_empty() || found.contains(because) { found.to_owned() } else { format!("{found} ({because})") }
 }
 
 impl fmt::Display for Finding {

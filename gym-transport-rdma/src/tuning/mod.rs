@@ -23,7 +23,7 @@ mod table;
 mod vllm;
 
 pub use agreement::agreement;
-pub use finding::{Finding, Severity};
+pub use finding::{Finding, Severity, with_reason};
 pub use profile::{Fabric, Profile, profile};
 pub(crate) use rules::limits::{MORE as MORE_SHARED_MEMORY, size};
 pub use table::{Kind, NCCL, UCX, Variable, variable};

@@ -277,7 +277,7 @@ mod checks {
     const CMA: &str = "in a container: --cap-add=SYS_PTRACE, compose: cap_add: [SYS_PTRACE]; on a host: sysctl kernel.yama.ptrace_scope=0";
 
     fn of_tuning(finding: tuning::Finding) -> Finding {
-        let found = format!("{} ({})", finding.found, finding.because);
+        let found = finding.fact();
         let (status, fix) = (finding.severity.as_str(), Some(finding.fix).filter(|fix| !fix.is_empty()));
         Finding { topic: finding.about, status, found, fix }
     }
@@ -297,9 +297,8 @@ mod checks {
                     let status = if finding.status == Status::Missing { "missing" } else { "warning" };
                     Finding { status, fix: Some(fix), ..written(finding, fact) }
                 }
-                _ if finding.because.is_empty() => written(finding, finding.found.clone()),
                 // A rule about settings knows more than UCX says.
-                _ => written(finding, format!("{} ({})", finding.found, finding.because)),
+                _ => written(finding, tuning::with_reason(&finding.found, &finding.because)),
             })
             .collect();
         // Errors and warnings first, then missing components; otherwise in the order of their dependencies.

@@ -99,8 +99,7 @@ fn names(host: &Host<'_>, setting: &Setting) -> Option<Finding> {
         let found = match taken.first() {
             None => "it leaves no interface".to_owned(),
             Some(first) if first.name == "lo" => format!(
-                "`{value}` lets lo in, which NCCL then takes first: an exclusion of one's own replaces the usual one of lo ({})",
-                setting.origin()
+                "`{value}` lets lo in, which NCCL then takes first: an exclusion of one's own replaces the usual one of lo"
             ),
             Some(first) if first.is_container_bridge() && first.name != main => {
                 let found = format!(
@@ -133,7 +132,7 @@ fn names(host: &Host<'_>, setting: &Setting) -> Option<Finding> {
     if here.is_empty() {
         let known: Vec<&str> = host.interfaces.iter().map(|interface| interface.name.as_str()).collect();
         let spaced = if value.contains(' ') { "; a space belongs to its name" } else { "" };
-        let found = format!("`{value}` matches no interface{spaced}; here are {} ({})", list(&known), setting.origin());
+        let found = format!("`{value}` matches no interface{spaced}; here are {}", list(&known));
         let fix = if setting.hides.is_empty() {
             format!("write {NAME}={main}, or unset it")
         } else {
@@ -151,11 +150,7 @@ fn names(host: &Host<'_>, setting: &Setting) -> Option<Finding> {
             .collect();
         let fix =
             format!("bring it up and give it an address (ip link set {0} up), or write {NAME}={main}", here[0].name);
-        return Some(Finding::error(
-            NAME,
-            format!("NCCL finds no interface: {} ({})", list(&words), setting.origin()),
-            fix,
-        ));
+        return Some(Finding::error(NAME, format!("NCCL finds no interface: {}", list(&words)), fix));
     }
     // One that is named whole, and others that only begin like it.
     let (whole, beginning): (Vec<&str>, Vec<&str>) = usable

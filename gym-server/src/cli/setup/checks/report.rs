@@ -101,11 +101,8 @@ impl StartReport {
 }
 
 fn said(about: &str, found: &str, because: &str, fix: &str) -> String {
-    // Some findings say it themselves.
-    let is_said = because.is_empty() || found.contains(&format!("({because})"));
-    let because = if is_said { String::new() } else { format!(" ({because})") };
     let fix = if fix.is_empty() { String::new() } else { format!("\n  fix: {fix}") };
-    format!("{about}: {found}{because}{fix}")
+    format!("{about}: {}{fix}", tuning::with_reason(found, because))
 }
 
 fn of_topic(finding: &Probed, by: &str) -> String {
