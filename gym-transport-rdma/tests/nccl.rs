@@ -215,6 +215,27 @@ async fn a_rank_that_never_calls_is_named_at_the_deadline_and_one_that_leaves_at
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn the_transfers_of_a_communicator_that_is_dropped_go_on() {
+    for _ in 0..20 {
+        let ranks = ranks(2).await;
+        let cx = CallContext::within(LONG);
+        let transfers: Vec<_> = ranks
+            .into_iter()
+            .map(|(communicator, device)| {
+                let send = communicator.start(
+                    &cx,
+                    Collective::AllReduce(ReduceOp::Sum),
+                    up(&device, DType::F32, &floats([1.0])),
+                );
+                drop(communicator);
+                send
+            })
+            .collect();
+        assert!(join_all(transfers).await.into_iter().all(|moved| down(moved) == floats([2.0])));
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn memory_of_another_gpu_is_refused_and_aborts_nothing() {
     let ranks = ranks(2).await;
     let (cx, (communicator, _)) = (CallContext::within(LONG), &ranks[0]);

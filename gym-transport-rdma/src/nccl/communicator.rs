@@ -175,11 +175,11 @@ impl NcclCommunicator {
     }
 }
 
-impl Drop for NcclCommunicator {
+impl Drop for Inner {
     fn drop(&mut self) {
-        // Operations go on; the engine ends each communicator after its last one.
-        for comm in self.0.comms() {
-            let _ = self.0.rank.engine.tell(Command::Release(comm));
+        // Each operation has a share in it, so this comes after the last one; the engine then ends its communicators.
+        for comm in self.comms() {
+            let _ = self.rank.engine.tell(Command::Release(comm));
         }
     }
 }

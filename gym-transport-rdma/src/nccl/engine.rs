@@ -206,7 +206,11 @@ impl State {
                         };
                         self.comms.insert(comm, member);
                     }
-                    Err(error) => drop(joined.send(Err(error))),
+                    Err(error) => {
+                        // Operations of a pair wait for a communicator for whose join nobody waits.
+                        on_failure(again(&error));
+                        drop(joined.send(Err(error)));
+                    }
                 }
             }
             Command::Run(comm, run) => match self.comms.get_mut(&comm) {
@@ -259,6 +263,7 @@ impl Member {
                 }
                 Err(error) => {
                     let error = failed(&error);
+                    (self.on_failure)(again(&error));
                     if let Some(joined) = joined.take() {
                         let _ = joined.send(Err(again(&error)));
                     }
@@ -308,10 +313,10 @@ impl Member {
         // An asynchronous error shows here, also while nothing is launching.
         let progress = comm.progress().map_err(|error| failed(&error))?;
         let device = |error: crate::nccl::cuda::CudaError| Error::unknown(Code::Unavailable, error.to_string());
-        if progress == Progress::Done
-            && let Some(run) = self.launching.take()
-        {
-            self.running.push_back((run, stream.mark().map_err(device)?));
+        if progress == Progress::Done && self.launching.is_some() {
+            // First, because an operation that is in no list would give its memory back while the GPU uses it.
+            let event = stream.mark().map_err(device)?;
+            self.running.extend(self.launching.take().map(|run| (run, event)));
         }
         while self.launching.is_none()
             && let Some(run) = self.waiting.remove(&self.next)
@@ -324,9 +329,7 @@ impl Member {
                 Ok(Progress::Pending) => {}
                 Ok(Progress::Done) => {
                     let event = stream.mark().map_err(device)?;
-                    if let Some(run) = self.launching.take() {
-                        self.running.push_back((run, event));
-                    }
+                    self.running.extend(self.launching.take().map(|run| (run, event)));
                 }
                 Err(error) => return Err(failed(&error)),
             }
