@@ -166,7 +166,7 @@ def build(program, folder):
                  "--build-arg", "PROGRAM=program", "--force-rm"]
     # The first stage by its name, so that it can be removed.
     docker("build", *arguments, "--target", "build", "-t", f"{ID}-build", context)
-    docker("build", *arguments, "-t", IMAGE, context)
+    docker("build", *arguments, "--target", "gym", "-t", IMAGE, context)
     sizes = [int(docker("image", "inspect", "--format", "{{.Size}}", image)) / 1e6 for image in (IMAGE, BASE)]
     print(f"docker: built in {time.monotonic() - began:.1f} s: {IMAGE} has {sizes[0]:.0f} MB, of which its base {sizes[1]:.0f} MB and the "
           f"program {(context / 'program').stat().st_size / 1e6:.0f} MB", flush=True)

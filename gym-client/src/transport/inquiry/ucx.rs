@@ -30,7 +30,9 @@ pub async fn ucx_report(within: Duration) -> Result<UcxReport, String> {
 /// Returns the text of a line with a warning of UCX: `[1.2] [host:1:0] ucp_context.c:1014 UCX  WARN  transport …`.
 fn warning(line: &str) -> Option<String> {
     let (before, text) = line.split_once(" WARN ")?;
-    before.trim_end().ends_with("UCX").then(|| text.trim().to_owned())
+    // UCX 1.22 says in a line of its own how to silence the one before.
+    let text = Some(text.trim()).filter(|text| !text.starts_with('('))?;
+    before.trim_end().ends_with("UCX").then(|| text.to_owned())
 }
 
 /// Returns the variables that UCX needs and that the environment does not have.
@@ -50,6 +52,9 @@ mod tests {
     fn a_warning_of_ucx_is_told_without_its_place() {
         let line = "[17.4] [vm:1:0]  parser.c:1908 UCX  WARN  unused env variable: UCX_FOO";
         assert_eq!(warning(line).as_deref(), Some("unused env variable: UCX_FOO"));
+        let hint =
+            "[17.4] [vm:1:0]  parser.c:2332 UCX  WARN  (set UCX_WARN_UNUSED_ENV_VARS=n to suppress this warning)";
+        assert_eq!(warning(hint), None);
         assert_eq!(warning("host:1:1 [0] bootstrap.cc:1 NCCL WARN Bootstrap : no socket interface found"), None);
     }
 }
