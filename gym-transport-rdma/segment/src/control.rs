@@ -163,7 +163,7 @@ fn generation_of(barrier: u64) -> u32 {
 
 const OPS: [ReduceOp; 4] = [ReduceOp::Sum, ReduceOp::Mean, ReduceOp::Min, ReduceOp::Max];
 
-/// Operation, arithmetic and type in a byte each, then the root.
+/// Operation, arithmetic, type and place in a byte each, then the root.
 fn encode(call: Call) -> u64 {
     let op = |op| OPS.iter().position(|known| *known == op).unwrap_or(0) as u64;
     let (operation, detail, root) = match call.operation {
@@ -175,7 +175,7 @@ fn encode(call: Call) -> u64 {
         other => unreachable!("{other} is no operation of a segment"),
     };
     let dtype = DType::ALL.iter().position(|known| *known == call.dtype).unwrap_or(0) as u64;
-    operation | detail << 8 | dtype << 16 | u64::from(root) << 32
+    operation | detail << 8 | dtype << 16 | u64::from(call.on_device) << 24 | u64::from(root) << 32
 }
 
 fn decode(word: u64, elements: usize) -> Option<Call> {
@@ -189,7 +189,8 @@ fn decode(word: u64, elements: usize) -> Option<Call> {
         5 => Collective::Broadcast { root: (word >> 32) as u32 },
         _ => return None,
     };
-    Some(Call { operation, dtype: *DType::ALL.get(byte(2))?, elements })
+    let call = Call::new(operation, *DType::ALL.get(byte(2))?, elements);
+    Some(Call { on_device: byte(3) != 0, ..call })
 }
 
 #[cfg(test)]
@@ -202,8 +203,10 @@ mod tests {
         let others = [Collective::Barrier, Collective::AllGather, Collective::Broadcast { root: u32::MAX }];
         for operation in reductions.chain(others) {
             for dtype in DType::ALL {
-                let call = Call { operation, dtype, elements: usize::MAX };
-                assert_eq!(decode(encode(call), call.elements), Some(call));
+                for on_device in [false, true] {
+                    let call = Call { on_device, ..Call::new(operation, dtype, usize::MAX) };
+                    assert_eq!(decode(encode(call), call.elements), Some(call));
+                }
             }
         }
         assert_eq!(decode(0, 0), None);

@@ -1,26 +1,26 @@
 //! NCCL as a backend of collective operations.
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::atomic::AtomicU64;
+use std::sync::{Arc, OnceLock};
 
 use async_trait::async_trait;
-use bytes::BytesMut;
-use gym_core::group::collective::{Buffer, Collective, CollectiveReport, Collectives, Communicator, Meeting};
-use gym_core::group::{DType, Rank};
+use bytes::Bytes;
+use gym_core::group::Rank;
+use gym_core::group::collective::{
+    Agreed, Buffer, Call, CollectiveReport, Collectives, Communicator, DeviceMemory, DevicePath, Meeting, Memory,
+    Transfer,
+};
 use gym_core::{CallContext, Code, Error, Execution, Handler, Result};
-use tokio::runtime::Handle;
-use tokio::sync::oneshot;
+use serde::{Deserialize, Serialize};
 
-use crate::nccl::communicator::{Inner, NcclCommunicator, RankDevice, on_failure};
 use crate::nccl::cuda::CudaDevice;
-use crate::nccl::engine::{Command, Engine};
+use crate::nccl::engine::Engine;
 use crate::nccl::failure::again;
+use crate::nccl::path::{NcclPath, RankDevice};
 use crate::nccl::raw::Communication;
-use crate::nccl::{UNIQUE_ID_BYTES, UniqueId};
-
-/// Bytes in which a rank tells what must be known before it joins: its version of NCCL, and its GPU.
-const FACTS_BYTES: usize = 20;
+use crate::nccl::{NcclVersion, UniqueId};
 
 /// Which libraries and which GPU a rank uses.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -32,17 +32,28 @@ pub struct NcclOptions {
     pub cuda: PathBuf,
     /// The number of the GPU among those that `CUDA_VISIBLE_DEVICES` leaves. Default: 0, because a rank sees its own GPU only.
     pub device: u32,
+    /// The settings that all ranks must share, by name: they compare them when they join. Default: none.
+    pub settings: BTreeMap<String, String>,
+    /// Lets ranks of a meeting have one GPU, which NCCL refuses unless `NCCL_MULTI_RANK_GPU_ENABLE=1` is set. Default: `false`.
+    pub share_gpu: bool,
 }
 
 impl Default for NcclOptions {
     fn default() -> Self {
-        Self { nccl: "libnccl.so.2".into(), cuda: "libcuda.so.1".into(), device: 0 }
+        Self {
+            nccl: "libnccl.so.2".into(),
+            cuda: "libcuda.so.1".into(),
+            device: 0,
+            settings: BTreeMap::new(),
+            share_gpu: false,
+        }
     }
 }
 
 /// The backend `nccl`: memory of a GPU goes over NCCL, host memory over another backend, which also forms meetings, compares what ranks call, and spreads the
 /// first failure.
 ///
+/// - **Before NCCL begins,** ranks compare their versions of NCCL, their GPUs and the settings that must agree. They tell each other when they join, at no cost.
 /// - **No rank begins alone.** An operation is handed to NCCL when all ranks have called it, so ranks that call different things, or that never call, are
 ///   found by the host backend, with its error, and nothing waits on a GPU.
 /// - **A failure ends all ranks.** NCCL alone leaves the others waiting for ever. Here the first cause aborts NCCL's communicator on every rank; the transfers
@@ -51,76 +62,148 @@ impl Default for NcclOptions {
 #[derive(Debug)]
 pub struct NcclCollectives {
     host: Arc<dyn Collectives>,
-    rank: Arc<RankDevice>,
+    options: NcclOptions,
+    opened: OnceLock<Arc<RankDevice>>,
+    /// Whether the rank uses GPUs; `None` if it must.
+    uses: Option<fn() -> bool>,
+}
+
+/// What a rank tells the others when it joins.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+enum Facts {
+    /// The code of its version, the identity of its GPU, its settings, and, of the first rank, the id of the communicator.
+    Uses { version: u32, gpu: [u8; 16], settings: BTreeMap<String, String>, id: Option<Vec<u8>> },
+    /// Why it does not use NCCL.
+    Without(String),
 }
 
 impl NcclCollectives {
-    /// Loads the libraries, and opens the GPU.
+    /// Loads the libraries, and opens the GPU. A meeting of which a rank cannot use NCCL is refused.
     ///
     /// # Errors
     /// `FailedPrecondition` if a library cannot be loaded, or if there is no such GPU.
     pub fn open(host: Arc<dyn Collectives>, options: &NcclOptions) -> Result<Self> {
+        let opened = OnceLock::from(RankDevice::open(options)?);
+        Ok(Self { host, options: options.clone(), opened, uses: None })
+    }
+
+    /// Uses NCCL in the meetings whose ranks all use GPUs, which `uses` tells when a rank joins. The libraries are loaded and the GPU is opened then, and not before.
+    /// Where a rank does not use NCCL, operations on device memory are rejected with the reason; host memory is not affected.
+    #[must_use]
+    pub fn if_used(host: Arc<dyn Collectives>, options: &NcclOptions, uses: fn() -> bool) -> Self {
+        Self { host, options: options.clone(), opened: OnceLock::new(), uses: Some(uses) }
+    }
+
+    /// Returns the GPU, to put memory there; `None` if it was not opened.
+    #[must_use]
+    pub fn device(&self) -> Option<&CudaDevice> {
+        self.opened.get().map(|rank| &rank.device)
+    }
+
+    /// Returns what the rank tells the others. The first one makes the id by which they find each other.
+    fn facts(&self, is_first: bool) -> Result<Facts> {
+        if let Some(uses) = self.uses
+            && !uses()
+        {
+            return Ok(Facts::Without("its program has registered no device provider for cuda".to_owned()));
+        }
+        let rank = match self.opened.get() {
+            Some(rank) => rank,
+            None => {
+                let opened = RankDevice::open(&self.options)?;
+                self.opened.get_or_init(|| opened)
+            }
+        };
+        let cannot = |error: &dyn std::fmt::Display| Error::not_started(Code::FailedPrecondition, error.to_string());
+        let nccl = rank.communication.nccl();
+        let version = nccl.version().map_err(|error| cannot(&error))?.code();
+        let gpu = rank.device.uuid().map_err(|error| cannot(&error))?;
+        let id = is_first.then(|| nccl.unique_id()).transpose().map_err(|error| cannot(&error))?;
+        let id = id.map(|id| id.as_bytes().to_vec());
+        Ok(Facts::Uses { version, gpu, settings: self.options.settings.clone(), id })
+    }
+
+    async fn join_nccl(&self, cx: &CallContext, host: &Arc<dyn Communicator>) -> Result<()> {
+        let id = match agreed(&**host, self.options.share_gpu) {
+            Ok(id) => id,
+            Err(why) if self.uses.is_some() => return host.set_device_path(Arc::new(NoPath(why.message().to_owned()))),
+            Err(error) => return Err(error),
+        };
+        let rank = self.opened.get().ok_or_else(|| Error::internal("the rank has told that it uses a GPU"))?;
+        let (path, answer) = NcclPath::join(host, rank, id)?;
+        let answer = async {
+            tokio::select! {
+                biased;
+                joined = answer => joined.map_err(|_| Error::internal("the thread of the device has ended"))?,
+                cause = host.closed() => Err(cause),
+            }
+        };
+        cx.bound(Execution::NotStarted, answer).await.inspect_err(|error| path.abort(again(error)))?;
+        host.set_device_path(path)
+    }
+}
+
+impl RankDevice {
+    fn open(options: &NcclOptions) -> Result<Arc<Self>> {
         let cannot = |why: String| Error::not_started(Code::FailedPrecondition, why);
         let communication = Communication::load(&options.nccl).map_err(|error| cannot(error.to_string()))?;
         let device = CudaDevice::open(Path::new(&options.cuda), options.device).map_err(|error| {
             cannot(format!("no GPU {}: {error}; `rgym doctor` says what is missing", options.device))
         })?;
         let engine = Engine::start(device.clone(), communication.clone())?;
-        let numbers = AtomicU64::new(1);
-        Ok(Self { host, rank: Arc::new(RankDevice { communication, device, engine, numbers }) })
+        Ok(Arc::new(Self { communication, device, engine, numbers: AtomicU64::new(1) }))
     }
+}
 
-    /// Returns the GPU, to put memory there.
-    #[must_use]
-    pub fn device(&self) -> &CudaDevice {
-        &self.rank.device
-    }
-
-    /// Compares versions and GPUs before NCCL waits for them, and hands the id of the first rank to all.
-    async fn prepare(&self, cx: &CallContext, host: &dyn Communicator) -> Result<UniqueId> {
-        let nccl = self.rank.communication.nccl();
-        let internal = |error: String| Error::not_started(Code::FailedPrecondition, error);
-        let version = nccl.version().map_err(|error| internal(error.to_string()))?;
-        let uuid = self.rank.device.uuid().map_err(|error| internal(error.to_string()))?;
-        let mut facts = BytesMut::with_capacity(FACTS_BYTES);
-        facts.extend_from_slice(&version.code().to_le_bytes());
-        facts.extend_from_slice(&uuid);
-        let told = host.start(cx, Collective::AllGather, Buffer::host(DType::U8, facts)).await;
-        told.result?;
-        let all = told.buffer.host_bytes().unwrap_or_default();
-        let seats = &host.meeting().seats;
-        for (position, facts) in all.chunks(FACTS_BYTES).enumerate() {
-            let code = facts.first_chunk().map_or(0, |code| u32::from_le_bytes(*code));
-            let rank = seats.get(position).map_or(0, |seat| seat.rank);
-            if code != version.code() {
-                let other = crate::nccl::NcclVersion::from_code(code);
-                let why = format!(
-                    "rank {} has NCCL {version}, and rank {rank} has NCCL {other}; give all ranks one version",
-                    host.meeting().rank
-                );
-                return Err(Error::not_started(Code::FailedPrecondition, why));
-            }
-            let twin = all.chunks(FACTS_BYTES).position(|other| other.get(4..) == facts.get(4..));
-            if let Some(twin) = twin.filter(|twin| *twin != position) {
-                let twin = seats.get(twin).map_or(0, |seat| seat.rank);
-                let why = format!(
-                    "ranks {twin} and {rank} have one GPU; give each rank its own (num_gpus, CUDA_VISIBLE_DEVICES)"
-                );
-                return Err(Error::not_started(Code::FailedPrecondition, why));
+/// Compares what the ranks have told, before NCCL waits for them. Returns the id.
+fn agreed(host: &dyn Communicator, share_gpu: bool) -> Result<UniqueId> {
+    let meeting = host.meeting();
+    let differ = |why: String| Error::not_started(Code::FailedPrecondition, why);
+    let mut ranks = Vec::with_capacity(meeting.world_size());
+    for (seat, facts) in meeting.seats.iter().zip(host.facts()) {
+        match serde_json::from_str(facts) {
+            Ok(Facts::Uses { version, gpu, settings, id }) => ranks.push((seat.rank, version, gpu, settings, id)),
+            Ok(Facts::Without(why)) => return Err(differ(format!("rank {} does not use NCCL: {why}", seat.rank))),
+            Err(_) => {
+                return Err(differ(format!(
+                    "rank {} does not use NCCL: its build lacks the feature `nccl`",
+                    seat.rank
+                )));
             }
         }
-        let id = if host.meeting().position() == 0 {
-            let id = nccl.unique_id().map_err(|error| internal(error.to_string()))?;
-            BytesMut::from(&id.as_bytes()[..])
-        } else {
-            BytesMut::zeroed(UNIQUE_ID_BYTES)
-        };
-        let root = seats.first().map_or(0, |seat| seat.rank);
-        let id = host.start(cx, Collective::Broadcast { root }, Buffer::host(DType::U8, id)).await;
-        id.result?;
-        let bytes = id.buffer.host_bytes().and_then(|bytes| bytes.try_into().ok());
-        bytes.map(UniqueId::new).ok_or_else(|| Error::internal("the first rank has sent no unique id"))
     }
+    let Some((first, version, _, settings, id)) = ranks.first() else {
+        return Err(Error::internal("the ranks of a meeting tell each other nothing"));
+    };
+    for (rank, other, _, others, _) in &ranks[1..] {
+        if other != version {
+            let [version, other] = [version, other].map(|code| NcclVersion::from_code(*code));
+            return Err(differ(format!(
+                "rank {first} has NCCL {version}, and rank {rank} has NCCL {other}; give all ranks one version"
+            )));
+        }
+        let names = settings.keys().chain(others.keys());
+        if let Some(name) = names.into_iter().find(|name| settings.get(*name) != others.get(*name)) {
+            let has = |settings: &BTreeMap<String, String>| match settings.get(name) {
+                Some(value) => format!("{name}={value}"),
+                None => format!("no {name}"),
+            };
+            let (own, others) = (has(settings), has(others));
+            return Err(differ(format!(
+                "rank {first} has {own}, and rank {rank} has {others}; set the same on all ranks"
+            )));
+        }
+    }
+    for (at, (rank, _, gpu, ..)) in ranks.iter().enumerate() {
+        if let Some((twin, ..)) = ranks[..at].iter().find(|(_, _, other, ..)| other == gpu).filter(|_| !share_gpu) {
+            return Err(differ(format!(
+                "ranks {twin} and {rank} have one GPU; give each rank its own (num_gpus, CUDA_VISIBLE_DEVICES)"
+            )));
+        }
+    }
+    let id = id.as_deref().and_then(|id| id.try_into().ok());
+    id.map(UniqueId::new).ok_or_else(|| Error::internal(format!("rank {first} has sent no unique id")))
 }
 
 #[async_trait]
@@ -130,14 +213,16 @@ impl Collectives for NcclCollectives {
     }
 
     async fn join(&self, cx: &CallContext, meeting: Meeting) -> Result<Arc<dyn Communicator>> {
-        let host = self.host.join(cx, meeting).await?;
+        // A rank that cannot use NCCL says why, so that the others need not wait for it.
+        let facts = self.facts(meeting.position() == 0).unwrap_or_else(|error| Facts::Without(error.to_string()));
+        let facts = serde_json::to_string(&facts).map_err(|error| Error::internal(error.to_string()))?;
+        let host = self.host.join(cx, meeting.telling(facts)).await?;
         // Once joined, whoever does not go on must end the others, too.
         let mut leaving = Leaving(Some(Arc::clone(&host)));
         let joined = self.join_nccl(cx, &host).await;
         leaving.0 = None;
-        joined.inspect_err(|error| {
-            host.abort(again(error));
-        })
+        joined.inspect_err(|error| host.abort(again(error)))?;
+        Ok(host)
     }
 
     fn handler(&self) -> Option<Arc<dyn Handler>> {
@@ -149,36 +234,32 @@ impl Collectives for NcclCollectives {
     }
 }
 
-impl NcclCollectives {
-    async fn join_nccl(&self, cx: &CallContext, host: &Arc<dyn Communicator>) -> Result<Arc<dyn Communicator>> {
-        let id = Box::new(self.prepare(cx, &**host).await?);
-        let all = self.rank.numbers.fetch_add(1, Ordering::Relaxed);
-        let (joined, answer) = oneshot::channel();
-        let (world_size, position) = (host.meeting().world_size(), host.meeting().position());
-        let on_failure = on_failure(host);
-        let join = Command::Join { comm: all, id, world_size, position, on_failure, joined };
-        self.rank.engine.tell(join).map_err(|(_, error)| error)?;
-        let inner = Arc::new(Inner {
-            host: Arc::clone(host),
-            rank: Arc::clone(&self.rank),
-            all,
-            runtime: Handle::current(),
-            places: Mutex::default(),
-            aborted: AtomicBool::new(false),
-        });
-        let answer = async {
-            tokio::select! {
-                biased;
-                joined = answer => joined.map_err(|_| Error::internal("the thread of the device has ended"))?,
-                cause = host.closed() => Err(cause),
-            }
-        };
-        if let Err(error) = cx.bound(Execution::NotStarted, answer).await {
-            inner.abort(again(&error)).await;
-            return Err(error);
-        }
-        Ok(Arc::new(NcclCommunicator(inner)))
+/// Why the ranks of a meeting do not use NCCL.
+#[derive(Debug)]
+struct NoPath(String);
+
+impl DevicePath for NoPath {
+    fn name(&self) -> &'static str {
+        "none"
     }
+
+    fn check(&self, _: &Call, memory: &dyn DeviceMemory) -> Result<()> {
+        let why = format!("{memory:?} cannot be moved: {}; copy it to the host", self.0);
+        Err(Error::not_started(Code::FailedPrecondition, why))
+    }
+
+    fn note(&self, _: &Call) -> Result<Bytes> {
+        Ok(Bytes::new())
+    }
+
+    fn start(&self, agreed: Agreed, memory: Box<dyn DeviceMemory>) -> Transfer {
+        let (completion, transfer) = Transfer::new();
+        let buffer = Buffer::new(agreed.call.dtype, Memory::Device(memory));
+        completion.finish(buffer, Err(Error::internal("every call is rejected before it starts")));
+        transfer
+    }
+
+    fn abort(&self, _: Error) {}
 }
 
 /// A rank that has met the others and may still leave.

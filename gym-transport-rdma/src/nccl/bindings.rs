@@ -116,6 +116,7 @@ functions! {
         free: "cuMemFree_v2"(Address) -> CudaResult;
         upload: "cuMemcpyHtoD_v2"(Address, *const c_void, usize) -> CudaResult;
         download: "cuMemcpyDtoH_v2"(*mut c_void, Address, usize) -> CudaResult;
+        copy: "cuMemcpyDtoD_v2"(Address, Address, usize) -> CudaResult;
         create_stream: "cuStreamCreate"(*mut Handle, c_uint) -> CudaResult;
         create_event: "cuEventCreate"(*mut Handle, c_uint) -> CudaResult;
         record_event: "cuEventRecord"(Handle, Handle) -> CudaResult;

@@ -192,6 +192,18 @@ impl CudaMemory {
         &self.device
     }
 
+    /// Copies the bytes of other memory of the device, which has the same length. Blocks until it is done.
+    pub(super) fn copy_from(&self, other: &Self) -> Result<(), CudaError> {
+        self.device.enter()?;
+        let bytes = self.bytes.min(other.bytes);
+        if bytes == 0 {
+            return Ok(());
+        }
+        // SAFETY: both regions are of the device, alive, and at least so long.
+        let code = unsafe { (self.device.0.functions.copy)(self.address, other.address, bytes) };
+        self.device.check("cuMemcpyDtoD_v2", code)
+    }
+
     /// Copies the bytes into memory of the host. Blocks until it is done.
     ///
     /// # Errors
@@ -242,6 +254,10 @@ unsafe impl Send for Stream {}
 impl Stream {
     pub(super) fn handle(&self) -> Handle {
         self.handle
+    }
+
+    pub(super) fn device(&self) -> &CudaDevice {
+        &self.device
     }
 
     /// Marks the end of what was enqueued so far. The context must be current.

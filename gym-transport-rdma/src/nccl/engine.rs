@@ -12,13 +12,13 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, TrySendError, sync
 use std::time::Duration;
 
 use gym_core::group::DType;
-use gym_core::group::collective::{Buffer, Completion, Memory, Moving};
+use gym_core::group::collective::{Buffer, Completion, FirstCause, Memory, Moving};
 use gym_core::{Code, Error, Result};
 use tokio::sync::oneshot;
 use tokio::time::Instant;
 
 use crate::nccl::UniqueId;
-use crate::nccl::cuda::{CudaDevice, CudaMemory, Event, Stream};
+use crate::nccl::cuda::{CudaDevice, CudaError, CudaMemory, Event, Stream};
 use crate::nccl::failure::{again, failed};
 use crate::nccl::raw::{Comm, Communication, Operation, Progress};
 
@@ -34,20 +34,19 @@ const ABORT_HANGS: i32 = 70;
 /// An operation whose ranks have agreed on it.
 #[derive(Debug)]
 pub(super) struct Run {
-    /// Its place in the order, from 0.
-    pub(super) number: u64,
     pub(super) operation: Operation,
     pub(super) count: usize,
     pub(super) dtype: DType,
     pub(super) memory: Box<CudaMemory>,
-    /// Where the result goes, if not into `memory`.
+    /// The bytes of the result, if it has memory of its own, which the thread allocates.
+    pub(super) result_bytes: Option<usize>,
     pub(super) result: Option<Box<CudaMemory>>,
     pub(super) completion: Completion,
     pub(super) began: Instant,
 }
 
 impl Run {
-    fn end(self, ended: Result<()>) {
+    pub(super) fn end(self, ended: Result<()>) {
         let bytes = |memory: &CudaMemory| gym_core::group::collective::DeviceMemory::bytes(memory) as u64;
         let moved = bytes(&self.memory).max(self.result.as_deref().map_or(0, bytes));
         let memory = match (&ended, self.result) {
@@ -59,9 +58,6 @@ impl Run {
     }
 }
 
-/// Returns the first failure of a meeting, as often as there are operations that end with it.
-pub(super) type Cause = Arc<dyn Fn() -> Error + Send + Sync>;
-
 /// What happens when a communicator fails by itself.
 pub(super) type OnFailure = Box<dyn Fn(Error) + Send>;
 
@@ -71,12 +67,16 @@ pub(super) enum Command {
         id: Box<UniqueId>,
         world_size: usize,
         position: usize,
+        /// When it is set, everything of the communicator ends with it.
+        cause: Arc<FirstCause>,
         on_failure: OnFailure,
         joined: oneshot::Sender<Result<()>>,
     },
     Run(u64, Box<Run>),
-    /// Ends everything of a communicator with the cause.
-    Abort(u64, Cause),
+    /// Copies the memory of a send of this rank to itself to that of its receive.
+    Copy(Box<Run>, Box<Run>),
+    /// A cause was set.
+    Look,
     /// No further operation comes; what is in flight goes on.
     Release(u64),
     Aborted(u64),
@@ -134,11 +134,11 @@ struct State {
 struct Member {
     stage: Stage,
     stream: Option<Stream>,
+    cause: Arc<FirstCause>,
     on_failure: OnFailure,
     failed: bool,
-    /// The number of the next operation to enqueue, and those that wait for it.
-    next: u64,
-    waiting: BTreeMap<u64, Box<Run>>,
+    /// Operations that wait for those before them.
+    waiting: VecDeque<Box<Run>>,
     /// The operation whose call NCCL has not finished.
     launching: Option<Box<Run>>,
     running: VecDeque<(Box<Run>, Event)>,
@@ -152,7 +152,6 @@ enum Stage {
     Aborting {
         until: Instant,
         returned: bool,
-        cause: Cause,
         last: Option<Event>,
     },
 }
@@ -185,7 +184,7 @@ impl State {
 
     fn take(&mut self, command: Command) {
         match command {
-            Command::Join { comm, id, world_size, position, on_failure, joined } => {
+            Command::Join { comm, id, world_size, position, cause, on_failure, joined } => {
                 let begun = self.device.stream().map_err(|error| Error::internal(error.to_string()));
                 let begun = begun.and_then(|stream| {
                     let begun = self.communication.join(&id, world_size, position);
@@ -196,10 +195,10 @@ impl State {
                         let member = Member {
                             stage: Stage::Joining(raw, Some(joined)),
                             stream: Some(stream),
+                            cause,
                             on_failure,
                             failed: false,
-                            next: 0,
-                            waiting: BTreeMap::new(),
+                            waiting: VecDeque::new(),
                             launching: None,
                             running: VecDeque::new(),
                             released: false,
@@ -214,14 +213,16 @@ impl State {
                 }
             }
             Command::Run(comm, run) => match self.comms.get_mut(&comm) {
-                Some(member) => drop(member.waiting.insert(run.number, run)),
+                Some(member) => member.waiting.push_back(run),
                 None => run.end(Err(Error::not_started(Code::Unavailable, "the communicator has ended"))),
             },
-            Command::Abort(comm, cause) => {
-                if let Some(member) = self.comms.get_mut(&comm) {
-                    member.abort(comm, cause, &self.own);
-                }
+            Command::Copy(from, to) => {
+                let copied = to.memory.copy_from(&from.memory);
+                let failed = |error: &CudaError| Error::unknown(Code::Unavailable, error.to_string());
+                from.end(copied.as_ref().map(drop).map_err(failed));
+                to.end(copied.as_ref().map(drop).map_err(failed));
             }
+            Command::Look => {}
             Command::Release(comm) => {
                 if let Some(member) = self.comms.get_mut(&comm) {
                     member.released = true;
@@ -245,9 +246,9 @@ impl Member {
     /// Looks at what is in flight. Returns `false` once the communicator has ended.
     fn look(&mut self, number: u64, own: &SyncSender<Command>) -> bool {
         let idle = self.running.is_empty() && self.waiting.is_empty() && self.launching.is_none();
-        let left = || Error::not_started(Code::Unavailable, "the communicator was left");
-        if self.released && idle && matches!(self.stage, Stage::Joining(..)) {
-            self.abort(number, Arc::new(left), own);
+        let ends = self.cause.get().is_some() || self.released && (idle || self.failed);
+        if ends && !matches!(self.stage, Stage::Aborting { .. }) {
+            self.abort(number, own);
         }
         match &mut self.stage {
             Stage::Joining(comm, joined) => match comm.progress() {
@@ -265,9 +266,9 @@ impl Member {
                     let error = failed(&error);
                     (self.on_failure)(again(&error));
                     if let Some(joined) = joined.take() {
-                        let _ = joined.send(Err(again(&error)));
+                        let _ = joined.send(Err(error));
                     }
-                    self.abort(number, Arc::new(move || again(&error)), own);
+                    self.abort(number, own);
                     true
                 }
             },
@@ -280,25 +281,20 @@ impl Member {
                     // All ranks hear of it, and this one aborts with the first cause.
                     (self.on_failure)(error);
                 }
-                let idle = self.running.is_empty() && self.waiting.is_empty() && self.launching.is_none();
-                if self.released && (idle || self.failed) {
-                    self.abort(number, Arc::new(left), own);
-                }
                 true
             }
-            Stage::Aborting { until, returned, cause, last } => {
+            Stage::Aborting { until, returned, last } => {
                 let dry = *returned && last.as_ref().is_none_or(|event| event.is_past().unwrap_or(true));
                 if dry {
-                    let cause = Arc::clone(cause);
                     let runs = std::mem::take(&mut self.running).into_iter().map(|(run, _)| run);
-                    let runs = runs.chain(self.launching.take()).chain(std::mem::take(&mut self.waiting).into_values());
-                    runs.for_each(|run| run.end(Err(cause())));
+                    let runs = runs.chain(self.launching.take()).chain(std::mem::take(&mut self.waiting));
+                    runs.for_each(|run| run.end(Err(ended_by(&self.cause))));
                     return false;
                 }
                 if Instant::now() > *until {
                     eprintln!(
                         "NCCL did not abort a communicator within {ABORT_WITHIN:?} ({}): this process ends, so that its rank can be started again",
-                        cause()
+                        ended_by(&self.cause)
                     );
                     std::process::exit(ABORT_HANGS);
                 }
@@ -312,16 +308,24 @@ impl Member {
         let (Stage::Ready(comm), Some(stream)) = (&self.stage, &self.stream) else { return Ok(()) };
         // An asynchronous error shows here, also while nothing is launching.
         let progress = comm.progress().map_err(|error| failed(&error))?;
-        let device = |error: crate::nccl::cuda::CudaError| Error::unknown(Code::Unavailable, error.to_string());
+        let device = |error: CudaError| Error::unknown(Code::Unavailable, error.to_string());
         if progress == Progress::Done && self.launching.is_some() {
             // First, because an operation that is in no list would give its memory back while the GPU uses it.
             let event = stream.mark().map_err(device)?;
             self.running.extend(self.launching.take().map(|run| (run, event)));
         }
         while self.launching.is_none()
-            && let Some(run) = self.waiting.remove(&self.next)
+            && let Some(mut run) = self.waiting.pop_front()
         {
-            self.next += 1;
+            match run.result_bytes.map(|bytes| stream.device().allocate(bytes)).transpose() {
+                Ok(result) => run.result = result.map(Box::new),
+                Err(error) => {
+                    run.end(Err(Error::not_started(Code::ResourceExhausted, error.to_string())));
+                    // The error of the transfer ends the meeting.
+                    self.failed = true;
+                    return Ok(());
+                }
+            }
             let begun = comm.start(&run.operation, run.count, run.dtype, &run.memory, run.result.as_deref(), stream);
             // It stays here until it has ended, whatever NCCL says of it.
             self.launching = Some(run);
@@ -344,7 +348,7 @@ impl Member {
         Ok(())
     }
 
-    fn abort(&mut self, number: u64, cause: Cause, own: &SyncSender<Command>) {
+    fn abort(&mut self, number: u64, own: &SyncSender<Command>) {
         let last = self.stream.as_ref().and_then(|stream| stream.mark().ok());
         let (comm, joined) = match std::mem::replace(&mut self.stage, Stage::ended()) {
             Stage::Joining(comm, joined) => (comm, joined),
@@ -355,9 +359,9 @@ impl Member {
             }
         };
         if let Some(joined) = joined {
-            let _ = joined.send(Err(cause()));
+            let _ = joined.send(Err(ended_by(&self.cause)));
         }
-        self.stage = Stage::Aborting { until: Instant::now() + ABORT_WITHIN, returned: false, cause, last };
+        self.stage = Stage::Aborting { until: Instant::now() + ABORT_WITHIN, returned: false, last };
         let own = own.clone();
         let aborting = std::thread::Builder::new().name("nccl abort".to_owned()).spawn(move || {
             comm.abort();
@@ -372,7 +376,11 @@ impl Member {
 
 impl Stage {
     fn ended() -> Self {
-        let cause = || Error::internal("the communicator has ended");
-        Self::Aborting { until: Instant::now() + ABORT_WITHIN, returned: true, cause: Arc::new(cause), last: None }
+        Self::Aborting { until: Instant::now() + ABORT_WITHIN, returned: true, last: None }
     }
+}
+
+/// Returns why the operations of a communicator end.
+fn ended_by(cause: &FirstCause) -> Error {
+    cause.get().unwrap_or_else(|| Error::not_started(Code::Unavailable, "the communicator was left"))
 }

@@ -8,8 +8,6 @@ mod backend;
 #[cfg(feature = "nccl")]
 mod bindings;
 #[cfg(feature = "nccl")]
-mod communicator;
-#[cfg(feature = "nccl")]
 pub mod cuda;
 mod elf;
 #[cfg(feature = "nccl")]
@@ -17,6 +15,8 @@ mod engine;
 #[cfg(feature = "nccl")]
 mod failure;
 mod library;
+#[cfg(feature = "nccl")]
+mod path;
 #[cfg(feature = "nccl")]
 mod raw;
 mod unique_id;

@@ -154,6 +154,7 @@ int cuGetErrorString(int code, const char **text) {
   return 0;
 }
 int cuMemcpyHtoD_v2(address to, const void *from, size_t bytes) { return memcpy(host(to), from, bytes), 0; }
+int cuMemcpyDtoD_v2(address to, address from, size_t bytes) { return memcpy(host(to), host(from), bytes), 0; }
 int cuMemcpyDtoH_v2(void *to, address from, size_t bytes) { return memcpy(to, host(from), bytes), 0; }
 
 /* ---- NCCL ---- */

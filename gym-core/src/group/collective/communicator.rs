@@ -6,13 +6,13 @@ use std::sync::Arc;
 use async_trait::async_trait;
 use bytes::BytesMut;
 
-use crate::base::error::{Error, Result};
+use crate::base::error::{Code, Error, Result};
 use crate::group::batch::tensor::DType;
 use crate::group::collective::buffer::Buffer;
 use crate::group::collective::meeting::Meeting;
 use crate::group::collective::operation::Collective;
 use crate::group::collective::report::CollectiveReport;
-use crate::group::collective::transfer::Transfer;
+use crate::group::collective::transfer::{DevicePath, Transfer};
 use crate::group::layout::Rank;
 use crate::message::CallContext;
 use crate::transport::Handler;
@@ -42,6 +42,20 @@ pub trait Communicator: fmt::Debug + Send + Sync + 'static {
     /// memory.
     fn allocate(&self, dtype: DType, elements: usize) -> Buffer {
         Buffer::host(dtype, BytesMut::zeroed(elements * dtype.size()))
+    }
+
+    /// Returns what each rank has told when it joined ([`Meeting::facts`]), by position. The default is nothing, for a backend that does not carry it.
+    fn facts(&self) -> &[Arc<str>] {
+        &[]
+    }
+
+    /// Sets what moves memory of devices, once, before the first operation. Without it, operations on such memory are rejected.
+    ///
+    /// # Errors
+    /// `Unimplemented`, which is the default, if the backend moves host memory only; `AlreadyExists` if a path is set.
+    fn set_device_path(&self, path: Arc<dyn DevicePath>) -> Result<()> {
+        let why = format!("this communicator moves host memory only, and takes no path `{}`", path.name());
+        Err(Error::not_started(Code::Unimplemented, why))
     }
 
     /// Ends every transfer of every rank of the meeting with `why`. Later calls end with it at once. Does nothing if the meeting has failed

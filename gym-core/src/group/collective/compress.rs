@@ -7,14 +7,14 @@ use async_trait::async_trait;
 use bytes::BytesMut;
 use tokio::runtime::Handle;
 
-use crate::base::error::Error;
+use crate::base::error::{Error, Result};
 use crate::group::batch::tensor::DType;
 use crate::group::collective::buffer::{Buffer, Memory};
 use crate::group::collective::communicator::Communicator;
 use crate::group::collective::meeting::Meeting;
 use crate::group::collective::operation::{Collective, ReduceOp};
 use crate::group::collective::reduction::Reduction;
-use crate::group::collective::transfer::{Moved, Transfer};
+use crate::group::collective::transfer::{DevicePath, Moved, Transfer};
 use crate::message::CallContext;
 
 /// A communicator whose sums and means of `F32` travel as `BF16`: half the bytes. Everything else is as in the communicator that it wraps.
@@ -72,6 +72,14 @@ impl Communicator for CompressedCommunicator {
             completion.finish(Buffer::host(DType::F32, memory), result);
         });
         transfer
+    }
+
+    fn facts(&self) -> &[Arc<str>] {
+        self.inner.facts()
+    }
+
+    fn set_device_path(&self, path: Arc<dyn DevicePath>) -> Result<()> {
+        self.inner.set_device_path(path)
     }
 
     fn abort(&self, why: Error) {

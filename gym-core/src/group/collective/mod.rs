@@ -37,6 +37,7 @@
 //! | [`Meeting`], [`Seat`], [`Seats`], [`Peers`] | which ranks call together, and how a worker reaches them |
 //! | [`CompressedCommunicator`] | gradients that travel as bf16 |
 //! | [`Buffer`], [`Transfer`] | the memory of a call, and its end |
+//! | [`DevicePath`] | what moves memory of devices |
 //! | [`reduction`] | the order of all sums, which every backend has |
 //! | [`InProcessCollectives`] | the backend `mem`, for the ranks of one process |
 
@@ -63,4 +64,4 @@ pub use mem::InProcessCollectives;
 pub use operation::{Call, Collective, ReduceOp, different_calls, has, named};
 pub use peers::Peers;
 pub use report::{CollectiveReport, CollectiveTotals, OperationTotals, WaitingOperation};
-pub use transfer::{Completion, Moved, Moving, Transfer};
+pub use transfer::{Agreed, Completion, DevicePath, DevicePathSlot, Moved, Moving, OnDevice, Started, Transfer};

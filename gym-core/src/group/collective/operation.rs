@@ -55,7 +55,7 @@ pub enum ReduceOp {
     Max,
 }
 
-/// What one rank calls: the operation, and the type and number of its elements.
+/// What one rank calls: the operation, and the type, number and place of its elements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Call {
     /// The operation.
@@ -64,6 +64,9 @@ pub struct Call {
     pub dtype: DType,
     /// The number of elements of the caller's buffer.
     pub elements: usize,
+    /// Whether they are in memory of a device.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub on_device: bool,
 }
 
 impl Collective {
@@ -101,6 +104,12 @@ impl Collective {
 }
 
 impl Call {
+    /// Creates a call on host memory.
+    #[must_use]
+    pub const fn new(operation: Collective, dtype: DType, elements: usize) -> Self {
+        Self { operation, dtype, elements, on_device: false }
+    }
+
     /// Returns `true` if two ranks may make these calls at one place of the order; for a send and a receive, if they fit.
     #[must_use]
     pub fn agrees_with(&self, other: &Self) -> bool {
@@ -110,7 +119,8 @@ impl Call {
             (own, others) => own == others,
         };
         let any_length = self.operation == Collective::AllGather;
-        same_operation && self.dtype == other.dtype && (any_length || self.elements == other.elements)
+        let same_elements = any_length || self.elements == other.elements;
+        same_operation && same_elements && (self.dtype, self.on_device) == (other.dtype, other.on_device)
     }
 }
 
@@ -142,7 +152,10 @@ impl fmt::Display for Call {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.operation {
             Collective::Barrier => self.operation.fmt(f),
-            operation => write!(f, "{operation} of {} {}", self.elements, self.dtype),
+            operation => {
+                let place = if self.on_device { " on a device" } else { "" };
+                write!(f, "{operation} of {} {}{place}", self.elements, self.dtype)
+            }
         }
     }
 }

@@ -26,7 +26,7 @@ impl SegmentCommunicator {
             return Err(Error::invalid(format!("broadcast from position {root} of {world_size}")).into());
         }
         let elements = elements_of(memory, dtype)?;
-        let call = Call { operation: Collective::Broadcast { root: root as u32 }, dtype, elements };
+        let call = Call::new(Collective::Broadcast { root: root as u32 }, dtype, elements);
         let is_root = root == self.position;
         let piece_bytes = self.segment.sizes().piece_bytes;
         self.perform(|own| {
@@ -49,14 +49,14 @@ impl SegmentCommunicator {
         })
     }
 
-    /// Returns the bytes of the memory of each rank, for an [`all_gather`](Self::all_gather) of ranks that know only their own.
+    /// Waits until every rank has made this call, whose elements go another way, or in a further operation. Returns the number of elements of each rank. The
+    /// root of a broadcast is a position.
     ///
     /// # Errors
-    /// [`Failure`]. Ranks compare this call as the `all_gather` that it prepares.
-    pub fn lengths(&mut self, dtype: DType, memory: &[u8], deadline: Instant) -> Result<Vec<usize>, Failure> {
-        let call = Call { operation: Collective::AllGather, dtype, elements: elements_of(memory, dtype)? };
-        let lengths = self.perform(|own| own.begin_with(call, memory.len() as u64, false, deadline))?;
-        Ok(lengths.into_iter().map(|bytes| bytes as usize).collect())
+    /// [`Failure`].
+    pub fn agree(&mut self, call: Call, deadline: Instant) -> Result<Vec<usize>, Failure> {
+        let elements = self.perform(|own| own.begin_with(call, call.elements as u64, false, deadline))?;
+        Ok(elements.into_iter().map(|elements| elements as usize).collect())
     }
 
     /// Fills `gathered` with the memory of all ranks, in the order of their positions. `lengths` are the bytes of each,
@@ -75,7 +75,7 @@ impl SegmentCommunicator {
     ) -> Result<(), Failure> {
         let elements = elements_of(memory, dtype)?;
         self.check_lengths(dtype, memory, lengths, gathered)?;
-        let call = Call { operation: Collective::AllGather, dtype, elements };
+        let call = Call::new(Collective::AllGather, dtype, elements);
         let (position, piece_bytes) = (self.position, self.segment.sizes().piece_bytes);
         let longest = lengths.iter().copied().max().unwrap_or(0);
         self.perform(|own| {

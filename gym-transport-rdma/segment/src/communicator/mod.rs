@@ -119,7 +119,7 @@ impl SegmentCommunicator {
     /// # Errors
     /// As above.
     pub fn barrier(&mut self, deadline: Instant) -> Result<(), Failure> {
-        let call = Call { operation: Collective::Barrier, dtype: DType::U8, elements: 0 };
+        let call = Call::new(Collective::Barrier, DType::U8, 0);
         self.perform(|own| own.begin(call, 0, deadline).map(drop))
     }
 

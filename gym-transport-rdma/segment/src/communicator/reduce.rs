@@ -81,7 +81,7 @@ impl SegmentCommunicator {
         deadline: Instant,
     ) -> Result<(), Failure> {
         let reduction = Reduction::new(dtype, op)?;
-        let call = Call { operation: Collective::AllReduce(op), dtype, elements: elements_of(memory, dtype)? };
+        let call = Call::new(Collective::AllReduce(op), dtype, elements_of(memory, dtype)?);
         self.perform(|own| {
             if memory.len() <= SMALL_BYTES {
                 return own.reduce_small(reduction, call, 0..own.world_size(), memory, deadline);
@@ -118,7 +118,7 @@ impl SegmentCommunicator {
         if buffer.len() <= SMALL_BYTES {
             return self.all_reduce(dtype, op, buffer, deadline);
         }
-        let call = Call { operation: Collective::AllReduce(op), dtype, elements };
+        let call = Call::new(Collective::AllReduce(op), dtype, elements);
         let mut lent = Lent(Some(buffer));
         self.perform(|own| {
             let slices = Slices::new(elements, dtype, own.world_size());
@@ -150,7 +150,7 @@ impl SegmentCommunicator {
         deadline: Instant,
     ) -> Result<(), Failure> {
         let reduction = Reduction::new(dtype, op)?;
-        let call = Call { operation: Collective::ReduceScatter(op), dtype, elements: elements_of(memory, dtype)? };
+        let call = Call::new(Collective::ReduceScatter(op), dtype, elements_of(memory, dtype)?);
         self.perform(|own| {
             if memory.len() <= SMALL_BYTES {
                 return own.reduce_small(reduction, call, own.position..own.position + 1, memory, deadline);

@@ -5,11 +5,12 @@ use std::future::pending;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use bytes::BytesMut;
-use gym_core::group::collective::{Call, Collective, Completion, Moving, different_calls};
+use bytes::{Bytes, BytesMut};
+use gym_core::group::collective::{Call, Collective, Completion, Moved, Moving, OnDevice, Started, different_calls};
 use gym_core::{CallContext, Code, Error, Execution, Result};
 use gym_segment::Failure;
 use tokio::sync::mpsc;
+use tokio::task::JoinSet;
 use tokio::time::{Instant, timeout};
 use tokio_util::task::AbortOnDropHandle;
 use tracing::Instrument as _;
@@ -32,10 +33,16 @@ const TOLD_WITHIN: std::time::Duration = std::time::Duration::from_millis(500);
 /// Operations of one kind that a rank may have called and not ended.
 const OPERATIONS_MAX: usize = 4_096;
 
+/// The memory of a call.
+pub(super) enum CallMemory {
+    Host(Lent),
+    Device(OnDevice),
+}
+
 /// A call.
 pub(super) struct Operation {
     pub(super) call: Call,
-    pub(super) memory: Lent,
+    pub(super) memory: CallMemory,
     pub(super) completion: Completion,
     pub(super) cx: CallContext,
     pub(super) began: Instant,
@@ -69,7 +76,11 @@ impl Lane {
             let name = operation.call.operation.name();
             let why = format!("{OPERATIONS_MAX} operations of this rank wait; await them before more are called");
             let error = Error::not_started(Code::ResourceExhausted, why).about(format!("{name} of {}", room.meeting));
-            return operation.completion.finish(operation.memory.into_buffer(operation.call.dtype), Err(error));
+            let buffer = match operation.memory {
+                CallMemory::Host(memory) => memory.into_buffer(operation.call.dtype),
+                CallMemory::Device(accepted) => accepted.into_buffer(),
+            };
+            return operation.completion.finish(buffer, Err(error));
         };
         let place = place();
         let behind_others = self.waiting.fetch_add(1, Ordering::AcqRel) > 0;
@@ -78,7 +89,7 @@ impl Lane {
             AbortOnDropHandle::new(room.runtime().spawn(async move {
                 let late = late(&cx).await;
                 if let Some(room) = weak.upgrade() {
-                    expire(&room, collective, place, &late).await;
+                    expire(&room, collective, place, &late, false).await;
                 }
             }))
         });
@@ -98,6 +109,7 @@ async fn late(cx: &CallContext) -> Error {
 
 async fn run(room: Arc<Room>, mut operations: mpsc::Receiver<Queued>, waiting: Arc<AtomicUsize>) {
     let mut answers = Answers::default();
+    let mut underway = JoinSet::new();
     loop {
         let queued = tokio::select! { biased;
             queued = operations.recv() => queued,
@@ -107,20 +119,51 @@ async fn run(room: Arc<Room>, mut operations: mpsc::Receiver<Queued>, waiting: A
         drop(watch);
         let (call, number, trace) = (operation.call, place.number(), operation.cx.trace);
         let span = tracing::info_span!("collective", operation = %call, number, meeting = %room.meeting, trace_id = %trace.trace());
-        perform(&room, operation, place, &mut answers).instrument(span).await;
+        perform(&room, operation, place, &mut answers, &mut underway).instrument(span).await;
         waiting.fetch_sub(1, Ordering::AcqRel);
+        while underway.try_join_next().is_some() {}
+        if underway.len() >= OPERATIONS_MAX {
+            underway.join_next().await;
+        }
     }
+    underway.detach_all();
     // What was sent must arrive, although nobody calls any more.
     drop(timeout(ANSWERS_WITHIN, answers.at_most(&room, 0)).await);
 }
 
-/// Performs an operation, within the first cause of a failure and the bounds of its call, and gives its buffer back.
-async fn perform(room: &Arc<Room>, operation: Operation, place: Place, answers: &mut Answers) {
-    let Operation { call, mut memory, completion, cx, began } = operation;
-    let bytes = memory.len();
+/// Performs an operation, within the first cause of a failure and the bounds of its call, and gives its buffer back. One on device memory ends in a task of
+/// its own, once all ranks have called it, so that the next one need not wait for the device.
+async fn perform(
+    room: &Arc<Room>,
+    operation: Operation,
+    place: Place,
+    answers: &mut Answers,
+    underway: &mut JoinSet<()>,
+) {
+    let Operation { call, memory, completion, cx, began } = operation;
     room.begin(call.operation, place, began);
+    let mut memory = match memory {
+        CallMemory::Host(memory) => memory,
+        CallMemory::Device(accepted) => match agree(room, &cx, call, place, accepted.note(), answers).await {
+            Ok((elements, note)) => {
+                room.agreed(place);
+                let started = accepted.start(elements, note);
+                let ending = on_device(Arc::clone(room), cx, call, place, started, completion, began);
+                underway.spawn_on(ending.in_current_span(), room.runtime());
+                return;
+            }
+            Err(ended) => {
+                let cause = end(room, call.operation, place, ended).await;
+                room.ended(call.operation, place, None, None);
+                return completion.finish(accepted.into_buffer(), Err(cause));
+            }
+        },
+    };
+    let bytes = memory.len();
     let moved = match (place, room.shared()) {
-        (Place::Round(number), Some(shared)) => in_shared_memory(room, shared, &cx, call, number, &mut memory).await,
+        (Place::Round(number), Some(shared)) => {
+            in_shared_memory(room, shared, &cx, call, number, &mut memory).await.map(drop)
+        }
         _ => {
             let (private, shared) = match std::mem::take(&mut memory) {
                 Lent::Private(bytes) => (bytes, None),
@@ -143,8 +186,72 @@ async fn perform(room: &Arc<Room>, operation: Operation, place: Place, answers: 
         Ok(()) => Ok(Moving::new(bytes.max(memory.len()) as u64, began.elapsed())),
         Err(ended) => Err(end(room, call.operation, place, ended).await),
     };
-    room.ended(call.operation, place, result.as_ref().ok());
+    room.ended(call.operation, place, None, result.as_ref().ok());
     completion.finish(memory.into_buffer(call.dtype), result);
+}
+
+/// Waits until all ranks have made a call on device memory, or both of a pair. Returns the number of elements of each, and what the sender of a pair tells.
+async fn agree(
+    room: &Arc<Room>,
+    cx: &CallContext,
+    call: Call,
+    place: Place,
+    note: &Bytes,
+    answers: &mut Answers,
+) -> Result<(Vec<usize>, Bytes), Ended> {
+    let (no_elements, no_note) = (Vec::new(), Bytes::new());
+    match (place, room.shared()) {
+        (Place::Round(number), Some(shared)) => {
+            Ok((in_shared_memory(room, shared, cx, call, number, &mut Lent::default()).await?, no_note))
+        }
+        (Place::Round(number), None) => {
+            Ok((within(room, cx, ring::agree(room, cx, call, number, answers)).await?, no_note))
+        }
+        (Place::Send { to, number }, _) => {
+            let mut note = OperationMemory::new(BytesMut::from(&note[..]));
+            within(room, cx, pair::send(room, cx, call, to, number, &mut note, answers)).await?;
+            Ok((no_elements, no_note))
+        }
+        (Place::Receive { from, number }, _) => {
+            Ok((no_elements, within(room, cx, pair::agree(room, call, from, number)).await?))
+        }
+    }
+}
+
+/// Waits for the end of an operation on device memory, and gives its buffer back.
+async fn on_device(
+    room: Arc<Room>,
+    cx: CallContext,
+    call: Call,
+    place: Place,
+    started: Started,
+    completion: Completion,
+    began: Instant,
+) {
+    let path = started.path();
+    let needed: Vec<usize> = match place {
+        Place::Round(_) => room.others().collect(),
+        Place::Send { to: other, .. } | Place::Receive { from: other, .. } => vec![other],
+    };
+    let failing = async {
+        let lost = room.wait_until(|state: &mut State| room.lost_from(state, &needed));
+        let ended = tokio::select! { biased;
+            cause = room.cause.wait() => Ended::Failed(cause),
+            late = late(&cx) => Ended::Late(late),
+            lost = lost => Ended::Own(lost),
+        };
+        match ended {
+            Ended::Late(late) => expire(&room, call.operation, place, &late, true).await,
+            ended => drop(end(&room, call.operation, place, ended).await),
+        }
+    };
+    let Moved { buffer, result } = started.end(&room.cause, failing).await;
+    let result = match result {
+        Ok(moving) => Ok(Moving::new(moving.bytes, began.elapsed())),
+        Err(error) => Err(end(&room, call.operation, place, Ended::Own(error)).await),
+    };
+    room.ended(call.operation, place, Some(path), result.as_ref().ok());
+    completion.finish(buffer, result);
 }
 
 async fn over_channels(
@@ -162,6 +269,11 @@ async fn over_channels(
             Place::Receive { from, number } => pair::receive(room, call, from, number, memory).await,
         }
     };
+    within(room, cx, moving).await
+}
+
+/// Waits within the first cause of a failure and the bounds of a call.
+async fn within<T>(room: &Room, cx: &CallContext, moving: impl Future<Output = Result<T>>) -> Result<T, Ended> {
     tokio::select! { biased;
         cause = room.cause.wait() => Err(Ended::Failed(cause)),
         late = late(cx) => Err(Ended::Late(late)),
@@ -177,7 +289,7 @@ async fn in_shared_memory(
     call: Call,
     number: u64,
     memory: &mut Lent,
-) -> Result<(), Ended> {
+) -> Result<Vec<usize>, Ended> {
     // The thread would come to an operation that is over for this rank.
     if let Err(late) = cx.check() {
         return Err(Ended::Late(late));
@@ -209,13 +321,13 @@ async fn in_shared_memory(
     *memory = back;
     ended?;
     match result {
-        Ok(()) => {
+        Ok(elements) => {
             room.lock().heard = number + 1;
-            if let Collective::ReduceScatter(_) = call.operation {
+            if let (Collective::ReduceScatter(_), false) = (call.operation, call.on_device) {
                 let slice = ring::bytes_of(call, room.world_size(), room.position());
                 *memory = Lent::Private(BytesMut::from(&memory.bytes()[slice]));
             }
-            Ok(())
+            Ok(elements)
         }
         Err(Failure::Aborted) => {
             // Whoever has ended it tells why, unless it ends itself at that moment.
@@ -243,7 +355,7 @@ async fn in_shared_memory(
 async fn end(room: &Arc<Room>, operation: Collective, place: Place, ended: Ended) -> Error {
     match ended {
         Ended::Failed(cause) => return cause,
-        Ended::Late(late) => expire(room, operation, place, &late).await,
+        Ended::Late(late) => expire(room, operation, place, &late, false).await,
         Ended::Own(error) => room.fail(error.about(room.meeting.subject(operation, place.number()))),
     }
     room.cause.wait().await
@@ -256,10 +368,11 @@ enum Ended {
     Own(Error),
 }
 
-/// Ends the meeting because the bounds of a call have passed.
-async fn expire(room: &Arc<Room>, operation: Collective, place: Place, late: &Error) {
+/// Ends the meeting because the bounds of a call have passed. `agreed` says whether all of its ranks have called it.
+async fn expire(room: &Arc<Room>, operation: Collective, place: Place, late: &Error, agreed: bool) {
     let subject = room.meeting.subject(operation, place.number());
     let has_called = move |called: Called| match place {
+        _ if agreed => true,
         Place::Round(number) => called.rounds > number,
         Place::Send { number, .. } => called.receives > number,
         Place::Receive { number, .. } => called.sends > number,

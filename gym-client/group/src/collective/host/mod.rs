@@ -29,8 +29,8 @@ use futures_util::stream::FuturesUnordered;
 use gym_client::transport::Transports;
 use gym_core::base::watch;
 use gym_core::group::collective::{
-    Buffer, Collective, CollectiveReport, CollectiveTotals, Collectives, Communicator, Meeting, Seat, Transfer, has,
-    identities,
+    Buffer, Collective, CollectiveReport, CollectiveTotals, Collectives, Communicator, DevicePath, DevicePathSlot,
+    Meeting, Seat, Transfer, has, identities,
 };
 use gym_core::group::{DType, Rank};
 use gym_core::message::Loan;
@@ -40,7 +40,7 @@ use tokio::runtime::Handle;
 use tokio::sync::OnceCell;
 use tokio::time::Instant;
 
-use lane::{Lane, Operation};
+use lane::{CallMemory, Lane, Operation};
 use room::{Peer, Place, Room, answer_of, text};
 use shared::Lent;
 use wire::{BUILD, Cause, Join, Joined, Packet};
@@ -110,6 +110,7 @@ struct Entry {
 /// One rank's communicator. Dropping it leaves the meeting.
 struct HostCommunicator {
     room: Arc<Room>,
+    path: DevicePathSlot,
     rounds: Mutex<Option<Lane>>,
     pairs: Mutex<BTreeMap<(Direction, usize), Lane>>,
 }
@@ -167,7 +168,10 @@ impl Collectives for HostCollectives {
     async fn join(&self, cx: &CallContext, meeting: Meeting) -> Result<Arc<dyn Communicator>> {
         let subject = format!("join {meeting} as rank {}", meeting.rank);
         match self.0.join(cx, meeting).await {
-            Ok(room) => Ok(Arc::new(HostCommunicator { room, rounds: Mutex::default(), pairs: Mutex::default() })),
+            Ok(room) => {
+                let (rounds, pairs) = (Mutex::default(), Mutex::default());
+                Ok(Arc::new(HostCommunicator { room, path: DevicePathSlot::default(), rounds, pairs }))
+            }
             Err(error) => Err(error.about(subject)),
         }
     }
@@ -334,7 +338,7 @@ impl Registry {
     async fn meet(&self, cx: &CallContext, room: &Room, position: usize) -> Result<Error> {
         loop {
             match self.join_peer(cx, room, &room.meeting.seats[position]).await? {
-                Met::Here(peer) => room.met(position, peer),
+                Met::Here(peer, facts) => room.met(position, peer, facts),
                 Met::Over(cause) => return Ok(cause),
             }
             room.gave_up(position).await;
@@ -378,6 +382,7 @@ impl Registry {
             from: meeting.rank,
             id: room.id,
             seats: identities(&meeting.seats),
+            facts: meeting.facts.to_string(),
         };
         let packet = Packet::Join(join);
         let mut pauses = RETRY_PAUSES.into_iter();
@@ -424,7 +429,7 @@ impl Registry {
         });
         let answer = answer?.message.head.to_bytes();
         match serde_json::from_slice::<Joined>(&answer) {
-            Ok(Joined::Here(id)) => Ok(Met::Here(Peer { id, ..peer })),
+            Ok(Joined::Here(id, facts)) => Ok(Met::Here(Peer { id, ..peer }, facts)),
             Ok(Joined::Over(cause)) => Ok(Met::Over(cause.into_error())),
             Ok(Joined::Otherwise(seats)) => Err(meeting
                 .check_same_seats(&seats)
@@ -477,9 +482,9 @@ impl Registry {
             let (true, Some(from)) = (own == join.seats, room.meeting.position_of(join.from)) else {
                 return Ok(Some(Joined::Otherwise(own)));
             };
-            return Ok(Some(match room.joined_by(from, join.id) {
+            return Ok(Some(match room.joined_by(from, join.id, &join.facts) {
                 Some(cause) => Joined::Over(Cause::of(&cause)),
-                None => Joined::Here(room.id),
+                None => Joined::Here(room.id, room.meeting.facts.to_string()),
             }));
         }
         if newest > join.epoch {
@@ -537,7 +542,7 @@ fn memory_is_missing(why: &str) -> Error {
 
 /// The answer of a rank to a join.
 enum Met {
-    Here(Peer),
+    Here(Peer, String),
     Over(Error),
 }
 
@@ -588,10 +593,13 @@ impl Communicator for HostCommunicator {
         let accepted = match (self.room.cause.get(), meeting.check(operation, &buffer)) {
             (Some(cause), _) => Err((buffer, cause)),
             (None, Err(error)) => Err((buffer, self.about(operation, error))),
-            (None, Ok(call)) => match Lent::of(buffer) {
-                Ok(memory) => Ok((call, memory)),
-                Err((buffer, error)) => Err((buffer, self.about(operation, error))),
-            },
+            (None, Ok(call)) => {
+                let accepted = match call.on_device {
+                    true => self.path.accept("host", call, buffer).map(CallMemory::Device),
+                    false => Lent::of(buffer).map(CallMemory::Host),
+                };
+                accepted.map(|memory| (call, memory)).map_err(|(buffer, error)| (buffer, self.about(operation, error)))
+            }
         };
         match accepted {
             Err((buffer, error)) => completion.finish(buffer, Err(error)),
@@ -632,6 +640,14 @@ impl Communicator for HostCommunicator {
             Some(shared) => Lent::Shared(shared).into_buffer(dtype),
             None => Buffer::host(dtype, BytesMut::zeroed(bytes)),
         }
+    }
+
+    fn facts(&self) -> &[Arc<str>] {
+        self.room.facts()
+    }
+
+    fn set_device_path(&self, path: Arc<dyn DevicePath>) -> Result<()> {
+        self.path.set(path)
     }
 
     fn abort(&self, why: Error) {

@@ -8,7 +8,7 @@ use gym_core::{CallContext, Response, Result};
 
 use super::answers::Answers;
 use super::pieces::{OperationMemory, chunks_of};
-use super::room::{Expected, Expecting, Room, State, differ};
+use super::room::{Announced, Expected, Expecting, Room, State, differ};
 use super::wire::{CallPacket, ChunkPacket, Packet, SMALL_BYTES, Stream, WINDOW};
 
 /// Sends a buffer, and waits until it was received.
@@ -57,14 +57,13 @@ pub(super) async fn send(
     }
 }
 
-/// Receives a buffer.
-pub(super) async fn receive(
-    room: &Arc<Room>,
-    call: Call,
-    from: usize,
-    number: u64,
-    memory: &mut OperationMemory,
-) -> Result<()> {
+/// Waits for a send to this rank on device memory. Returns what the sender tells with it.
+pub(super) async fn agree(room: &Arc<Room>, call: Call, from: usize, number: u64) -> Result<Bytes> {
+    announced(room, call, from, number).await.map(Announced::take)
+}
+
+/// Waits for a send to this rank.
+async fn announced(room: &Arc<Room>, call: Call, from: usize, number: u64) -> Result<Announced> {
     let announced = room.wait_until(|state: &mut State| {
         let announced = Room::take_call(state, from, Stream::Pair, number);
         announced.map(Ok).or_else(|| room.absent(state, from, number, |left| left.sends).map(Err))
@@ -73,6 +72,18 @@ pub(super) async fn receive(
     if !announced.call.agrees_with(&call) {
         return Err(differ(room, call, from, announced.call));
     }
+    Ok(announced)
+}
+
+/// Receives a buffer.
+pub(super) async fn receive(
+    room: &Arc<Room>,
+    call: Call,
+    from: usize,
+    number: u64,
+    memory: &mut OperationMemory,
+) -> Result<()> {
+    let announced = announced(room, call, from, number).await?;
     if memory.whole.len() <= SMALL_BYTES {
         memory.whole.copy_from_slice(&announced.take());
         return Ok(());

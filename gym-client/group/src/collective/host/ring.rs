@@ -146,6 +146,20 @@ pub(super) async fn round(
     }
 }
 
+/// Waits until all ranks have made a call on device memory. Returns the number of elements of each.
+pub(super) async fn agree(
+    room: &Arc<Room>,
+    cx: &CallContext,
+    call: Call,
+    number: u64,
+    answers: &mut Answers,
+) -> Result<Vec<usize>> {
+    let round = Round { room, cx, number, sent: Vec::new(), received: Vec::new() };
+    round.announce(call, &Bytes::new(), answers).await;
+    let heard = answers.during(room, round.heard(call)).await?;
+    Ok(heard.into_iter().map(|heard| heard.map_or(call.elements, |(other, _)| other.elements)).collect())
+}
+
 /// Returns the bytes of a slice of a call's buffer.
 pub(super) fn bytes_of(call: Call, world_size: usize, position: usize) -> Range<usize> {
     let slice = slice_of(call.elements, world_size, position);

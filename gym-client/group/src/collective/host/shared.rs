@@ -6,8 +6,8 @@ use std::sync::{Arc, mpsc};
 use std::time::Instant;
 
 use bytes::BytesMut;
-use gym_core::group::DType;
 use gym_core::group::collective::{Buffer, Call, Collective, Memory};
+use gym_core::group::{DType, Rank};
 use gym_core::{Error, Result};
 use gym_segment::{Failure, FdOffer, Segment, SegmentCommunicator, SharedBuffer, SharedSpace, Sizes, fetch};
 use tokio::sync::oneshot;
@@ -85,7 +85,8 @@ struct Job {
 /// The end of an operation: the memory comes back, whatever has happened.
 pub(super) struct Done {
     pub(super) memory: Lent,
-    pub(super) result: Result<(), Failure>,
+    /// The number of elements of each rank, of a call on device memory.
+    pub(super) result: Result<Vec<usize>, Failure>,
 }
 
 /// Creates the segment of a meeting, with this many bytes for the tensors of each rank. Blocks its thread.
@@ -156,21 +157,30 @@ fn perform(
     root: usize,
     memory: &mut Lent,
     deadline: Instant,
-) -> Result<(), Failure> {
+) -> Result<Vec<usize>, Failure> {
+    if call.on_device {
+        let operation = match call.operation {
+            Collective::Broadcast { .. } => Collective::Broadcast { root: root as Rank },
+            operation => operation,
+        };
+        return own.agree(Call { operation, ..call }, deadline);
+    }
     match (call.operation, &mut *memory) {
         (Collective::AllReduce(op), Lent::Shared(shared)) => own.all_reduce_shared(call.dtype, op, shared, deadline),
         (Collective::AllReduce(op), Lent::Private(bytes)) => own.all_reduce(call.dtype, op, bytes, deadline),
         (Collective::ReduceScatter(op), memory) => own.reduce_scatter(call.dtype, op, memory.bytes_mut(), deadline),
         (Collective::Broadcast { .. }, memory) => own.broadcast(call.dtype, root, memory.bytes_mut(), deadline),
         (Collective::AllGather, part) => {
-            let lengths = own.lengths(call.dtype, part.bytes(), deadline)?;
+            let elements = own.agree(call, deadline)?;
+            let lengths: Vec<usize> = elements.into_iter().map(|elements| elements * call.dtype.size()).collect();
             let mut whole = BytesMut::zeroed(lengths.iter().sum());
             own.all_gather(call.dtype, part.bytes(), &lengths, &mut whole, deadline)?;
             *memory = Lent::Private(whole);
             Ok(())
         }
         _ => own.barrier(deadline),
-    }
+    }?;
+    Ok(Vec::new())
 }
 
 impl fmt::Debug for SharedLane {

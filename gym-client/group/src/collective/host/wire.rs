@@ -7,7 +7,7 @@ use gym_core::{Code, Error, Execution, Incarnation};
 use serde::{Deserialize, Serialize};
 
 /// The version of this package and of the messages. Ranks with different ones do not meet: they may add in another order.
-pub(super) const BUILD: &str = concat!(env!("CARGO_PKG_VERSION"), "/1");
+pub(super) const BUILD: &str = concat!(env!("CARGO_PKG_VERSION"), "/2");
 
 /// Buffers up to this size travel with the call, to every rank.
 pub(super) const SMALL_BYTES: usize = 64 << 10;
@@ -54,13 +54,15 @@ pub(super) struct Join {
     /// The number of the meeting at the sender. It is higher if the sender has given up a join and joins again.
     pub(super) id: u64,
     pub(super) seats: Vec<(Rank, Incarnation)>,
+    /// What the sender tells of itself.
+    pub(super) facts: String,
 }
 
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(super) enum Joined {
-    /// The receiver takes part under this number.
-    Here(u64),
+    /// The receiver takes part under this number, and tells this of itself.
+    Here(u64, String),
     /// The meeting has failed, or is over.
     Over(Cause),
     /// The receiver expects these seats.

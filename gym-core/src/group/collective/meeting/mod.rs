@@ -8,7 +8,7 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 
 use crate::base::error::{Code, Error, Result};
-use crate::group::collective::buffer::Buffer;
+use crate::group::collective::buffer::{Buffer, Memory};
 use crate::group::collective::operation::{Call, Collective, named};
 use crate::group::collective::reduction::{Reduction, check_dtype};
 use crate::group::layout::Rank;
@@ -29,6 +29,8 @@ pub struct Meeting {
     pub rank: Rank,
     /// The ranks, ascending. The index of a seat is the position of its rank.
     pub seats: Arc<[Seat]>,
+    /// What the caller tells the other ranks when it joins, for backends on top of another one: [`Communicator::facts`](super::Communicator::facts). Empty at first.
+    pub facts: Arc<str>,
     position: usize,
 }
 
@@ -86,7 +88,14 @@ impl Meeting {
             let ranks: Vec<Rank> = seats.iter().map(|seat| seat.rank).collect();
             return Err(invalid(format!("rank {rank} has no seat; the meeting has {}", named(&ranks))));
         };
-        Ok(Self { name, epoch, rank, seats, position })
+        Ok(Self { name, epoch, rank, seats, facts: "".into(), position })
+    }
+
+    /// Sets what the caller tells the other ranks when it joins. At most a few kilobytes.
+    #[must_use]
+    pub fn telling(mut self, facts: impl Into<Arc<str>>) -> Self {
+        self.facts = facts.into();
+        self
     }
 
     /// Returns the position of the caller, from 0: the index of its seat.
@@ -170,7 +179,8 @@ impl Meeting {
                 "a barrier moves nothing, and the buffer has {bytes} bytes; pass an empty one"
             )));
         }
-        Ok(Call { operation, dtype: buffer.dtype, elements: buffer.elements() })
+        let on_device = matches!(buffer.memory, Memory::Device(_));
+        Ok(Call { operation, dtype: buffer.dtype, elements: buffer.elements(), on_device })
     }
 }
 

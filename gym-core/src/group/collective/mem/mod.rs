@@ -19,7 +19,7 @@ use crate::group::collective::communicator::{Collectives, Communicator};
 use crate::group::collective::meeting::{Meeting, identities};
 use crate::group::collective::operation::{Collective, has};
 use crate::group::collective::report::{CollectiveReport, CollectiveTotals};
-use crate::group::collective::transfer::Transfer;
+use crate::group::collective::transfer::{DevicePath, DevicePathSlot, Transfer};
 use crate::group::layout::Rank;
 use crate::message::CallContext;
 use room::Room;
@@ -45,6 +45,8 @@ struct InProcessCommunicator {
     room: Arc<Room>,
     meeting: Meeting,
     totals: Arc<CollectiveTotals>,
+    facts: Vec<Arc<str>>,
+    path: DevicePathSlot,
 }
 
 impl InProcessCollectives {
@@ -70,12 +72,13 @@ impl InProcessCollectives {
                 Arc::clone(room)
             }
         };
-        if !room.sit_down(meeting.position()) {
+        if !room.sit_down(&meeting) {
             let why = format!("rank {} has joined before; only a newer epoch has another meeting", meeting.rank);
             return Err(Error::not_started(Code::AlreadyExists, why));
         }
         let totals = self.0.totals_of(meeting.rank);
-        Ok(InProcessCommunicator { registry: Arc::clone(&self.0), room, meeting, totals })
+        let (registry, facts, path) = (Arc::clone(&self.0), Vec::new(), DevicePathSlot::default());
+        Ok(InProcessCommunicator { registry, room, meeting, totals, facts, path })
     }
 }
 
@@ -104,7 +107,7 @@ impl Collectives for InProcessCollectives {
         let subject = format!("join {meeting} as rank {}", meeting.rank);
         let joined = async {
             cx.check()?;
-            let communicator = self.sit_down(meeting)?;
+            let mut communicator = self.sit_down(meeting)?;
             let formed = cx.bound(Execution::NotStarted, async {
                 communicator.room.formed().await;
                 Ok(())
@@ -114,6 +117,7 @@ impl Collectives for InProcessCollectives {
                 let why = format!("{}; {} not joined", late.message(), has(&missing));
                 return Err(Error::not_started(late.code(), why));
             }
+            communicator.facts = communicator.room.facts();
             Ok(communicator)
         };
         match joined.await {
@@ -130,7 +134,15 @@ impl Communicator for InProcessCommunicator {
     }
 
     fn start(&self, cx: &CallContext, operation: Collective, buffer: Buffer) -> Transfer {
-        self.room.start((&self.meeting, &self.totals), cx, operation, buffer)
+        self.room.start((&self.meeting, &self.totals), cx, operation, (buffer, &self.path))
+    }
+
+    fn facts(&self) -> &[Arc<str>] {
+        &self.facts
+    }
+
+    fn set_device_path(&self, path: Arc<dyn DevicePath>) -> Result<()> {
+        self.path.set(path)
     }
 
     fn abort(&self, why: Error) {

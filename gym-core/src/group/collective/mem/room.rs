@@ -4,11 +4,12 @@ use std::collections::{BTreeMap, VecDeque};
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use bytes::Bytes;
 use tokio::runtime::Handle;
 use tokio::task::AbortHandle;
 use tokio::time::Instant;
 
-use super::work::{Deposit, Work};
+use super::work::{Deposit, Deposited, Work};
 use crate::base::cancel::CancelToken;
 use crate::base::error::{Code, Error, Execution, Result};
 use crate::group::collective::buffer::Buffer;
@@ -16,7 +17,7 @@ use crate::group::collective::cause::FirstCause;
 use crate::group::collective::meeting::{Meeting, Seat};
 use crate::group::collective::operation::{Call, Collective, different_calls, has};
 use crate::group::collective::report::{CollectiveTotals, WaitingOperation};
-use crate::group::collective::transfer::Transfer;
+use crate::group::collective::transfer::{DevicePathSlot, Moved, Transfer};
 use crate::group::layout::Rank;
 use crate::message::CallContext;
 
@@ -32,6 +33,8 @@ pub(super) struct Room {
 
 struct State {
     presence: Vec<Presence>,
+    /// What each rank has told when it joined.
+    facts: Vec<Arc<str>>,
     /// The number of collective operations that each rank has called.
     called: Vec<u64>,
     /// Operations that some ranks have called and others have not, in order. The front has the number `first`.
@@ -39,6 +42,17 @@ struct State {
     first: u64,
     /// Sends and receives that wait, by (sender, receiver).
     pairs: BTreeMap<(usize, usize), Pair>,
+    /// The calls on device memory that are under way, by numbers of their own.
+    moving: BTreeMap<u64, Underway>,
+    /// How many there were.
+    moved: u64,
+}
+
+/// A call on device memory that all of its ranks have made.
+struct Underway {
+    position: usize,
+    subject: String,
+    began: Instant,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -93,10 +107,13 @@ impl Room {
         let world_size = meeting.world_size();
         let state = State {
             presence: vec![Presence::Absent; world_size],
+            facts: vec!["".into(); world_size],
             called: vec![0; world_size],
             rounds: VecDeque::new(),
             first: 0,
             pairs: BTreeMap::new(),
+            moving: BTreeMap::new(),
+            moved: 0,
         };
         Self {
             seats: Arc::clone(&meeting.seats),
@@ -112,16 +129,22 @@ impl Room {
     }
 
     /// Returns `false` if the seat is taken, or was left after the meeting had formed.
-    pub(super) fn sit_down(&self, position: usize) -> bool {
-        let mut state = self.lock();
+    pub(super) fn sit_down(&self, meeting: &Meeting) -> bool {
+        let (mut state, position) = (self.lock(), meeting.position());
         if matches!(state.presence[position], Presence::Joined | Presence::Left) {
             return false;
         }
         state.presence[position] = Presence::Joined;
+        state.facts[position] = Arc::clone(&meeting.facts);
         if state.presence.iter().all(|presence| *presence == Presence::Joined) {
             self.formed.cancel();
         }
         true
+    }
+
+    /// Returns what each rank has told, once all have joined.
+    pub(super) fn facts(&self) -> Vec<Arc<str>> {
+        self.lock().facts.clone()
     }
 
     /// Waits until all ranks have joined.
@@ -159,7 +182,11 @@ impl Room {
             let missing = self.ranks_at(state.missing(place));
             Some(WaitingOperation::new(waiting.subject.clone(), u64::try_from(elapsed).unwrap_or(u64::MAX), missing))
         });
-        own.collect()
+        let underway = state.moving.values().filter(|moving| moving.position == position).map(|moving| {
+            let elapsed = u64::try_from(moving.began.elapsed().as_millis()).unwrap_or(u64::MAX);
+            WaitingOperation::new(moving.subject.clone(), elapsed, Vec::new())
+        });
+        own.chain(underway).collect()
     }
 
     pub(super) fn abort(&self, why: Error) {
@@ -179,14 +206,14 @@ impl Room {
         (meeting, totals): (&Meeting, &Arc<CollectiveTotals>),
         cx: &CallContext,
         operation: Collective,
-        buffer: Buffer,
+        (buffer, path): (Buffer, &DevicePathSlot),
     ) -> Transfer {
         let (completion, transfer) = Transfer::new();
         let position = meeting.position();
         let mut state = self.lock();
         let place = state.next_place(position, operation, meeting);
         let subject = place.map(|place| meeting.subject(operation, place.number()));
-        match self.accept(meeting, operation, buffer) {
+        match self.accept(meeting, operation, buffer, path, cx) {
             Err((buffer, error)) => {
                 drop(state);
                 let subject = subject.unwrap_or_else(|| format!("{} of {meeting}", operation.name()));
@@ -211,12 +238,17 @@ impl Room {
         meeting: &Meeting,
         operation: Collective,
         buffer: Buffer,
-    ) -> Result<(Call, bytes::BytesMut), (Buffer, Error)> {
+        path: &DevicePathSlot,
+        cx: &CallContext,
+    ) -> Result<(Call, Deposited), (Buffer, Error)> {
         if let Some(cause) = self.cause.get() {
             return Err((buffer, cause));
         }
         match meeting.check(operation, &buffer) {
-            Ok(call) => buffer.into_host("mem").map(|memory| (call, memory)),
+            Ok(call) if call.on_device => {
+                path.accept("mem", call, buffer).map(|accepted| (call, Deposited::Device(accepted, cx.clone())))
+            }
+            Ok(call) => buffer.into_host("mem").map(|memory| (call, Deposited::Host(memory))),
             Err(error) => Err((buffer, error)),
         }
     }
@@ -235,9 +267,14 @@ impl Room {
         if let Err(error) = cx.check() {
             return self.expire(state, place, &error);
         }
-        if let Some(work) = state.take_complete(place, root) {
+        if let Some(calls) = state.take_complete(place) {
+            if calls.iter().any(|waiting| waiting.deposit.call.on_device) {
+                return self.hand_over(state, calls);
+            }
             drop(state);
-            return work.perform(&self.runtime, Arc::clone(&self.cause));
+            let deposits = calls.into_iter().map(|waiting| waiting.deposit).collect();
+            let source = root.filter(|_| matches!(place, Place::Round { .. })).unwrap_or(0);
+            return Work { deposits, source }.perform(&self.runtime, Arc::clone(&self.cause));
         }
         if let Some(error) = self.waits_for_a_rank_that_left(&state) {
             return self.fail(state, error);
@@ -252,6 +289,53 @@ impl Room {
         });
         if let Some(waiting) = state.waiting_mut(place) {
             waiting.bounds = Some(Bounds(watch.abort_handle()));
+        }
+    }
+
+    /// Starts a call on device memory for each of its ranks, in the order of the calls, which the lock keeps.
+    fn hand_over(self: &Arc<Self>, mut state: MutexGuard<'_, State>, calls: Vec<Waiting>) {
+        let of_pair = |call: &Call| matches!(call.operation, Collective::Send { .. } | Collective::Receive { .. });
+        let elements: Vec<usize> = calls
+            .iter()
+            .map(|waiting| waiting.deposit.call)
+            .filter(|call| !of_pair(call))
+            .map(|call| call.elements)
+            .collect();
+        // The sender of a pair comes first.
+        let mut note = Bytes::new();
+        for Waiting { deposit, position, subject, bounds } in calls {
+            drop(bounds);
+            let Deposit { call, memory, completion, began, totals } = deposit;
+            let Deposited::Device(accepted, cx) = memory else { continue };
+            let told = std::mem::replace(&mut note, accepted.note().clone());
+            let started = accepted.start(elements.clone(), told);
+            let number = state.moved;
+            state.moved += 1;
+            state.moving.insert(number, Underway { position, subject: subject.clone(), began });
+            let room = Arc::clone(self);
+            self.runtime.spawn(async move {
+                let path = started.path();
+                let Moved { buffer, mut result } = started.end(&room.cause, room.ends(&cx, &subject)).await;
+                if let Err(error) = result {
+                    room.abort(if error.subject().is_empty() { error.about(subject) } else { error });
+                    result = Err(room.closed().await);
+                }
+                room.lock().moving.remove(&number);
+                if let Ok(moving) = &mut result {
+                    moving.took = began.elapsed();
+                    totals.count(call.operation.name(), path, moving);
+                }
+                completion.finish(buffer, result);
+            });
+        }
+    }
+
+    /// Waits until the meeting fails. Ends it itself at the bounds of a call that is under way.
+    async fn ends(&self, cx: &CallContext, subject: &str) {
+        let failed = async { Ok(self.cause.wait().await) };
+        if let Err(late) = cx.bound(Execution::Unknown, failed).await {
+            let why = format!("{}; all ranks have called it, and it was not over", late.message());
+            self.abort(Error::unknown(late.code(), why).about(subject.to_owned()));
         }
     }
 
@@ -377,7 +461,7 @@ impl State {
     }
 
     /// Takes the calls of an operation that all of its ranks have called.
-    fn take_complete(&mut self, place: Place, root: Option<usize>) -> Option<Work> {
+    fn take_complete(&mut self, place: Place) -> Option<Vec<Waiting>> {
         if !self.missing(place).is_empty() {
             return None;
         }
@@ -386,13 +470,12 @@ impl State {
             Place::Round { .. } => {
                 self.first += 1;
                 let round = self.rounds.pop_front()?;
-                let deposits: Vec<Deposit> = round.0.into_iter().flatten().map(|waiting| waiting.deposit).collect();
-                Some(Work { deposits, source: root.unwrap_or(0) })
+                Some(round.0.into_iter().flatten().collect())
             }
             Place::Send { from, to, .. } | Place::Receive { from, to, .. } => {
                 let pair = self.pairs.get_mut(&(from, to))?;
                 let (send, receive) = (pair.sends.pop_front()?, pair.receives.pop_front()?);
-                Some(Work { deposits: vec![send.deposit, receive.deposit], source: 0 })
+                Some(vec![send, receive])
             }
         }
     }

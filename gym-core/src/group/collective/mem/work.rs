@@ -15,7 +15,8 @@ use crate::group::collective::cause::FirstCause;
 use crate::group::collective::operation::{Call, Collective};
 use crate::group::collective::reduction::{Reduction, order_of, slice_of};
 use crate::group::collective::report::CollectiveTotals;
-use crate::group::collective::transfer::{Completion, Moving};
+use crate::group::collective::transfer::{Completion, Moving, OnDevice};
+use crate::message::CallContext;
 
 /// Most bytes of all buffers together that are worked on in place: about 0.2 ms on one core. A larger operation would delay the other tasks of
 /// the thread.
@@ -25,14 +26,21 @@ const INLINE_BYTES_MAX: usize = 1 << 20;
 #[derive(Debug)]
 pub(super) struct Deposit {
     pub(super) call: Call,
-    pub(super) memory: BytesMut,
+    pub(super) memory: Deposited,
     pub(super) completion: Completion,
     pub(super) began: Instant,
     /// Those of the rank that calls.
     pub(super) totals: Arc<CollectiveTotals>,
 }
 
-/// The calls of an operation that all of its ranks have called.
+/// The memory of a call; of one on a device also the bounds, which hold until its end.
+#[derive(Debug)]
+pub(super) enum Deposited {
+    Host(BytesMut),
+    Device(OnDevice, CallContext),
+}
+
+/// The calls of an operation that all of its ranks have called, on host memory.
 pub(super) struct Work {
     /// Of every rank of the meeting, by position; or of the two ranks of a send, the sender first.
     pub(super) deposits: Vec<Deposit>,
@@ -52,7 +60,11 @@ struct Caller {
 impl Deposit {
     /// Ends the transfer with an error.
     pub(super) fn give_back(self, cause: Error) {
-        self.completion.finish(Buffer::host(self.call.dtype, self.memory), Err(cause));
+        let buffer = match self.memory {
+            Deposited::Host(memory) => Buffer::host(self.call.dtype, memory),
+            Deposited::Device(accepted, _) => accepted.into_buffer(),
+        };
+        self.completion.finish(buffer, Err(cause));
     }
 }
 
@@ -63,7 +75,8 @@ impl Work {
         let Self { deposits, source } = self;
         let Some(Call { operation, dtype, .. }) = deposits.first().map(|first| first.call) else { return };
         let (mut callers, mut memory) = (Vec::with_capacity(deposits.len()), Vec::with_capacity(deposits.len()));
-        for Deposit { call, memory: bytes, completion, began, totals } in deposits {
+        for Deposit { call, memory: deposited, completion, began, totals } in deposits {
+            let Deposited::Host(bytes) = deposited else { continue };
             callers.push(Caller { call, bytes: bytes.len(), completion, began, totals });
             memory.push(bytes);
         }

@@ -44,6 +44,7 @@ pub(super) struct Room {
     pub(super) cause: FirstCause,
     /// Set when all ranks have joined.
     peers: OnceLock<Vec<Option<Peer>>>,
+    facts: OnceLock<Vec<Arc<str>>>,
     /// The memory that all ranks share, if they do.
     shared: OnceLock<SharedLane>,
     /// The tasks that notice closed connections.
@@ -106,6 +107,8 @@ struct Running {
     operation: Collective,
     place: Place,
     began: Instant,
+    /// All of its ranks have been heard to call it.
+    agreed: bool,
 }
 
 /// What has come from one rank and was not taken yet, and how the rank has gone.
@@ -116,6 +119,8 @@ pub(super) struct SeatState {
     left: Option<Called>,
     /// The newest number under which the rank has joined.
     joined: Option<u64>,
+    /// What it has told of itself, with the newest number that came with it.
+    facts: Option<(u64, Arc<str>)>,
     /// The newest number under which the rank has given up its join, before this one has met all.
     gave_up: Option<u64>,
     /// The connection has closed without a word.
@@ -198,6 +203,13 @@ impl State {
 }
 
 impl SeatState {
+    /// Takes what the rank tells of itself, unless it has told something later.
+    fn tell(&mut self, id: u64, facts: &str) {
+        if self.facts.as_ref().is_none_or(|(newest, _)| *newest <= id) {
+            self.facts = Some((id, facts.into()));
+        }
+    }
+
     fn arrivals_of(&self, stream: Stream) -> &Arrivals {
         match stream {
             Stream::Round => &self.rounds,
@@ -233,6 +245,7 @@ impl Room {
             meeting,
             cause: FirstCause::new(),
             peers: OnceLock::new(),
+            facts: OnceLock::new(),
             shared: OnceLock::new(),
             watchers: OnceLock::new(),
             runtime: Handle::current(),
@@ -264,6 +277,11 @@ impl Room {
         (1..world_size).map(move |step| (own + step) % world_size)
     }
 
+    /// Returns what each rank has told of itself, once all have joined.
+    pub(super) fn facts(&self) -> &[Arc<str>] {
+        self.facts.get().map_or(&[], |facts| facts)
+    }
+
     fn is_formed(&self) -> bool {
         self.peers.get().is_some()
     }
@@ -273,9 +291,10 @@ impl Room {
     }
 
     /// Takes the way to a rank that has joined.
-    pub(super) fn met(&self, position: usize, mut peer: Peer) {
+    pub(super) fn met(&self, position: usize, mut peer: Peer, facts: String) {
         {
             let mut state = self.lock();
+            state.seats[position].tell(peer.id, &facts);
             // It may have given up, and joined again, after it had answered.
             peer.id = peer.id.max(state.seats[position].joined.unwrap_or_default());
             state.met[position] = Some(peer);
@@ -325,7 +344,14 @@ impl Room {
 
     /// Begins the meeting with those that have joined.
     pub(super) fn form(self: &Arc<Self>) {
-        let peers = std::mem::take(&mut self.lock().met);
+        let (peers, facts) = {
+            let mut state = self.lock();
+            let told = |seat: &SeatState| seat.facts.as_ref().map_or_else(|| "".into(), |(_, facts)| Arc::clone(facts));
+            let mut facts: Vec<Arc<str>> = state.seats.iter().map(told).collect();
+            facts[self.position()] = Arc::clone(&self.meeting.facts);
+            (std::mem::take(&mut state.met), facts)
+        };
+        drop(self.facts.set(facts));
         let mut watchers = Vec::with_capacity(peers.len());
         for (position, peer) in peers.iter().enumerate() {
             let Some(channel) = peer.as_ref().map(|peer| peer.channel.clone()) else { continue };
@@ -555,6 +581,12 @@ impl Room {
         seat.left.filter(|left| called(*left) <= number).map(|_| self.gone(position, None))
     }
 
+    /// Returns the error of a rank that cannot end an operation on device memory, which it has called: its process has gone.
+    pub(super) fn lost_from(&self, state: &State, positions: &[usize]) -> Option<Error> {
+        let lost = |position: &usize| Some(self.gone(*position, Some(state.seats[*position].lost.as_deref()?)));
+        positions.iter().find_map(lost)
+    }
+
     /// Returns the error of a rank that will not come to a collective operation in shared memory. One that has left after it needs no connection.
     pub(super) fn gone_from(&self, state: &State, position: usize, number: u64) -> Option<Error> {
         let seat = &state.seats[position];
@@ -613,7 +645,7 @@ impl Room {
     }
 
     /// A rank joins under a number. Returns what it is told if the meeting is over for it; `None` if it can take part.
-    pub(super) fn joined_by(self: &Arc<Self>, position: usize, id: u64) -> Option<Error> {
+    pub(super) fn joined_by(self: &Arc<Self>, position: usize, id: u64, facts: &str) -> Option<Error> {
         let mut state = self.lock();
         if let Some(cause) = self.cause.get() {
             return Some(cause);
@@ -621,6 +653,7 @@ impl Room {
         let met = self.peer(position).map(|peer| peer.id);
         let seat = &mut state.seats[position];
         seat.joined = seat.joined.max(Some(id));
+        seat.tell(id, facts);
         if met.is_some_and(|met| met < id) {
             // It gave up when this rank had met all.
             seat.left.get_or_insert_default();

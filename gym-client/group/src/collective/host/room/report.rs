@@ -10,17 +10,29 @@ use super::{Place, Room, Running, State};
 impl Room {
     /// Records that an operation begins.
     pub(in crate::collective::host) fn begin(&self, operation: Collective, place: Place, began: Instant) {
-        self.lock().running.push(Running { operation, place, began });
+        self.lock().running.push(Running { operation, place, began, agreed: false });
+    }
+
+    /// Records that all of its ranks have called an operation.
+    pub(in crate::collective::host) fn agreed(&self, place: Place) {
+        let mut state = self.lock();
+        state.running.iter_mut().filter(|running| running.place == place).for_each(|running| running.agreed = true);
     }
 
     /// Records the end of an operation, and what it has moved, if it succeeded.
-    pub(in crate::collective::host) fn ended(&self, operation: Collective, place: Place, moved: Option<&Moving>) {
+    pub(in crate::collective::host) fn ended(
+        &self,
+        operation: Collective,
+        place: Place,
+        path: Option<&'static str>,
+        moved: Option<&Moving>,
+    ) {
         self.lock().running.retain(|running| running.place != place);
         if let (Some(moved), Some(registry)) = (moved, self.registry.upgrade()) {
-            let path = match place {
+            let path = path.unwrap_or_else(|| match place {
                 Place::Round(_) if self.shared().is_some() => "shm",
                 _ => self.path(),
-            };
+            });
             registry.totals.count(operation.name(), path, moved);
         }
     }
@@ -50,6 +62,9 @@ impl Room {
 
     /// Returns the positions that have not been heard to call an operation.
     pub(in crate::collective::host) fn unheard(&self, state: &State, place: Place) -> Vec<usize> {
+        if state.running.iter().any(|running| running.place == place && running.agreed) {
+            return Vec::new();
+        }
         match place {
             // What was heard is taken when all have been.
             Place::Round(number) if state.heard > number => Vec::new(),

@@ -1,5 +1,7 @@
 //! The end of a collective operation: a future, or a wait of a thread.
 
+mod device;
+
 use std::fmt;
 use std::future::Future;
 use std::pin::Pin;
@@ -10,6 +12,8 @@ use tokio::sync::oneshot;
 
 use crate::base::error::{Error, Result};
 use crate::group::collective::buffer::Buffer;
+
+pub use device::{Agreed, DevicePath, DevicePathSlot, OnDevice, Started};
 
 /// An operation that has its place in the order, and runs whether or not anybody waits for it.
 ///
