@@ -3,10 +3,11 @@
 
 #[path = "fake_nccl/mod.rs"]
 mod fake_nccl;
+#[path = "fake_nccl/on_devices.rs"]
+mod on_devices;
 
 use std::any::Any;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -14,12 +15,12 @@ use futures_util::future::join_all;
 use gym_core::group::DType;
 use gym_core::group::collective::{
     Buffer, Collective, Collectives, Communicator, InProcessCollectives, Meeting, Memory, Moved, ReduceOp, Seat,
-    Transfer,
 };
 use gym_core::testing::conformance::{CollectiveFixture, collectives};
-use gym_core::{CallContext, Code, Error, Incarnation};
+use gym_core::{CallContext, Code, Incarnation};
 use gym_transport_rdma::nccl::cuda::{CudaDevice, CudaMemory};
 use gym_transport_rdma::nccl::{Nccl, NcclCollectives, NcclError, NcclOptions};
+use on_devices::OnDevices;
 
 const LONG: Duration = Duration::from_secs(30);
 
@@ -250,74 +251,19 @@ async fn memory_of_another_gpu_is_refused_and_aborts_nothing() {
     assert!(join_all(sums).await.into_iter().all(|moved| down(moved) == floats([2.0])));
 }
 
-/// Ranks that put the host memory of each call on their GPU, and its result back.
-#[derive(Debug)]
-struct OnDevices {
-    host: Arc<InProcessCollectives>,
-    devices: AtomicU32,
-}
-
-#[async_trait]
-impl CollectiveFixture for OnDevices {
-    async fn rank(&self, rank: u32) -> (Arc<dyn Collectives>, Seat) {
-        let (mut options, (nccl, cuda)) = (NcclOptions::default(), fake_nccl::libraries());
-        (options.nccl, options.cuda) = (nccl, cuda);
-        options.device = self.devices.fetch_add(1, Ordering::Relaxed) % 8;
-        let nccl = NcclCollectives::open(self.host.clone(), &options).unwrap();
-        (Arc::new(OnDevice(nccl)), Seat::new(rank, Incarnation(1)))
-    }
-}
-
-#[derive(Debug)]
-struct OnDevice(NcclCollectives);
-
-#[async_trait]
-impl Collectives for OnDevice {
-    fn name(&self) -> &'static str {
-        self.0.name()
-    }
-
-    async fn join(&self, cx: &CallContext, meeting: Meeting) -> gym_core::Result<Arc<dyn Communicator>> {
-        Ok(Arc::new(Uploading(self.0.join(cx, meeting).await?, self.0.device().unwrap().clone())))
-    }
-}
-
-#[derive(Debug)]
-struct Uploading(Arc<dyn Communicator>, CudaDevice);
-
-#[async_trait]
-impl Communicator for Uploading {
-    fn meeting(&self) -> &Meeting {
-        self.0.meeting()
-    }
-
-    fn start(&self, cx: &CallContext, operation: Collective, buffer: Buffer) -> Transfer {
-        let Some(bytes) = buffer.host_bytes().filter(|_| operation != Collective::Barrier) else {
-            return self.0.start(cx, operation, buffer);
-        };
-        let moved = self.0.start(cx, operation, up(&self.1, buffer.dtype, bytes));
-        let (completion, transfer) = Transfer::new();
-        tokio::spawn(async move {
-            let Moved { buffer, result } = moved.await;
-            let Memory::Device(memory) = buffer.memory else { panic!("host memory") };
-            let memory = (memory as Box<dyn Any>).downcast::<CudaMemory>().unwrap();
-            completion.finish(Buffer::host(buffer.dtype, memory.download().unwrap()[..].into()), result);
-        });
-        transfer
-    }
-
-    fn abort(&self, why: Error) {
-        self.0.abort(why);
-    }
-
-    async fn closed(&self) -> Error {
-        self.0.closed().await
-    }
-}
-
 #[tokio::test(flavor = "multi_thread")]
 async fn memory_of_gpus_passes_the_suite_of_collectives() {
-    collectives(&OnDevices { host: Arc::default(), devices: AtomicU32::new(0) }, 1).await;
+    collectives(&OnDevices::new(InProcess(InProcessCollectives::new())), 1).await;
+}
+
+#[derive(Debug)]
+struct InProcess(InProcessCollectives);
+
+#[async_trait]
+impl CollectiveFixture for InProcess {
+    async fn rank(&self, rank: u32) -> (Arc<dyn Collectives>, Seat) {
+        (Arc::new(self.0.clone()), Seat::new(rank, Incarnation(1)))
+    }
 }
 
 #[tokio::test(flavor = "multi_thread")]

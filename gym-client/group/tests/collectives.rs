@@ -5,7 +5,15 @@
 #[cfg(feature = "http")]
 use gym_client::transport::Transports;
 use gym_core::transport::{InProcess, ListenOptions};
+#[cfg(feature = "nccl")]
+use gym_group::collective::nccl::{CudaDevice, CudaMemory, NcclCollectives, NcclOptions};
 
+#[cfg(feature = "nccl")]
+#[path = "../../../gym-transport-rdma/tests/fake_nccl/mod.rs"]
+mod fake_nccl;
+#[cfg(feature = "nccl")]
+#[path = "../../../gym-transport-rdma/tests/fake_nccl/on_devices.rs"]
+mod on_devices;
 #[path = "collectives/ranked.rs"]
 mod ranked;
 
@@ -44,4 +52,15 @@ async fn over_unix_sockets() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn over_tcp() {
     suite(Ranked::new(Transports::standard(), |_| ListenOptions::default().at("127.0.0.1".to_owned(), 0)), 4).await;
+}
+
+#[cfg(feature = "nccl")]
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn memory_of_gpus_over_unix_sockets_and_in_shared_memory() {
+    use gym_core::testing::conformance::collectives;
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().to_owned();
+    let options = move |rank| ListenOptions::default().socket(path.join(format!("rank-{rank}")));
+    collectives(&on_devices::OnDevices::new(Ranked::new(Transports::standard(), options)), 5).await;
+    collectives(&on_devices::OnDevices::new(in_memory().in_shared_memory()), 6).await;
 }

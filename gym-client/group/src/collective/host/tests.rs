@@ -48,7 +48,7 @@ impl Handler for Played {
         let text = match packet {
             Packet::Join(join) => {
                 self.ids[join.from as usize].store(join.id, Ordering::Relaxed);
-                text(&Joined::Here(PLAYED))
+                text(&Joined::Here(PLAYED, String::new()))
             }
             Packet::Abort(_) if self.told.fetch_add(1, Ordering::Relaxed) == 0 => {
                 return Box::pin(std::future::pending());
@@ -102,7 +102,15 @@ impl Meets {
 
     fn join_as(&self, id: u64, build: &str, epoch: u64) -> Packet {
         let seats = identities(&self.communicators[0].meeting().seats);
-        Packet::Join(Join { build: build.to_owned(), name: "policy".to_owned(), epoch, from: 2, id, seats })
+        Packet::Join(Join {
+            build: build.to_owned(),
+            name: "policy".to_owned(),
+            epoch,
+            from: 2,
+            id,
+            seats,
+            facts: String::new(),
+        })
     }
 }
 
@@ -139,7 +147,7 @@ async fn what_is_no_message_is_invalid_and_what_is_too_much_is_refused() {
         rejected(answered, Code::InvalidArgument, &["not a message of collective operations"]);
     }
     let call = |to, from, number| {
-        let call = Call { operation: Collective::Barrier, dtype: DType::U8, elements: 0 };
+        let call = Call::new(Collective::Barrier, DType::U8, 0);
         Packet::Call(CallPacket { to, from, stream: Stream::Round, number, call })
     };
     let unknown = meets.answer(0, &call(1_000, 2, 0)).await;
@@ -222,7 +230,7 @@ async fn receives(meets: &Meets, bytes: usize) -> (Transfer, usize, u64) {
     let receive = Collective::Receive { from: 2 };
     let transfer = meets.communicators[1].start(&cx(), receive, Buffer::host(DType::U8, memory));
     let to = meets.id_at(1);
-    let call = Call { operation: Collective::Send { to: 1 }, dtype: DType::U8, elements: bytes };
+    let call = Call::new(Collective::Send { to: 1 }, DType::U8, bytes);
     let announced = Packet::Call(CallPacket { to, from: 2, stream: Stream::Pair, number: 0, call });
     meets.answer(1, &announced).await.unwrap();
     (transfer, address, to)
