@@ -7,6 +7,7 @@ mod fake_nccl;
 mod on_devices;
 
 use std::any::Any;
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -24,19 +25,29 @@ use on_devices::OnDevices;
 
 const LONG: Duration = Duration::from_secs(30);
 
-/// The ranks of a meeting, each with a GPU of its own.
-async fn ranks(world_size: u32) -> Vec<(Arc<dyn Communicator>, CudaDevice)> {
+/// The backends of ranks, each with a GPU of its own, over one that they share.
+fn backends(world_size: u32) -> (Arc<InProcessCollectives>, Vec<NcclCollectives>) {
     let (nccl, cuda) = fake_nccl::libraries();
     let host = Arc::new(InProcessCollectives::new());
-    let seats: Arc<[Seat]> = (0..world_size).map(|rank| Seat::new(rank, Incarnation(1))).collect();
-    let join = async |rank: u32| {
+    let backend = |rank: u32| {
         let mut options = NcclOptions::default();
         (options.nccl, options.cuda, options.device) = (nccl.clone(), cuda.clone(), rank);
-        let backend = NcclCollectives::open(host.clone(), &options).unwrap();
-        let meeting = Meeting::new("data", 1, rank, Arc::clone(&seats)).unwrap();
-        (backend.join(&CallContext::within(LONG), meeting).await.unwrap(), backend.device().unwrap().clone())
+        NcclCollectives::open(host.clone(), &options).unwrap()
     };
-    join_all((0..world_size).map(join)).await
+    let backends = (0..world_size).map(backend).collect();
+    (host, backends)
+}
+
+async fn joined(backend: &NcclCollectives, rank: usize, world_size: u32) -> (Arc<dyn Communicator>, CudaDevice) {
+    let seats: Arc<[Seat]> = (0..world_size).map(|rank| Seat::new(rank, Incarnation(1))).collect();
+    let meeting = Meeting::new("data", 1, rank as u32, seats).unwrap();
+    (backend.join(&CallContext::within(LONG), meeting).await.unwrap(), backend.device().unwrap().clone())
+}
+
+/// The ranks of a meeting, each with a GPU of its own.
+async fn ranks(world_size: u32) -> Vec<(Arc<dyn Communicator>, CudaDevice)> {
+    let (_, backends) = backends(world_size);
+    join_all(backends.iter().enumerate().map(|(rank, backend)| joined(backend, rank, world_size))).await
 }
 
 fn up(device: &CudaDevice, dtype: DType, bytes: &[u8]) -> Buffer {
@@ -216,6 +227,93 @@ async fn a_rank_that_never_calls_is_named_at_the_deadline_and_one_that_leaves_at
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn an_operation_that_waits_is_reported_as_what_was_called() {
+    let (host, backends) = backends(3);
+    let ranks = join_all(backends.iter().enumerate().map(|(rank, backend)| joined(backend, rank, 3))).await;
+    let cx = CallContext::within(LONG);
+    let start = |rank: usize| {
+        let (communicator, device) = &ranks[rank];
+        communicator.start(&cx, Collective::AllReduce(ReduceOp::Sum), up(device, DType::F32, &[0; 16]))
+    };
+    let first = [start(0), start(1)];
+    let waiting = backends[0].report(0).waiting;
+    assert_eq!(waiting.len(), 1, "{waiting:?}");
+    assert_eq!(waiting[0].to_string(), "waits in all_reduce 0 of meeting data (epoch 1): rank 2 has not called it");
+    let last = start(2);
+    join_all(first.into_iter().chain([last])).await.into_iter().for_each(|moved| drop(down(moved)));
+    let report = host.report(0);
+    assert!(report.waiting.is_empty(), "{report:?}");
+    let totals: Vec<_> = report.totals.iter().map(|totals| (&*totals.operation, &*totals.path, totals.bytes)).collect();
+    assert_eq!(totals, [("all_reduce", "nccl", 16)]);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn ranks_with_other_settings_are_refused_before_nccl_waits() {
+    let (_, mut backends) = backends(2);
+    let host = Arc::new(InProcessCollectives::new());
+    let (mut options, (nccl, cuda)) = (NcclOptions::default(), fake_nccl::libraries());
+    (options.nccl, options.cuda, options.device) = (nccl, cuda, 1);
+    options.settings.insert("NCCL_PROTO".to_owned(), "LL".to_owned());
+    let mut first = options.clone();
+    (first.device, first.settings) = (0, BTreeMap::new());
+    backends[0] = NcclCollectives::open(host.clone(), &first).unwrap();
+    backends[1] = NcclCollectives::open(host, &options).unwrap();
+    let seats: Arc<[Seat]> = (0..2).map(|rank| Seat::new(rank, Incarnation(1))).collect();
+    let join = async |rank: u32| {
+        let meeting = Meeting::new("data", 1, rank, Arc::clone(&seats)).unwrap();
+        backends[rank as usize].join(&CallContext::within(LONG), meeting).await.unwrap_err().to_string()
+    };
+    for error in join_all((0..2).map(join)).await {
+        let words = "rank 0 has no NCCL_PROTO, and rank 1 has NCCL_PROTO=LL; set the same on all ranks";
+        assert!(error.contains(words), "{error}");
+    }
+}
+
+/// With `auto`: the ranks of a meeting use NCCL if all of them use GPUs, and tell why they do not.
+#[tokio::test(flavor = "multi_thread")]
+async fn ranks_use_nccl_where_all_of_them_use_gpus() {
+    let (nccl, cuda) = fake_nccl::libraries();
+    for (used, uses) in [(true, (|| true) as fn() -> bool), (false, || false)] {
+        let host = Arc::new(InProcessCollectives::new());
+        let seats: Arc<[Seat]> = (0..2).map(|rank| Seat::new(rank, Incarnation(1))).collect();
+        let backends: Vec<_> = (0..2)
+            .map(|device| {
+                let mut options = NcclOptions::default();
+                (options.nccl, options.cuda, options.device) = (nccl.clone(), cuda.clone(), device);
+                NcclCollectives::if_used(host.clone(), &options, if device == 1 { uses } else { || true })
+            })
+            .collect();
+        let cx = CallContext::within(LONG);
+        let ranks = join_all(
+            backends
+                .iter()
+                .zip(0..)
+                .map(|(backend, rank)| backend.join(&cx, Meeting::new("data", 1, rank, Arc::clone(&seats)).unwrap())),
+        );
+        let ranks: Vec<_> = ranks.await.into_iter().map(Result::unwrap).collect();
+        assert_eq!(backends[1].device().is_some(), used, "nothing is opened that is not used");
+        let device = CudaDevice::open(&cuda, 0).unwrap();
+        let sum = Collective::AllReduce(ReduceOp::Sum);
+        if used {
+            let other = backends[1].device().unwrap();
+            let moved = join_all([
+                ranks[0].start(&cx, sum, up(&device, DType::F32, &floats([1.0]))),
+                ranks[1].start(&cx, sum, up(other, DType::F32, &floats([2.0]))),
+            ]);
+            assert!(moved.await.into_iter().all(|moved| down(moved) == floats([3.0])));
+        } else {
+            let error = ranks[0].start(&cx, sum, up(&device, DType::F32, &[0; 4])).await.result.unwrap_err();
+            let words =
+                "rank 1 does not use NCCL: its program has registered no device provider for cuda; copy it to the host";
+            assert!(error.to_string().contains(words), "{error}");
+            let host = || Buffer::host(DType::F32, floats([1.0])[..].into());
+            let moved = join_all(ranks.iter().map(|rank| rank.start(&cx, sum, host()))).await;
+            assert!(moved.iter().all(|moved| moved.buffer.host_bytes() == Some(&floats([2.0])[..])), "{moved:?}");
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn the_transfers_of_a_communicator_that_is_dropped_go_on() {
     for _ in 0..20 {
         let ranks = ranks(2).await;
@@ -323,6 +421,19 @@ async fn a_missing_or_wrong_library_is_an_error_that_names_it() {
             assert_eq!(error.code(), Code::FailedPrecondition, "{text}");
             assert!(text.contains(path.to_str().unwrap()), "{}: {text}", path.display());
         }
+    }
+}
+
+/// The figure beside those of `the_survivors_of_a_rank_that_is_killed_under_nccl_name_it`: without a host's meeting, the survivors wait for their deadline.
+#[test]
+fn nccl_alone_tells_no_rank_of_the_end_of_another() {
+    let rounds = std::env::var("GYM_COLLECTIVE_KILLS").unwrap_or_else(|_| "2".to_owned());
+    let program = fake_nccl::program("alone", include_str!("fake_nccl/alone.c"));
+    for signal in ["KILL", "STOP"] {
+        let output = std::process::Command::new(&program).args([signal, &rounds, "400"]).output().unwrap();
+        let text = String::from_utf8_lossy(&output.stdout);
+        assert!(output.status.success() && text.contains("; 0 had an error of NCCL"), "{output:?}");
+        print!("{text}");
     }
 }
 

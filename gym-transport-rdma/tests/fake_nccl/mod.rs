@@ -21,6 +21,20 @@ static BUILT: LazyLock<TempDir> = LazyLock::new(|| {
     folder
 });
 
+/// Builds a program over the library, whose source is this.
+#[allow(dead_code)] // Not in every program that has this module.
+pub(crate) fn program(name: &str, source: &str) -> PathBuf {
+    let (folder, program) = (BUILT.path(), BUILT.path().join(name));
+    let file = folder.join(format!("{name}.c"));
+    std::fs::write(&file, source).expect("writes");
+    let mut cc = Command::new("cc");
+    cc.args(["-O1", "-pthread", "-o"]).arg(&program).arg(file).arg(folder.join("libfake.so"));
+    let built =
+        cc.arg(format!("-Wl,-rpath,{}", folder.display())).output().expect("a C compiler (apt-get install gcc)");
+    assert!(built.status.success(), "{}", String::from_utf8_lossy(&built.stderr));
+    program
+}
+
 /// Returns the paths of `libnccl.so.2` and `libcuda.so.1`.
 pub(crate) fn libraries() -> (PathBuf, PathBuf) {
     (BUILT.path().join("libnccl.so.2"), BUILT.path().join("libcuda.so.1"))

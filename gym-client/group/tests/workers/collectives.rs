@@ -324,10 +324,29 @@ pub(crate) async fn a_rank_that_is_stopped_under_nccl_is_named_at_the_deadline()
     stop_rank(over_nccl()).await;
 }
 
+/// Stops ranks while they sum: `GYM_COLLECTIVE_KILLS` times, by default once.
 async fn stop_rank(collectives: CollectiveOptions) {
-    let group = summing_with(1, collectives).await;
-    check_sums(&group, 100).await;
-    let (stopped, deadline) = (2, 400);
+    let stops = std::env::var("GYM_COLLECTIVE_KILLS").map_or(1, |text| text.parse().expect("a number"));
+    let group = summing_with(stops, collectives).await;
+    let mut times = Vec::new();
+    for round in 0..stops {
+        times.extend(stop_one(&group, round % RANKS).await);
+    }
+    times.sort_unstable();
+    let at = |part: usize| times[(times.len() - 1) * part / 100] as f64 / 1e3;
+    println!(
+        "{stops} stops, {} survivors: failed {:.1} ms (p50), {:.1} ms (p99) after they began",
+        times.len(),
+        at(50),
+        at(99)
+    );
+    stop(&group).await;
+}
+
+/// Stops a rank while all sum. Returns how long the sums of the others took that failed, in microseconds.
+async fn stop_one(group: &Group, stopped: Rank) -> Vec<u64> {
+    check_sums(group, 100).await;
+    let deadline = 400;
     let mut calls = Vec::new();
     for rank in (0..RANKS).filter(|rank| *rank != stopped) {
         let call = group.call(summing::endure, (16, deadline)).dispatch(Dispatch::rank(rank)).deadline(LONG);
@@ -336,17 +355,18 @@ async fn stop_rank(collectives: CollectiveOptions) {
     let call = group.call(summing::endure, (16, deadline)).dispatch(Dispatch::rank(stopped)).deadline(LONG);
     let frozen = tokio::spawn(call.start().await.expect("handed over"));
     sleep(Duration::from_millis(20)).await;
-    freeze(pid(&group, stopped)).await;
+    freeze(pid(group, stopped)).await;
+    let mut times = Vec::new();
     for outcome in join_all(calls).await {
         let (error, _, took) = outcome.expect("it survives").into_values().remove(0);
-        println!("{:.0} ms after its start: {error}", took as f64 / 1e3);
         assert!(error.contains(&format!("rank {stopped} does not answer")), "{error}");
+        times.push(took);
     }
-    signal(pid(&group, stopped), Signal::KILL);
+    signal(pid(group, stopped), Signal::KILL);
     frozen.await.expect("no panic").expect_err("it was killed");
     group.restart_failed_workers(&CallContext::within(LONG)).await.expect("restarts");
-    check_sums(&group, 100).await;
-    stop(&group).await;
+    check_sums(group, 100).await;
+    times
 }
 
 /// Ranks 0 to 2 are on one machine and rank 3 is on another one. They sum over TCP, and name rank 3 when it is killed, and when `cut_off` takes away the
