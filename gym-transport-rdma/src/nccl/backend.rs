@@ -1,6 +1,5 @@
 //! NCCL as a backend of collective operations.
 
-use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
@@ -12,6 +11,7 @@ use gym_core::{CallContext, Code, Error, Execution, Handler, Result};
 use tokio::runtime::Handle;
 use tokio::sync::oneshot;
 
+use crate::machine::LoadOptions;
 use crate::nccl::communicator::{Inner, NcclCommunicator, RankDevice, on_failure};
 use crate::nccl::cuda::CudaDevice;
 use crate::nccl::engine::{Command, Engine};
@@ -23,21 +23,15 @@ use crate::nccl::{UNIQUE_ID_BYTES, UniqueId};
 const FACTS_BYTES: usize = 20;
 
 /// Which libraries and which GPU a rank uses.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct NcclOptions {
-    /// The library of NCCL. Default: `libnccl.so.2`, as the dynamic loader finds it.
-    pub nccl: PathBuf,
-    /// The library of CUDA's driver. Default: `libcuda.so.1`, as the dynamic loader finds it.
-    pub cuda: PathBuf,
+    /// Where NCCL is. Default: as [`Nccl::load`](crate::nccl::Nccl::load) searches it.
+    pub nccl: LoadOptions,
+    /// Where the library of CUDA's driver is. Default: as [`CudaDevice::open`] searches it.
+    pub cuda: LoadOptions,
     /// The number of the GPU among those that `CUDA_VISIBLE_DEVICES` leaves. Default: 0, because a rank sees its own GPU only.
     pub device: u32,
-}
-
-impl Default for NcclOptions {
-    fn default() -> Self {
-        Self { nccl: "libnccl.so.2".into(), cuda: "libcuda.so.1".into(), device: 0 }
-    }
 }
 
 /// The backend `nccl`: memory of a GPU goes over NCCL, host memory over another backend, which also forms meetings, compares what ranks call, and spreads the
@@ -62,7 +56,7 @@ impl NcclCollectives {
     pub fn open(host: Arc<dyn Collectives>, options: &NcclOptions) -> Result<Self> {
         let cannot = |why: String| Error::not_started(Code::FailedPrecondition, why);
         let communication = Communication::load(&options.nccl).map_err(|error| cannot(error.to_string()))?;
-        let device = CudaDevice::open(Path::new(&options.cuda), options.device).map_err(|error| {
+        let device = CudaDevice::open(&options.cuda, options.device).map_err(|error| {
             cannot(format!("no GPU {}: {error}; `rgym doctor` says what is missing", options.device))
         })?;
         let engine = Engine::start(device.clone(), communication.clone())?;

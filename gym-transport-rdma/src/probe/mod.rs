@@ -14,8 +14,8 @@ use std::path::{Path, PathBuf};
 use serde::Serialize;
 
 pub use crate::machine;
-use crate::machine::{Folder, Live, Loaded, Machine};
-use crate::nccl::Nccl;
+use crate::machine::{Folder, Live, LoadOptions, Loaded, Machine};
+use crate::nccl::{Nccl, NcclError};
 use crate::probe::files::Files;
 pub use crate::probe::finding::{Finding, Status, Topic};
 use crate::probe::ports::ports;
@@ -173,8 +173,12 @@ impl Probe {
 pub fn load(machine: &Live) -> Loaded {
     let files = Files::new(machine);
     let nccl = files.library("libnccl.so.2").map(|library| {
-        let version = Nccl::load(Path::new(&library.path)).and_then(|nccl| nccl.version());
-        version.map(|version| version.to_string()).map_err(|error| error.to_string())
+        let version = Nccl::load(&LoadOptions::at(&library.path)).and_then(|nccl| nccl.version());
+        version.map(|version| version.to_string()).map_err(|error| match error {
+            // The finding names the place, and what to install.
+            NcclError::NotFound { tried } => tried.into_iter().map(|attempt| attempt.why).collect(),
+            error => error.to_string(),
+        })
     });
     // Without a driver and a GPU, its version means nothing.
     let has_node = files.names("/dev").iter().any(|name| is_gpu_node(name));

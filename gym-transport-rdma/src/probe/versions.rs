@@ -6,7 +6,7 @@ use std::path::Path;
 
 use libloading::Library;
 
-use crate::nccl::loader_message;
+use crate::machine::loader_message;
 
 /// Returns the newest CUDA version that the driver supports, such as `12.8`.
 ///
