@@ -8,11 +8,9 @@ use std::path::{Path, PathBuf};
 use libloading::Library as Loaded;
 
 use crate::machine::{
-    Attempt, LoadOptions, Location, NCCL_IN_PACKAGES, NCCL_LIBRARY_VARIABLE, check_whole, loader_message, path_of,
-    python_packages,
+    Attempt, CUDA_FOLDERS, CUDA_LIBRARY_VARIABLE, LoadOptions, Location, NCCL_IN_PACKAGES, NCCL_LIBRARY_VARIABLE,
+    check_whole, loader_message, path_of, python_packages,
 };
-#[cfg(feature = "nccl")]
-use crate::machine::{CUDA_FOLDERS, CUDA_LIBRARY_VARIABLE};
 use crate::nccl::{NcclError, NcclVersion, UNIQUE_ID_BYTES, UniqueId};
 
 /// `ncclNcclResultt` is a C enum, passed as `int`; 0 is success.
@@ -50,7 +48,6 @@ pub(super) const NCCL: Kind = Kind {
               Debian, Ubuntu: apt-get install libnccl2 from NVIDIA's repository)",
 };
 
-#[cfg(feature = "nccl")]
 pub(super) const CUDA: Kind = Kind {
     name: "CUDA's driver",
     soname: "libcuda.so.1",
@@ -207,6 +204,34 @@ functions! {
         get_version: "ncclGetVersion"(*mut c_int) -> NcclResult;
         get_error_string: "ncclGetErrorString"(NcclResult) -> *const c_char;
         get_unique_id: "ncclGetUniqueId"(*mut RawId) -> NcclResult;
+    }
+}
+
+functions! {
+    /// What CUDA's driver tells without a GPU.
+    DriverFunctions {
+        version: "cuDriverGetVersion"(*mut c_int) -> c_int;
+    }
+}
+
+/// Returns the newest version of CUDA that the driver supports, such as `12.8`. It needs no GPU.
+///
+/// # Errors
+/// Why the library cannot be loaded, or does not tell its version.
+pub(crate) fn cuda_driver_version(options: &LoadOptions) -> Result<String, String> {
+    let functions = Library::load(&CUDA, options, DriverFunctions::of).map_err(|tried| Attempt::reasons(&tried))?;
+    functions.driver_version().map_err(|code| format!("its version function failed with code {code}"))
+}
+
+impl DriverFunctions {
+    /// Returns the newest version of CUDA that the driver supports, or the `CUresult`.
+    pub(super) fn driver_version(&self) -> Result<String, c_int> {
+        let mut code: c_int = 0;
+        // SAFETY: the library stays loaded. `code` is a valid, exclusive place for one int during the call, which needs neither a device nor an earlier call.
+        match unsafe { (self.version)(&raw mut code) } {
+            0 => Ok(format!("{}.{}", code / 1_000, code % 1_000 / 10)),
+            failed => Err(failed),
+        }
     }
 }
 

@@ -29,6 +29,7 @@ use thiserror::Error;
 pub use crate::machine::{Attempt, CUDA_LIBRARY_VARIABLE, LoadOptions, NCCL_LIBRARY_VARIABLE};
 #[cfg(feature = "nccl")]
 pub use crate::nccl::backend::{NcclCollectives, NcclOptions};
+pub(crate) use crate::nccl::library::cuda_driver_version;
 use crate::nccl::library::{Functions, Library};
 pub use crate::nccl::unique_id::{UNIQUE_ID_BYTES, UniqueId};
 

@@ -6,16 +6,15 @@ mod finding;
 mod gpus;
 mod ports;
 mod rdma;
-mod versions;
 
 use std::fmt;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use serde::Serialize;
 
 pub use crate::machine;
-use crate::machine::{Folder, Live, LoadOptions, Loaded, Machine};
-use crate::nccl::{Nccl, NcclError};
+use crate::machine::{Attempt, Folder, Live, LoadOptions, Loaded, Machine};
+use crate::nccl::{Nccl, NcclError, cuda_driver_version};
 use crate::probe::files::Files;
 pub use crate::probe::finding::{Finding, Status, Topic};
 use crate::probe::ports::ports;
@@ -176,7 +175,7 @@ pub fn load(machine: &Live) -> Loaded {
         let version = Nccl::load(&LoadOptions::at(&library.path)).and_then(|nccl| nccl.version());
         version.map(|version| version.to_string()).map_err(|error| match error {
             // The finding names the place, and what to install.
-            NcclError::NotFound { tried } => tried.into_iter().map(|attempt| attempt.why).collect(),
+            NcclError::NotFound { tried } => Attempt::reasons(&tried),
             error => error.to_string(),
         })
     });
@@ -184,7 +183,7 @@ pub fn load(machine: &Live) -> Loaded {
     let has_node = files.names("/dev").iter().any(|name| is_gpu_node(name));
     let has_gpu = has_node && files.text("/proc/driver/nvidia/version").is_some();
     let cuda = files.library("libcuda.so.1").filter(|_| has_gpu);
-    Loaded { nccl, cuda: cuda.map(|library| versions::cuda_driver_version(Path::new(&library.path))) }
+    Loaded { nccl, cuda: cuda.map(|library| cuda_driver_version(&LoadOptions::at(library.path))) }
 }
 
 /// Probes this machine. [`ProbeOptions`] select another root or more library directories.

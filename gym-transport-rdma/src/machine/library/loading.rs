@@ -67,6 +67,11 @@ impl Attempt {
     pub(crate) fn list(tried: &[Self]) -> String {
         tried.iter().map(Self::to_string).collect::<Vec<_>>().join("; ")
     }
+
+    /// Returns the reasons alone, for a message that names the place already.
+    pub(crate) fn reasons(tried: &[Self]) -> String {
+        tried.iter().map(|attempt| attempt.why.as_str()).collect::<Vec<_>>().join("; ")
+    }
 }
 
 /// Returns the loader's own message, which is the source of libloading's error.
