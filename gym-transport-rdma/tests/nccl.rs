@@ -8,6 +8,8 @@ mod on_devices;
 
 use std::any::Any;
 use std::collections::BTreeMap;
+use std::path::Path;
+use std::process::Command;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -20,7 +22,7 @@ use gym_core::group::collective::{
 use gym_core::testing::conformance::{CollectiveFixture, collectives};
 use gym_core::{CallContext, Code, Incarnation};
 use gym_transport_rdma::nccl::cuda::{CudaDevice, CudaMemory};
-use gym_transport_rdma::nccl::{Nccl, NcclCollectives, NcclError, NcclOptions};
+use gym_transport_rdma::nccl::{LoadOptions, Nccl, NcclCollectives, NcclError, NcclOptions};
 use on_devices::OnDevices;
 
 const LONG: Duration = Duration::from_secs(30);
@@ -31,7 +33,7 @@ fn backends(world_size: u32) -> (Arc<InProcessCollectives>, Vec<NcclCollectives>
     let host = Arc::new(InProcessCollectives::new());
     let backend = |rank: u32| {
         let mut options = NcclOptions::default();
-        (options.nccl, options.cuda, options.device) = (nccl.clone(), cuda.clone(), rank);
+        (options.nccl, options.cuda, options.device) = (LoadOptions::at(&nccl), LoadOptions::at(&cuda), rank);
         NcclCollectives::open(host.clone(), &options).unwrap()
     };
     let backends = (0..world_size).map(backend).collect();
@@ -252,7 +254,7 @@ async fn ranks_with_other_settings_are_refused_before_nccl_waits() {
     let (_, mut backends) = backends(2);
     let host = Arc::new(InProcessCollectives::new());
     let (mut options, (nccl, cuda)) = (NcclOptions::default(), fake_nccl::libraries());
-    (options.nccl, options.cuda, options.device) = (nccl, cuda, 1);
+    (options.nccl, options.cuda, options.device) = (LoadOptions::at(nccl), LoadOptions::at(cuda), 1);
     options.settings.insert("NCCL_PROTO".to_owned(), "LL".to_owned());
     let mut first = options.clone();
     (first.device, first.settings) = (0, BTreeMap::new());
@@ -279,7 +281,7 @@ async fn ranks_use_nccl_where_all_of_them_use_gpus() {
         let backends: Vec<_> = (0..2)
             .map(|device| {
                 let mut options = NcclOptions::default();
-                (options.nccl, options.cuda, options.device) = (nccl.clone(), cuda.clone(), device);
+                (options.nccl, options.cuda, options.device) = (LoadOptions::at(&nccl), LoadOptions::at(&cuda), device);
                 NcclCollectives::if_used(host.clone(), &options, if device == 1 { uses } else { || true })
             })
             .collect();
@@ -292,7 +294,7 @@ async fn ranks_use_nccl_where_all_of_them_use_gpus() {
         );
         let ranks: Vec<_> = ranks.await.into_iter().map(Result::unwrap).collect();
         assert_eq!(backends[1].device().is_some(), used, "nothing is opened that is not used");
-        let device = CudaDevice::open(&cuda, 0).unwrap();
+        let device = CudaDevice::open(&LoadOptions::at(&cuda), 0).unwrap();
         let sum = Collective::AllReduce(ReduceOp::Sum);
         if used {
             let other = backends[1].device().unwrap();
@@ -371,7 +373,7 @@ async fn two_ranks_with_one_gpu_are_refused_before_nccl_waits() {
     let seats: Arc<[Seat]> = (0..2).map(|rank| Seat::new(rank, Incarnation(1))).collect();
     let join = async |rank: u32| {
         let mut options = NcclOptions::default();
-        (options.nccl, options.cuda) = (nccl.clone(), cuda.clone());
+        (options.nccl, options.cuda) = (LoadOptions::at(&nccl), LoadOptions::at(&cuda));
         let backend = NcclCollectives::open(host.clone(), &options).unwrap();
         let meeting = Meeting::new("data", 1, rank, Arc::clone(&seats)).unwrap();
         backend.join(&CallContext::within(LONG), meeting).await.unwrap_err()
@@ -415,7 +417,7 @@ async fn a_missing_or_wrong_library_is_an_error_that_names_it() {
     for path in wrong {
         for (nccl, cuda) in [(path.clone(), cuda.clone()), (nccl.clone(), path.clone())] {
             let mut options = NcclOptions::default();
-            (options.nccl, options.cuda) = (nccl, cuda);
+            (options.nccl, options.cuda) = (LoadOptions::at(nccl), LoadOptions::at(cuda));
             let error = NcclCollectives::open(Arc::new(InProcessCollectives::new()), &options).unwrap_err();
             let text = error.to_string();
             assert_eq!(error.code(), Code::FailedPrecondition, "{text}");
@@ -437,20 +439,93 @@ fn nccl_alone_tells_no_rank_of_the_end_of_another() {
     }
 }
 
+/// Opens the libraries that the environment names, and prints the outcome. The next test starts it.
+#[tokio::test]
+#[ignore = "runs in a child process"]
+async fn opens_what_the_environment_names() {
+    let opened = NcclCollectives::open(Arc::new(InProcessCollectives::new()), &NcclOptions::default());
+    let path = Nccl::load(&LoadOptions::default()).map(|nccl| nccl.path().display().to_string());
+    println!("outcome: {}", opened.map_or_else(|error| error.to_string(), |_| path.unwrap()));
+}
+
+/// Returns the outcome of [`opens_what_the_environment_names`] in a process with these variables.
+fn outcome(variables: &[(&str, &Path)]) -> String {
+    let mut child = Command::new(std::env::current_exe().unwrap());
+    child.args(["--ignored", "--nocapture", "--exact", "opens_what_the_environment_names"]);
+    for name in ["GYM_NCCL_LIBRARY", "GYM_CUDA_LIBRARY", "VIRTUAL_ENV", "CONDA_PREFIX"] {
+        child.env_remove(name);
+    }
+    let output = child.envs(variables.iter().copied()).output().unwrap();
+    let text = String::from_utf8(output.stdout).unwrap();
+    let (_, outcome) = text.split_once("outcome: ").unwrap_or_else(|| panic!("{text}"));
+    outcome.lines().next().unwrap().to_owned()
+}
+
+#[test]
+fn the_variables_name_a_file_or_a_directory_and_nothing_else_is_tried_then() {
+    let (nccl, cuda) = fake_nccl::libraries();
+    let (folder, empty) = (nccl.parent().unwrap(), tempfile::tempdir().unwrap());
+    for place in [&*nccl, folder] {
+        assert_eq!(outcome(&[("GYM_NCCL_LIBRARY", place), ("GYM_CUDA_LIBRARY", folder)]), nccl.display().to_string());
+    }
+    // A Python environment with the library does not count.
+    let environment = python_environment(&nccl);
+    let with = |variables: &[(&str, &Path)]| outcome(&[&[("VIRTUAL_ENV", environment.path())], variables].concat());
+    let text = with(&[("GYM_NCCL_LIBRARY", empty.path()), ("GYM_CUDA_LIBRARY", &cuda)]);
+    let told = format!("loaded: GYM_NCCL_LIBRARY={}: has no libnccl.so.2. Install it", empty.path().display());
+    assert!(text.contains(&told), "{text}");
+    let text = with(&[("GYM_NCCL_LIBRARY", &nccl), ("GYM_CUDA_LIBRARY", Path::new("/no/such"))]);
+    let told =
+        "no GPU 0: CUDA's driver cannot be loaded: GYM_CUDA_LIBRARY=/no/such: no such file or directory. It comes";
+    assert!(text.contains(told) && text.contains("docker: --gpus all"), "{text}");
+    let text = with(&[("GYM_NCCL_LIBRARY", &nccl), ("FAKE_NCCL_VERSION", Path::new("21805"))]);
+    assert!(text.contains("libnccl.so.2: its version is 2.18.5; install 2.19.0 or later"), "{text}");
+}
+
+/// Makes a folder like a Python environment with NVIDIA's wheel.
+fn python_environment(library: &Path) -> tempfile::TempDir {
+    let environment = tempfile::tempdir().unwrap();
+    let folder = environment.path().join("lib/python3.13/site-packages/nvidia/nccl/lib");
+    std::fs::create_dir_all(&folder).unwrap();
+    std::os::unix::fs::symlink(library, folder.join("libnccl.so.2")).unwrap();
+    environment
+}
+
+#[test]
+fn the_wheel_of_the_active_environment_is_found_after_the_loaders_directories() {
+    let (nccl, cuda) = fake_nccl::libraries();
+    // A file that is no library ends the loader's own search, also where the machine has an NCCL.
+    let broken = tempfile::tempdir().unwrap();
+    std::fs::write(broken.path().join("libnccl.so.2"), "no library ".repeat(100)).unwrap();
+    let text = broken.path().join("libnccl.so.2");
+    let variables =
+        |environment| [("LD_LIBRARY_PATH", broken.path()), ("GYM_CUDA_LIBRARY", &*cuda), ("VIRTUAL_ENV", environment)];
+    let environment = python_environment(&nccl);
+    let wheel = environment.path().join("lib/python3.13/site-packages/nvidia/nccl/lib/libnccl.so.2");
+    assert_eq!(outcome(&variables(environment.path())), wheel.display().to_string());
+
+    let environment = python_environment(&text);
+    let wheel = environment.path().join("lib/python3.13/site-packages/nvidia/nccl/lib/libnccl.so.2");
+    let outcome = outcome(&variables(environment.path()));
+    let order = ["libnccl.so.2 in the loader's directories: ", ": invalid ELF header; ", wheel.to_str().unwrap()];
+    let places = order.map(|words| outcome.find(words).unwrap_or_else(|| panic!("{words}: {outcome}")));
+    assert!(places.is_sorted(), "{outcome}");
+}
+
 /// NVIDIA's own library, at the paths of `GYM_NCCL_WHEELS`, separated by colons. No GPU is needed.
 #[tokio::test(flavor = "multi_thread")]
 #[ignore = "needs the libraries that the tier `nccl-wheel` downloads"]
 async fn nvidias_library_tells_its_version_makes_ids_and_fails_without_a_gpu() {
     let wheels = std::env::var("GYM_NCCL_WHEELS").expect("GYM_NCCL_WHEELS has the paths of libraries");
     for path in wheels.split(':') {
-        let nccl = Nccl::load(path.as_ref()).unwrap();
+        let nccl = Nccl::load(&LoadOptions::at(path)).unwrap();
         let version = nccl.version().unwrap();
         assert!(path.contains(&version.to_string()), "{path} has version {version}");
         // Two ids differ, and tell one address of this machine.
         let ids = [nccl.unique_id().unwrap(), nccl.unique_id().unwrap()];
         assert!(ids[0] != ids[1] && ids[0].address().is_some(), "{ids:?}");
         let mut options = NcclOptions::default();
-        (options.nccl, options.cuda) = (path.into(), fake_nccl::libraries().1);
+        (options.nccl, options.cuda) = (LoadOptions::at(path), LoadOptions::at(fake_nccl::libraries().1));
         let backend = NcclCollectives::open(Arc::new(InProcessCollectives::new()), &options).unwrap();
         let seats: Arc<[Seat]> = [Seat::new(0, Incarnation(1))].into();
         let meeting = Meeting::new("data", 1, 0, seats).unwrap();
@@ -461,6 +536,6 @@ async fn nvidias_library_tells_its_version_makes_ids_and_fails_without_a_gpu() {
             "{error}"
         );
     }
-    let error = Nccl::load("libno-such-nccl.so.2".as_ref()).unwrap_err();
-    assert!(matches!(error, NcclError::Load { .. }), "{error}");
+    let error = Nccl::load(&LoadOptions::at("libno-such-nccl.so.2")).unwrap_err();
+    assert!(matches!(error, NcclError::NotFound { .. }), "{error}");
 }

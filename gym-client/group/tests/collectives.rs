@@ -6,7 +6,7 @@
 use gym_client::transport::Transports;
 use gym_core::transport::{InProcess, ListenOptions};
 #[cfg(feature = "nccl")]
-use gym_group::collective::nccl::{CudaDevice, CudaMemory, NcclCollectives, NcclOptions};
+use gym_group::collective::nccl::{CudaDevice, CudaMemory, LoadOptions, NcclCollectives, NcclOptions};
 
 #[cfg(feature = "nccl")]
 #[path = "../../../gym-transport-rdma/tests/fake_nccl/mod.rs"]

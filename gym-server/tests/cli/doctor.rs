@@ -82,20 +82,21 @@ int ncclGetUniqueId(char *id) {
     pub(crate) fn doctor_asks_nccl_in_a_process_of_its_own_where_ranks_would_meet() {
         let (folder, library) = (TestFolder::new(), tempfile::tempdir().unwrap());
         build(library.path());
-        let finding = |interface: &str, within: &str| {
+        let found_by = |variable: &str, interface: &str, within: &str| {
             let mut command = folder.command(&["doctor", "--json", "--no-self-test", "--nccl-timeout", within]);
-            command.env("LD_LIBRARY_PATH", library.path()).env("NCCL_SOCKET_IFNAME", interface);
+            command.env(variable, library.path()).env("NCCL_SOCKET_IFNAME", interface);
             let output = command.output().unwrap();
             let said = report(&output);
             let findings = said["findings"].as_array().unwrap();
             let finding = findings.iter().find(|finding| finding["topic"] == "nccl_interface").cloned();
             (finding.unwrap_or_else(|| panic!("{said}")), output.status.code())
         };
-        let (meets, _) = finding("lo", "20");
-        assert_eq!(
-            (&meets["status"], &meets["found"]),
-            (&"ok".into(), &"ranks of NCCL 2.27.3 would meet at 127.0.0.1 (lo)".into())
-        );
+        for variable in ["LD_LIBRARY_PATH", "GYM_NCCL_LIBRARY"] {
+            let (meets, _) = found_by(variable, "lo", "20");
+            let expected = (&"ok".into(), &"ranks of NCCL 2.27.3 would meet at 127.0.0.1 (lo)".into());
+            assert_eq!((&meets["status"], &meets["found"]), expected, "{variable}");
+        }
+        let finding = |interface: &str, within: &str| found_by("LD_LIBRARY_PATH", interface, within);
         let (none, code) = finding("eth9", "20");
         let found = none["found"].as_str().unwrap();
         assert!(found.contains("ncclGetUniqueId failed with code 5 (invalid usage): Bootstrap : no socket"), "{none}");

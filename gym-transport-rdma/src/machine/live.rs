@@ -83,9 +83,20 @@ impl Machine for Live {
         open(path, true).map(drop)
     }
 
+    /// Searches where the backends would: NCCL and CUDA's driver also where their variables say, and in Python's packages.
     fn library(&self, soname: &str) -> Answer<Option<Library>> {
+        let open = |path: &str| file(path).ok();
+        if let Some((folder, name)) = library::located(soname).filter(|_| self.library_folders.is_empty()) {
+            return library::find(self, &[folder], &name, open);
+        }
         let folders = self.searched.get_or_init(|| library::folders(self, &self.library_folders));
-        library::find(self, folders, soname, |path| file(path).ok())
+        if let Some(found) = library::find(self, folders, soname, open)? {
+            return Ok(Some(found));
+        }
+        let more = library::fallback_folders(soname)
+            .into_iter()
+            .filter_map(|folder| folder.into_os_string().into_string().ok());
+        library::find(self, &more.collect::<Vec<_>>(), soname, open)
     }
 
     fn variables(&self) -> Answer<BTreeMap<String, String>> {

@@ -22,6 +22,10 @@ use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 
 pub use crate::machine::folder::Folder;
+pub use crate::machine::library::{Attempt, CUDA_LIBRARY_VARIABLE, LoadOptions, NCCL_LIBRARY_VARIABLE};
+pub(crate) use crate::machine::library::{
+    CUDA_FOLDERS, Location, NCCL_IN_PACKAGES, check_whole, loader_message, path_of, python_packages,
+};
 pub use crate::machine::live::Live;
 pub use crate::machine::recorder::Recorder;
 pub use crate::machine::recording::{Cut, RECORDING_FORMAT, Recording, RecordingError};

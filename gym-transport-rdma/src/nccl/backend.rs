@@ -1,7 +1,6 @@
 //! NCCL as a backend of collective operations.
 
 use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, OnceLock};
 
@@ -15,6 +14,7 @@ use gym_core::group::collective::{
 use gym_core::{CallContext, Code, Error, Execution, Handler, Result};
 use serde::{Deserialize, Serialize};
 
+use crate::machine::LoadOptions;
 use crate::nccl::cuda::CudaDevice;
 use crate::nccl::engine::Engine;
 use crate::nccl::failure::again;
@@ -23,31 +23,19 @@ use crate::nccl::raw::Communication;
 use crate::nccl::{NcclVersion, UniqueId};
 
 /// Which libraries and which GPU a rank uses.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct NcclOptions {
-    /// The library of NCCL. Default: `libnccl.so.2`, as the dynamic loader finds it.
-    pub nccl: PathBuf,
-    /// The library of CUDA's driver. Default: `libcuda.so.1`, as the dynamic loader finds it.
-    pub cuda: PathBuf,
+    /// Where NCCL is. Default: as [`Nccl::load`](crate::nccl::Nccl::load) searches it.
+    pub nccl: LoadOptions,
+    /// Where the library of CUDA's driver is. Default: as [`CudaDevice::open`] searches it.
+    pub cuda: LoadOptions,
     /// The number of the GPU among those that `CUDA_VISIBLE_DEVICES` leaves. Default: 0, because a rank sees its own GPU only.
     pub device: u32,
     /// The settings that all ranks must share, by name: they compare them when they join. Default: none.
     pub settings: BTreeMap<String, String>,
     /// Lets ranks of a meeting have one GPU, which NCCL refuses unless `NCCL_MULTI_RANK_GPU_ENABLE=1` is set. Default: `false`.
     pub share_gpu: bool,
-}
-
-impl Default for NcclOptions {
-    fn default() -> Self {
-        Self {
-            nccl: "libnccl.so.2".into(),
-            cuda: "libcuda.so.1".into(),
-            device: 0,
-            settings: BTreeMap::new(),
-            share_gpu: false,
-        }
-    }
 }
 
 /// The backend `nccl`: memory of a GPU goes over NCCL, host memory over another backend, which also forms meetings, compares what ranks call, and spreads the
@@ -148,7 +136,7 @@ impl RankDevice {
     fn open(options: &NcclOptions) -> Result<Arc<Self>> {
         let cannot = |why: String| Error::not_started(Code::FailedPrecondition, why);
         let communication = Communication::load(&options.nccl).map_err(|error| cannot(error.to_string()))?;
-        let device = CudaDevice::open(Path::new(&options.cuda), options.device).map_err(|error| {
+        let device = CudaDevice::open(&options.cuda, options.device).map_err(|error| {
             cannot(format!("no GPU {}: {error}; `rgym doctor` says what is missing", options.device))
         })?;
         let engine = Engine::start(device.clone(), communication.clone())?;

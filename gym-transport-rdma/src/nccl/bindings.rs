@@ -4,14 +4,8 @@
 #![allow(unsafe_code)]
 
 use std::ffi::{c_char, c_int, c_uint, c_void};
-use std::fmt;
-use std::path::Path;
 
-use libloading::Library;
-
-use crate::nccl::NcclError;
-use crate::nccl::elf::check_whole;
-use crate::nccl::library::{NcclResult, RawId, loader_message};
+use crate::nccl::library::{NcclResult, RawId, functions};
 
 /// `ncclComm_t`.
 pub(super) type RawComm = *mut c_void;
@@ -60,31 +54,6 @@ impl RawConfig {
     }
 }
 
-macro_rules! functions {
-    ($(#[$doc:meta])* $name:ident { $($field:ident: $symbol:literal($($argument:ty),*) -> $result:ty;)* }) => {
-        $(#[$doc])*
-        #[derive(Clone, Copy)]
-        pub(super) struct $name { $(pub(super) $field: unsafe extern "C" fn($($argument),*) -> $result,)* }
-
-        impl $name {
-            /// Returns the functions of a library, or the name of the first one that it lacks.
-            fn of(library: &Library) -> Result<Self, &'static str> {
-                $(
-                    // SAFETY: the symbol has this signature in the headers of all supported versions. The caller never unloads the library.
-                    let $field = *unsafe { library.get(concat!($symbol, "\0").as_bytes()) }.map_err(|_| $symbol)?;
-                )*
-                Ok(Self { $($field),* })
-            }
-        }
-
-        impl fmt::Debug for $name {
-            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.write_str(stringify!($name))
-            }
-        }
-    };
-}
-
 functions! {
     /// What communicators call.
     CommunicatorFunctions {
@@ -124,33 +93,6 @@ functions! {
         destroy_event: "cuEventDestroy_v2"(Handle) -> CudaResult;
         error_string: "cuGetErrorString"(CudaResult, *mut *const c_char) -> CudaResult;
     }
-}
-
-impl CommunicatorFunctions {
-    pub(super) fn load(path: &Path) -> Result<Self, NcclError> {
-        let not_nccl = |function| NcclError::NotNccl { path: path.to_owned(), function };
-        with_library(path, |why| NcclError::Load { path: path.to_owned(), why }, Self::of)?.map_err(not_nccl)
-    }
-}
-
-impl CudaFunctions {
-    pub(super) fn load(path: &Path) -> Result<Self, String> {
-        with_library(path, |why| why, Self::of)?.map_err(|function| format!("it has no function {function}"))
-    }
-}
-
-/// Loads a library for good, and reads its functions.
-fn with_library<T, E>(path: &Path, failed: impl FnOnce(String) -> E, read: impl FnOnce(&Library) -> T) -> Result<T, E> {
-    if let Err(why) = check_whole(path) {
-        return Err(failed(why));
-    }
-    // SAFETY: loading runs the library's constructors. Callers pass a library of NVIDIA's by its own soname, in a directory of the dynamic loader or of the
-    // user. Neither changes signal handlers or libc, and both can be loaded on any thread.
-    let library = unsafe { Library::new(path) }.map_err(|error| failed(loader_message(&error)))?;
-    let functions = read(&library);
-    // Never unloaded: constructors may have left threads or exit handlers behind, and the functions outlive this call.
-    std::mem::forget(library);
-    Ok(functions)
 }
 
 #[cfg(test)]

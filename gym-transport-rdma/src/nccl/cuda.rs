@@ -4,25 +4,24 @@
 use std::any::Any;
 use std::ffi::{CStr, c_int};
 use std::fmt;
-use std::path::Path;
 use std::sync::Arc;
 
 use gym_core::group::collective::DeviceMemory;
 use thiserror::Error;
 
+use crate::machine::{Attempt, LoadOptions};
 use crate::nccl::bindings::{Address, CudaFunctions, CudaResult, Handle, NOT_READY};
+use crate::nccl::library::{CUDA, Library};
 
 /// Why the driver did not do what it was asked for.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum CudaError {
-    /// The library cannot be loaded.
-    #[error("CUDA's driver cannot be loaded from {path}: {why}")]
-    Load {
-        /// The file.
-        path: String,
-        /// The reason.
-        why: String,
+    /// No location has the library.
+    #[error("{}", CUDA.missing(tried))]
+    NotFound {
+        /// All locations that were tried, in order.
+        tried: Vec<Attempt>,
     },
     /// A function has failed.
     #[error("{function} failed with code {code} ({text})")]
@@ -60,13 +59,14 @@ impl fmt::Debug for CudaDevice {
 }
 
 impl CudaDevice {
-    /// Loads the driver's library (`libcuda.so.1`) at this path, and opens a GPU by its number among those that `CUDA_VISIBLE_DEVICES` leaves.
+    /// Loads the driver's library (`libcuda.so.1`), and opens a GPU by its number among those that `CUDA_VISIBLE_DEVICES` leaves. The search is that of
+    /// [`LoadOptions`], and then the folders that containers and WSL mount.
     ///
     /// # Errors
     /// The library cannot be loaded, or there is no such GPU.
-    pub fn open(library: &Path, number: u32) -> Result<Self, CudaError> {
-        let load = |why| CudaError::Load { path: library.display().to_string(), why };
-        let functions = CudaFunctions::load(library).map_err(load)?;
+    pub fn open(library: &LoadOptions, number: u32) -> Result<Self, CudaError> {
+        let functions =
+            Library::load(&CUDA, library, CudaFunctions::of).map_err(|tried| CudaError::NotFound { tried })?;
         let check = |function, code| check(&functions, function, code);
         let index = c_int::try_from(number).unwrap_or(c_int::MAX);
         let (mut handle, mut context) = (0, std::ptr::null_mut());

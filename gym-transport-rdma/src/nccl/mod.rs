@@ -9,7 +9,6 @@ mod backend;
 mod bindings;
 #[cfg(feature = "nccl")]
 pub mod cuda;
-mod elf;
 #[cfg(feature = "nccl")]
 mod engine;
 #[cfg(feature = "nccl")]
@@ -22,14 +21,16 @@ mod raw;
 mod unique_id;
 
 use std::fmt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
+use std::sync::Arc;
 
 use thiserror::Error;
 
+pub use crate::machine::{Attempt, CUDA_LIBRARY_VARIABLE, LoadOptions, NCCL_LIBRARY_VARIABLE};
 #[cfg(feature = "nccl")]
 pub use crate::nccl::backend::{NcclCollectives, NcclOptions};
-use crate::nccl::library::Functions;
-pub(crate) use crate::nccl::library::loader_message;
+pub(crate) use crate::nccl::library::cuda_driver_version;
+use crate::nccl::library::{Functions, Library};
 pub use crate::nccl::unique_id::{UNIQUE_ID_BYTES, UniqueId};
 
 /// A version of NCCL.
@@ -44,6 +45,9 @@ pub struct NcclVersion {
 }
 
 impl NcclVersion {
+    /// The oldest version that is supported.
+    pub const OLDEST: Self = Self { major: 2, minor: 19, patch: 0 };
+
     /// Reads the code of `ncclGetVersion`. Since 2.9 it is major · 10000 + minor · 100 + patch; before, major · 1000 + minor · 100 + patch.
     #[must_use]
     pub fn from_code(code: u32) -> Self {
@@ -69,21 +73,11 @@ impl fmt::Display for NcclVersion {
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum NcclError {
-    /// The file is no library that this process can load.
-    #[error("NCCL cannot be loaded from {path}: {why}")]
-    Load {
-        /// The file.
-        path: PathBuf,
-        /// The words of the dynamic loader.
-        why: String,
-    },
-    /// The library lacks a function, so it is not NCCL.
-    #[error("{path} is not NCCL: it has no function {function}")]
-    NotNccl {
-        /// The file.
-        path: PathBuf,
-        /// The function.
-        function: &'static str,
+    /// No location has an NCCL of 2.19 or later that can be loaded.
+    #[error("{}", library::NCCL.missing(tried))]
+    NotFound {
+        /// All locations that were tried, in order.
+        tried: Vec<Attempt>,
     },
     /// A function has failed. NCCL adds codes with its versions.
     #[error("{function} failed with code {code} ({text})")]
@@ -101,15 +95,32 @@ pub enum NcclError {
 #[derive(Clone, Debug)]
 pub struct Nccl {
     functions: Functions,
+    path: Arc<Path>,
 }
 
 impl Nccl {
-    /// Loads the library at this path. NCCL reads each of its settings once in a process, at the first call that needs it.
+    /// Loads the library. The search is that of [`LoadOptions`], and then the packages of Python: `nvidia/nccl/lib` and `torch/lib` below `site-packages` of
+    /// `VIRTUAL_ENV`, `CONDA_PREFIX` and `/usr/local`. NCCL reads each of its settings once in a process, at the first call that needs it.
     ///
     /// # Errors
-    /// [`NcclError::Load`] and [`NcclError::NotNccl`].
-    pub fn load(path: &Path) -> Result<Self, NcclError> {
-        Functions::load(path).map(|functions| Self { functions })
+    /// [`NcclError::NotFound`], also if the library is older than 2.19.
+    pub fn load(options: &LoadOptions) -> Result<Self, NcclError> {
+        Library::load(&library::NCCL, options, Self::of).map_err(|tried| NcclError::NotFound { tried })
+    }
+
+    fn of(library: &Library) -> Result<Self, String> {
+        let nccl = Self { functions: Functions::of(library)?, path: library.path().into() };
+        let version = nccl.version().map_err(|error| error.to_string())?;
+        if version < NcclVersion::OLDEST {
+            return Err(format!("its version is {version}; install {} or later", NcclVersion::OLDEST));
+        }
+        Ok(nccl)
+    }
+
+    /// Returns the path from which the library was loaded.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.path
     }
 
     /// Returns the version.
@@ -143,17 +154,42 @@ mod tests {
         assert_eq!(written(2_804), "2.8.4", "before 2.9");
     }
 
+    fn tried(error: NcclError) -> Vec<Attempt> {
+        let NcclError::NotFound { tried } = error else { panic!("{error}") };
+        tried
+    }
+
     #[test]
-    fn what_is_no_library_and_what_is_another_one_are_errors() {
+    fn what_is_no_library_and_what_is_another_one_are_errors_with_place_and_help() {
         let folder = tempfile::tempdir().expect("a folder");
         let text = folder.path().join("libnccl.so.2");
         std::fs::write(&text, "no library").expect("writes");
-        let error = Nccl::load(&text).expect_err("a text");
-        assert!(matches!(&error, NcclError::Load { .. }), "{error}");
-        assert!(error.to_string().contains("libnccl.so.2"), "{error}");
-        let missing = Nccl::load(&folder.path().join("missing.so")).expect_err("not there");
-        assert!(matches!(missing, NcclError::Load { .. }), "{missing}");
-        let other = Nccl::load(Path::new("libc.so.6")).expect_err("another library");
-        assert_eq!(other.to_string(), "libc.so.6 is not NCCL: it has no function ncclGetVersion");
+        let refused = |path: &Path| Nccl::load(&LoadOptions::at(path)).expect_err("no NCCL");
+        let error = refused(&text).to_string();
+        let beginning = format!("NCCL 2.19 or later cannot be loaded: {}: ", text.display());
+        assert!(error.starts_with(&beginning), "{error}");
+        for help in ["pip install nvidia-nccl-cu12", "apt-get install libnccl2", NCCL_LIBRARY_VARIABLE] {
+            assert!(error.contains(help), "{error}");
+        }
+        let missing = folder.path().join("missing.so");
+        let why = "no such file or directory".to_owned();
+        assert_eq!(tried(refused(&missing)), [Attempt { place: missing.display().to_string(), why }]);
+        let why = "it has no function ncclGetVersion".to_owned();
+        assert_eq!(tried(refused(Path::new("libc.so.6"))), [Attempt { place: "libc.so.6".to_owned(), why }]);
+    }
+
+    #[test]
+    fn a_directory_is_searched_for_the_library_and_for_the_wheel() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let refused = || tried(Nccl::load(&LoadOptions::at(folder.path())).expect_err("no NCCL"));
+        let place = folder.path().display().to_string();
+        assert_eq!(refused(), [Attempt { place, why: "has no libnccl.so.2".to_owned() }]);
+        let files = ["nvidia/nccl/lib/libnccl.so.2", "torch/lib/libnccl.so.2"].map(|name| folder.path().join(name));
+        for file in &files {
+            std::fs::create_dir_all(file.parent().expect("a parent")).expect("creates");
+            std::fs::write(file, "no library").expect("writes");
+        }
+        let places: Vec<String> = refused().into_iter().map(|attempt| attempt.place).collect();
+        assert_eq!(places, files.map(|file| file.display().to_string()), "in this order");
     }
 }

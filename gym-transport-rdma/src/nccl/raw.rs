@@ -2,15 +2,15 @@
 #![allow(unsafe_code)]
 
 use std::ffi::{CStr, c_int};
-use std::path::Path;
 use std::ptr;
 
 use gym_core::group::DType;
 use gym_core::group::collective::ReduceOp;
 
+use crate::machine::LoadOptions;
 use crate::nccl::bindings::{CommunicatorFunctions, IN_PROGRESS, RawComm, RawConfig};
 use crate::nccl::cuda::{CudaMemory, Stream};
-use crate::nccl::library::{NcclResult, RawId};
+use crate::nccl::library::{Library, NCCL, NcclResult, RawId};
 use crate::nccl::{Nccl, NcclError, UniqueId};
 
 /// The library with what communicators need. Cheap to clone.
@@ -87,8 +87,10 @@ fn nccl_op(op: ReduceOp) -> c_int {
 }
 
 impl Communication {
-    pub(super) fn load(path: &Path) -> Result<Self, NcclError> {
-        Ok(Self { nccl: Nccl::load(path)?, functions: CommunicatorFunctions::load(path)? })
+    pub(super) fn load(options: &LoadOptions) -> Result<Self, NcclError> {
+        let read =
+            |library: &Library| Ok(Self { nccl: Nccl::of(library)?, functions: CommunicatorFunctions::of(library)? });
+        Library::load(&NCCL, options, read).map_err(|tried| NcclError::NotFound { tried })
     }
 
     pub(super) fn nccl(&self) -> &Nccl {

@@ -48,7 +48,7 @@ pub(crate) fn nccl(files: &Files<'_>, host: &Host<'_>, loaded: &Loaded) -> Findi
     let topic = Topic::Nccl;
     let wheel = wheel(host, loaded);
     let fix = format!(
-        "apt-get install libnccl2 (NVIDIA's repository) or pip install {wheel}, and add its directory to LD_LIBRARY_PATH"
+        "apt-get install libnccl2 (NVIDIA's repository) or pip install {wheel}, and add its directory to LD_LIBRARY_PATH or set GYM_NCCL_LIBRARY to it"
     );
     let Some(Library { path, version }) = files.library("libnccl.so.2") else {
         let what = "NCCL not found (no libnccl.so.2 in the loader's directories)".to_owned();

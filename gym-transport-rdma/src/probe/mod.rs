@@ -6,16 +6,15 @@ mod finding;
 mod gpus;
 mod ports;
 mod rdma;
-mod versions;
 
 use std::fmt;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use serde::Serialize;
 
 pub use crate::machine;
-use crate::machine::{Folder, Live, Loaded, Machine};
-use crate::nccl::Nccl;
+use crate::machine::{Attempt, Folder, Live, LoadOptions, Loaded, Machine};
+use crate::nccl::{Nccl, NcclError, cuda_driver_version};
 use crate::probe::files::Files;
 pub use crate::probe::finding::{Finding, Status, Topic};
 use crate::probe::ports::ports;
@@ -173,14 +172,18 @@ impl Probe {
 pub fn load(machine: &Live) -> Loaded {
     let files = Files::new(machine);
     let nccl = files.library("libnccl.so.2").map(|library| {
-        let version = Nccl::load(Path::new(&library.path)).and_then(|nccl| nccl.version());
-        version.map(|version| version.to_string()).map_err(|error| error.to_string())
+        let version = Nccl::load(&LoadOptions::at(&library.path)).and_then(|nccl| nccl.version());
+        version.map(|version| version.to_string()).map_err(|error| match error {
+            // The finding names the place, and what to install.
+            NcclError::NotFound { tried } => Attempt::reasons(&tried),
+            error => error.to_string(),
+        })
     });
     // Without a driver and a GPU, its version means nothing.
     let has_node = files.names("/dev").iter().any(|name| is_gpu_node(name));
     let has_gpu = has_node && files.text("/proc/driver/nvidia/version").is_some();
     let cuda = files.library("libcuda.so.1").filter(|_| has_gpu);
-    Loaded { nccl, cuda: cuda.map(|library| versions::cuda_driver_version(Path::new(&library.path))) }
+    Loaded { nccl, cuda: cuda.map(|library| cuda_driver_version(&LoadOptions::at(library.path))) }
 }
 
 /// Probes this machine. [`ProbeOptions`] select another root or more library directories.

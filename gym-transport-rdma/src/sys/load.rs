@@ -1,10 +1,8 @@
 //! Loads UCX into the process, once and permanently.
 #![allow(unsafe_code)]
 
-use std::ffi::{CStr, OsStr, OsString, c_void};
+use std::ffi::c_void;
 use std::fmt;
-use std::mem::MaybeUninit;
-use std::os::unix::ffi::OsStrExt;
 use std::path::PathBuf;
 use std::sync::{Mutex, PoisonError};
 
@@ -14,23 +12,12 @@ use super::directory::{self, LIBRARIES};
 use super::hooks::FunctionStarts;
 use super::signals;
 use super::ucp::{UCP_API_MAJOR, UCP_API_MINOR, Ucp};
+use crate::machine::{Attempt, LoadOptions, Location, loader_message, path_of};
 
 /// Environment variable that locates UCX: a directory with libucm, libucs, libuct and libucp, or the path of libucp.
 pub const LIBRARY_VARIABLE: &str = "GYM_UCX_LIBRARY";
 
 const SONAME: &str = "libucp.so.0";
-
-/// Location of the UCX library.
-///
-/// The search order is `path`, `GYM_UCX_LIBRARY`, the dynamic loader's directories, then `search`. If `path` or
-/// `GYM_UCX_LIBRARY` is set, no other location is tried.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct LoadOptions {
-    /// A directory with the four libraries, or the path of libucp.
-    pub path: Option<PathBuf>,
-    /// Directories that are searched last, such as Python's `site-packages`.
-    pub search: Vec<PathBuf>,
-}
 
 /// The loaded library, and the effects of loading it on the process.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -45,15 +32,6 @@ pub struct LibraryInfo {
     /// Functions of libc that are now patched in memory (`mmap`, …). `UCX_MEM_MMAP_HOOK_MODE=none` in the environment
     /// prevents it, if it is set before the process starts.
     pub patched: Vec<&'static str>,
-}
-
-/// A location that was tried.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Attempt {
-    /// The location.
-    pub place: String,
-    /// Reason why it was not used.
-    pub why: String,
 }
 
 /// Reason why UCX cannot be loaded.
@@ -86,11 +64,11 @@ impl fmt::Display for LoadError {
         match self {
             Self::NotFound { tried } => {
                 write!(f, "UCX {UCP_API_MAJOR}.{UCP_API_MINOR} or later cannot be loaded: looked for {SONAME} ")?;
-                for (index, attempt) in tried.iter().enumerate() {
-                    let separator = if index == 0 { "" } else { "; " };
-                    write!(f, "{separator}{}: {}", attempt.place, attempt.why)?;
-                }
-                write!(f, ". Install it (Debian, Ubuntu: apt-get install libucx0; Fedora: dnf install ucx; ")?;
+                write!(
+                    f,
+                    "{}. Install it (Debian, Ubuntu: apt-get install libucx0; Fedora: dnf install ucx; ",
+                    Attempt::list(tried)
+                )?;
                 write!(f, "pip install libucx-cu12, without RDMA) or set {LIBRARY_VARIABLE} to its directory")
             }
             Self::Unfit { path, why } => write!(
@@ -152,29 +130,10 @@ pub(crate) fn load(options: &LoadOptions) -> Result<&'static Library, LoadError>
             _ => Ok(library),
         };
     }
-    let library = load_first(&locations(options, std::env::var_os(LIBRARY_VARIABLE)), options.path.clone())?;
+    let library = load_first(&options.locations(std::env::var_os(LIBRARY_VARIABLE)), options.path.clone())?;
     let library = &*Box::leak(Box::new(library));
     *loaded = Some(library);
     Ok(library)
-}
-
-/// A location to try.
-#[derive(Clone, Debug, PartialEq, Eq)]
-enum Location {
-    /// A directory, or the path of libucp.
-    Path(PathBuf),
-    /// The dynamic loader's directories.
-    Loader,
-}
-
-fn locations(options: &LoadOptions, variable: Option<OsString>) -> Vec<Location> {
-    if let Some(path) = &options.path {
-        return vec![Location::Path(path.clone())];
-    }
-    if let Some(path) = variable.filter(|path| !path.is_empty()) {
-        return vec![Location::Path(path.into())];
-    }
-    std::iter::once(Location::Loader).chain(options.search.iter().cloned().map(Location::Path)).collect()
 }
 
 fn load_first(locations: &[Location], wanted: Option<PathBuf>) -> Result<Library, LoadError> {
@@ -248,39 +207,12 @@ fn bind(
     Ok(Library { api, version, path, wanted, signals_restored, before })
 }
 
-/// Returns the file from which the dynamic loader loaded this function.
-fn path_of(function: *const c_void) -> Option<PathBuf> {
-    let mut info = MaybeUninit::<libc::Dl_info>::zeroed();
-    // SAFETY: `info` is a valid place; dladdr only compares the address with the loaded libraries.
-    if unsafe { libc::dladdr(function, info.as_mut_ptr()) } == 0 {
-        return None;
-    }
-    // SAFETY: filled by dladdr, and all zeros before, which is a valid value. The name is a C string that the loader
-    // keeps while the library is loaded, which is permanent.
-    let name = unsafe { CStr::from_ptr(info.assume_init().dli_fname) };
-    Some(PathBuf::from(OsStr::from_bytes(name.to_bytes())))
-}
-
-/// Returns the loader's own message, which is the source of libloading's error.
-fn loader_message(error: &libloading::Error) -> String {
-    std::error::Error::source(error).map_or_else(|| error.to_string(), ToString::to_string)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     fn message(locations: &[Location]) -> String {
         load_first(locations, None).unwrap_err().to_string()
-    }
-
-    #[test]
-    fn a_path_comes_before_the_variable_and_both_exclude_everything_else() {
-        let options = LoadOptions { path: Some("/opt/ucx".into()), search: vec!["/site".into()] };
-        assert_eq!(locations(&options, Some("/env".into())), [Location::Path("/opt/ucx".into())]);
-        let options = LoadOptions { path: None, ..options };
-        assert_eq!(locations(&options, Some("/env".into())), [Location::Path("/env".into())]);
-        assert_eq!(locations(&options, Some("".into())), [Location::Loader, Location::Path("/site".into())]);
     }
 
     #[test]

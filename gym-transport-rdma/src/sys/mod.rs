@@ -11,5 +11,6 @@ mod load;
 mod signals;
 pub(crate) mod ucp;
 
-pub use load::{LIBRARY_VARIABLE, LibraryInfo, LoadError, LoadOptions};
+pub use crate::machine::LoadOptions;
+pub use load::{LIBRARY_VARIABLE, LibraryInfo, LoadError};
 pub(crate) use load::{Library, load};

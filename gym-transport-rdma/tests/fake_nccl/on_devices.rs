@@ -11,7 +11,7 @@ use gym_core::group::collective::{
 use gym_core::testing::conformance::CollectiveFixture;
 use gym_core::{CallContext, Error};
 
-use super::{CudaDevice, CudaMemory, NcclCollectives, NcclOptions, fake_nccl};
+use super::{CudaDevice, CudaMemory, LoadOptions, NcclCollectives, NcclOptions, fake_nccl};
 
 /// Ranks that put the host memory of each call on their GPU, and its result back.
 #[derive(Debug)]
@@ -30,7 +30,7 @@ impl<F> OnDevices<F> {
 impl<F: CollectiveFixture> CollectiveFixture for OnDevices<F> {
     async fn rank(&self, rank: u32) -> (Arc<dyn Collectives>, Seat) {
         let (mut options, (nccl, cuda)) = (NcclOptions::default(), fake_nccl::libraries());
-        (options.nccl, options.cuda) = (nccl, cuda);
+        (options.nccl, options.cuda) = (LoadOptions::at(nccl), LoadOptions::at(cuda));
         options.device = self.devices.fetch_add(1, Ordering::Relaxed) % 8;
         let (host, seat) = self.host.rank(rank).await;
         (Arc::new(OnDevice(NcclCollectives::open(host, &options).unwrap())), seat)

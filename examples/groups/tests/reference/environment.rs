@@ -7,8 +7,9 @@ use gym_group::{NODE_FIRST, NOT_INHERITED, NOT_SENT, VariableKind, VariableSourc
 use crate::page::{Page, code, sources};
 
 /// The variables that a user sets: name, reader, meaning.
-const READ: [(&str, &str, &str); 52] = [
+const READ: [(&str, &str, &str); 53] = [
     ("ALL_PROXY", "`rgym doctor`", "As `HTTPS_PROXY`."),
+    ("CONDA_PREFIX", "ranks with `communication_backend: nccl`, `rgym doctor`", "As `VIRTUAL_ENV`, for NCCL."),
     (
         "CUDA_VISIBLE_DEVICES",
         "worker groups",
@@ -16,8 +17,8 @@ const READ: [(&str, &str, &str); 52] = [
     ),
     (
         "GYM_CUDA_LIBRARY",
-        "ranks with `communication_backend: nccl`",
-        "Path of the library of CUDA's driver. Default: `libcuda.so.1`, as the dynamic loader finds it.",
+        "ranks with `communication_backend: nccl`, `rgym doctor`",
+        "The library of CUDA's driver: its file, or a directory with `libcuda.so.1`. No other place is searched.",
     ),
     (
         "GYM_JOIN_SECRET",
@@ -27,8 +28,8 @@ const READ: [(&str, &str, &str); 52] = [
     ),
     (
         "GYM_NCCL_LIBRARY",
-        "ranks with `communication_backend: nccl`",
-        "Path of NCCL's library. Default: `libnccl.so.2`, as the dynamic loader finds it.",
+        "ranks with `communication_backend: nccl`, `rgym doctor`",
+        "NCCL: the file of its library, or a directory with `libnccl.so.2`. No other place is searched.",
     ),
     (
         "GYM_QUIC_SECRET",
@@ -53,7 +54,11 @@ const READ: [(&str, &str, &str); 52] = [
         "Not used: this program calls model endpoints without a proxy. Named where an endpoint does not respond.",
     ),
     ("HTTP_PROXY", "`rgym doctor`", "As `HTTPS_PROXY`."),
-    ("LD_LIBRARY_PATH", "`rgym doctor`", "Directories in which the dynamic loader looks for UCX."),
+    (
+        "LD_LIBRARY_PATH",
+        "`rgym doctor`",
+        "Directories in which the dynamic loader looks for UCX, NCCL and CUDA's driver.",
+    ),
     (
         "NEMO_GYM_ALLOW_UNSUPPORTED_PAIRING",
         "configuration",
@@ -149,7 +154,11 @@ const READ: [(&str, &str, &str); 52] = [
         "configuration",
         "The default of `uv_lock_timeout_seconds`, a key of NeMo Gym. Otherwise 1,800.",
     ),
-    ("VIRTUAL_ENV", "`rgym`", "The virtual environment whose interpreter is the default of `--python`."),
+    (
+        "VIRTUAL_ENV",
+        "`rgym`, ranks with `communication_backend: nccl`",
+        "The virtual environment whose interpreter is the default of `--python`, and in whose packages NCCL is searched.",
+    ),
     (
         "WORKER_CHECKS",
         "`rgym run --worker`",

@@ -186,7 +186,11 @@ pub(crate) async fn the_options_of_a_group_name_how_its_ranks_meet() {
     let group = start(spec, self::options()).await.expect("starts");
     let error = group.call(summing::sum, (String::new(), 1)).deadline(LONG).await.expect_err("no NCCL");
     assert_eq!(error.cause().code(), Code::FailedPrecondition);
-    let why = if cfg!(feature = "nccl") { "NCCL cannot be loaded from /no/such/library" } else { "the feature `nccl`" };
+    let why = if cfg!(feature = "nccl") {
+        "cannot be loaded: GYM_NCCL_LIBRARY=/no/such/library: no such file or directory. Install it"
+    } else {
+        "the feature `nccl`"
+    };
     let text = error.to_string();
     assert!(text.contains(why) && text.contains("use 'auto' or 'host' for ranks on CPUs"), "{error}");
     stop(&group).await;

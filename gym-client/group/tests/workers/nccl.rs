@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 
 use futures_util::future::join_all;
 use gym_core::{CallContext, Error, Result};
-use gym_group::collective::nccl::{self, CudaDevice, CudaMemory};
+use gym_group::collective::nccl::{self, CudaDevice, CudaMemory, LoadOptions};
 use gym_group::collective::{Buffer, Collective, Communicator, Memory, ReduceOp};
 use gym_group::{DType, Group};
 use tokio::time::Instant;
@@ -91,7 +91,7 @@ pub(crate) async fn a_process_whose_abort_hangs_ends_and_is_started_again() {
 /// Sums values in the memory of the rank's GPU.
 pub(crate) async fn summed(peers: &dyn Communicator, cx: &CallContext, values: &[f32]) -> Result<Vec<f32>> {
     let on_device = |error: nccl::CudaError| Error::internal(error.to_string());
-    let device = CudaDevice::open(&nccl::options().cuda, 0).map_err(on_device)?;
+    let device = CudaDevice::open(&LoadOptions::default(), 0).map_err(on_device)?;
     let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
     let memory = device.upload(&bytes).map_err(on_device)?;
     let buffer = Buffer::new(DType::F32, Memory::Device(Box::new(memory)));

@@ -4,7 +4,7 @@ use std::net::SocketAddr;
 use std::path::Path;
 use std::time::Duration;
 
-use gym_transport_rdma::nccl::Nccl;
+use gym_transport_rdma::nccl::{LoadOptions, Nccl};
 use serde::{Deserialize, Serialize};
 
 /// First argument that makes a process load NCCL and ask it for a unique id.
@@ -41,7 +41,7 @@ pub async fn nccl_meeting(library: &Path, within: Duration) -> Result<NcclMeetin
 }
 
 pub(super) fn meeting(library: &str) -> Result<NcclMeeting, String> {
-    let nccl = Nccl::load(Path::new(library)).map_err(|error| error.to_string())?;
+    let nccl = Nccl::load(&LoadOptions::at(library)).map_err(|error| error.to_string())?;
     let version = nccl.version().map_err(|error| error.to_string())?;
     let id = nccl.unique_id().map_err(|error| error.to_string())?;
     Ok(NcclMeeting { version: version.to_string(), address: id.address() })

@@ -1,4 +1,6 @@
-//! Reads a library's version from its file, without running any of its code.
+//! Reads what a library's file tells without running any of its code: its version, and whether it is whole.
+//!
+//! The dynamic loader maps what the headers promise, and the process dies (SIGBUS) where the file is shorter: a download that was cut off, a full disk.
 //!
 //! `ucp_get_version_string` returns a constant: the only string of the form `1.13.1` in the section `.rodata` (checked
 //! with Debian's 1.13.1 and PyPI's 1.22.0). A zero marks its end, but the byte before it belongs to another constant.
@@ -7,10 +9,16 @@
 use std::collections::BTreeSet;
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
+use std::path::Path;
 
 /// Maximum length of a section. libucp has 0.3 MB of constants; a forged file is not read into memory.
 const SECTION_BYTES_MAX: u64 = 16 << 20;
-/// Offsets in the header of a 64-bit ELF file, and the length of a section header.
+/// Most program headers that a library has; NVIDIA's have about ten.
+const SEGMENTS_MAX: u64 = 256;
+/// Offsets in the header of a 64-bit ELF file, and the length of a section header. Source: `elf.h`.
+const SEGMENT_TABLE_AT: usize = 0x20;
+const SEGMENT_HEADER_BYTES_AT: usize = 0x36;
+const SEGMENT_COUNT_AT: usize = 0x38;
 const SECTION_TABLE_AT: usize = 0x28;
 const SECTION_COUNT_AT: usize = 0x3c;
 const SECTION_NAMES_AT: usize = 0x3e;
@@ -21,12 +29,47 @@ pub(super) fn version(library: &mut File) -> Option<String> {
     only_version(&constants(library)?)
 }
 
-fn constants(file: &mut File) -> Option<Vec<u8>> {
-    let header = read(file, 0, 64)?;
-    // 64-bit, little-endian.
-    if !header.starts_with(b"\x7fELF\x02\x01") {
-        return None;
+/// Rejects a file that is shorter than its headers say. What is no 64-bit ELF file, or no file with a path, is left to the loader, which says so.
+///
+/// # Errors
+/// Both lengths.
+pub(crate) fn check_whole(path: &Path) -> Result<(), String> {
+    if path.components().count() < 2 {
+        return Ok(());
     }
+    let Ok(mut file) = File::open(path) else { return Ok(()) };
+    let Ok(length) = file.metadata().map(|metadata| metadata.len()) else { return Ok(()) };
+    match needed(&mut file) {
+        Some(needed) if needed > length => {
+            Err(format!("the file has {length} bytes, and its headers say {needed}: it was cut off; install it again"))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Returns the length that the program headers need; `None` if there are none to read.
+fn needed(file: &mut File) -> Option<u64> {
+    let header = header(file)?;
+    let table = u64::from_le_bytes(at(&header, SEGMENT_TABLE_AT)?);
+    let [bytes, count] = [SEGMENT_HEADER_BYTES_AT, SEGMENT_COUNT_AT].map(|offset| at(&header, offset));
+    let (bytes, count) = (u64::from(u16::from_le_bytes(bytes?)), u64::from(u16::from_le_bytes(count?)));
+    let mut needed = table.checked_add(bytes * count)?;
+    for index in 0..count.min(SEGMENTS_MAX) {
+        // A header that is not there is beyond the end.
+        let Some(segment) = read(file, table.checked_add(index * bytes)?, 56) else { return Some(needed) };
+        let [offset, length] = [8, 0x20].map(|offset| at(&segment, offset).map(u64::from_le_bytes));
+        needed = needed.max(offset?.saturating_add(length?));
+    }
+    Some(needed)
+}
+
+/// Returns the header of a 64-bit little-endian ELF file.
+fn header(file: &mut File) -> Option<Vec<u8>> {
+    read(file, 0, 64).filter(|header| header.starts_with(b"\x7fELF\x02\x01"))
+}
+
+fn constants(file: &mut File) -> Option<Vec<u8>> {
+    let header = header(file)?;
     let table = u64::from_le_bytes(at(&header, SECTION_TABLE_AT)?);
     let count = u64::from(u16::from_le_bytes(at(&header, SECTION_COUNT_AT)?));
     let names_index = usize::from(u16::from_le_bytes(at(&header, SECTION_NAMES_AT)?));
@@ -125,6 +168,27 @@ mod tests {
         {
             assert_eq!(version_of(&library(constants)), None, "{constants:?}");
         }
+    }
+
+    #[test]
+    fn a_file_that_was_cut_off_is_not_whole() {
+        // This program itself.
+        let whole = std::fs::read("/proc/self/exe").expect("reads");
+        let folder = tempfile::tempdir().expect("folder");
+        let path = folder.path().join("libnccl.so.2");
+        let check = |bytes: &[u8]| {
+            std::fs::write(&path, bytes).expect("writes");
+            check_whole(&path)
+        };
+        assert_eq!(check(&whole), Ok(()));
+        for length in [64, 4096, whole.len() / 2] {
+            let why = check(&whole[..length]).expect_err("cut off");
+            assert!(why.contains(&format!("the file has {length} bytes, and its headers say ")), "{why}");
+        }
+        for other in [&b""[..], b"no library", &whole[..63]] {
+            assert_eq!(check(other), Ok(()), "the loader says it");
+        }
+        assert_eq!(check_whole(Path::new("libc.so.6")), Ok(()), "the loader finds it");
     }
 
     #[test]

@@ -1,11 +1,26 @@
 //! Libraries, where the loader of a machine would find them, and their versions without running any of their code.
 
 mod elf;
+mod loading;
 
 use std::fs::File;
+use std::path::PathBuf;
 
 use crate::machine::{Answer, Library, Machine};
 
+pub(crate) use elf::check_whole;
+pub use loading::{Attempt, LoadOptions};
+pub(crate) use loading::{Location, loader_message, path_of, python_packages};
+
+/// Environment variable that locates NCCL: the file of the library, or a directory with it.
+pub const NCCL_LIBRARY_VARIABLE: &str = "GYM_NCCL_LIBRARY";
+/// Environment variable that locates the library of CUDA's driver: its file, or a directory with it.
+pub const CUDA_LIBRARY_VARIABLE: &str = "GYM_CUDA_LIBRARY";
+/// Folders below `site-packages` with NCCL: that of NVIDIA's wheel, and that of a PyTorch with a copy of its own.
+pub(crate) const NCCL_IN_PACKAGES: [&str; 2] = ["nvidia/nccl/lib", "torch/lib"];
+/// Folders of CUDA's driver that the dynamic loader may not know: those that the container toolkit mounts, and that of WSL.
+pub(crate) const CUDA_FOLDERS: [&str; 4] =
+    ["/usr/local/nvidia/lib64", "/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib/wsl/lib"];
 /// Library folders of distributions and vendors, in addition to those in `ld.so.conf`.
 const KNOWN_FOLDERS: [&str; 11] = [
     "/usr/lib/x86_64-linux-gnu",
@@ -22,6 +37,33 @@ const KNOWN_FOLDERS: [&str; 11] = [
 ];
 /// Maximum depth of includes, because `ld.so.conf` can include itself. Real files have one level.
 const INCLUDE_DEPTH_MAX: u32 = 4;
+
+/// Returns the folders in which this process looks for a library that its loader does not find.
+pub(super) fn fallback_folders(soname: &str) -> Vec<PathBuf> {
+    match soname {
+        "libnccl.so.2" => {
+            let all =
+                python_packages().into_iter().flat_map(|packages| NCCL_IN_PACKAGES.map(|below| packages.join(below)));
+            all.collect()
+        }
+        "libcuda.so.1" => CUDA_FOLDERS.map(PathBuf::from).into(),
+        _ => Vec::new(),
+    }
+}
+
+/// Returns folder and file name where a variable of this process locates a library.
+pub(super) fn located(soname: &str) -> Option<(String, String)> {
+    let variable = match soname {
+        "libnccl.so.2" => NCCL_LIBRARY_VARIABLE,
+        "libcuda.so.1" => CUDA_LIBRARY_VARIABLE,
+        _ => return None,
+    };
+    let path = std::env::var(variable).ok().filter(|path| path.contains('/'))?;
+    if std::fs::metadata(&path).is_ok_and(|metadata| metadata.is_dir()) {
+        return Some((path, soname.to_owned()));
+    }
+    path.rsplit_once('/').map(|(folder, name)| (folder.to_owned(), name.to_owned()))
+}
 
 /// Returns the folders in the loader's order: those that the caller names, those of `LD_LIBRARY_PATH`, those of `ld.so.conf`, and the known ones.
 pub(super) fn folders(machine: &dyn Machine, named: &[String]) -> Vec<String> {

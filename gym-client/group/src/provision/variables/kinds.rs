@@ -183,6 +183,8 @@ pub const NOT_SENT: [VariableKind; 7] = [
             "LMOD_*",
             "JAVA_HOME",
             "GYM_UCX_*",
+            "GYM_NCCL_LIBRARY",
+            "GYM_CUDA_LIBRARY",
         ],
         "Paths that another machine need not have.",
     ),
