@@ -11,6 +11,8 @@ mod bindings;
 mod communicator;
 #[cfg(feature = "nccl")]
 pub mod cuda;
+#[cfg(feature = "nccl")]
+pub mod devices;
 mod elf;
 #[cfg(feature = "nccl")]
 mod engine;
