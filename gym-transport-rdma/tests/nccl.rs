@@ -275,14 +275,14 @@ async fn ranks_with_other_settings_are_refused_before_nccl_waits() {
 #[tokio::test(flavor = "multi_thread")]
 async fn ranks_use_nccl_where_all_of_them_use_gpus() {
     let (nccl, cuda) = fake_nccl::libraries();
-    for (used, uses) in [(true, (|| true) as fn() -> bool), (false, || false)] {
+    for used in [true, false] {
         let host = Arc::new(InProcessCollectives::new());
         let seats: Arc<[Seat]> = (0..2).map(|rank| Seat::new(rank, Incarnation(1))).collect();
         let backends: Vec<_> = (0..2)
             .map(|device| {
                 let mut options = NcclOptions::default();
                 (options.nccl, options.cuda, options.device) = (LoadOptions::at(&nccl), LoadOptions::at(&cuda), device);
-                NcclCollectives::if_used(host.clone(), &options, if device == 1 { uses } else { || true })
+                NcclCollectives::if_used(host.clone(), move || (used || device == 0).then(|| options.clone()))
             })
             .collect();
         let cx = CallContext::within(LONG);

@@ -7,10 +7,12 @@
 //! | [`worker`] | workers, their methods, and the host that runs a worker |
 //! | [`collective`] | sums, broadcasts and barriers between ranks |
 //! | [`batch`] | columns and tensors: sharding, packing, padding, safetensors |
+//! | [`device`] | batches in the memory of GPUs |
 //! | [`layout`] | named axes over ranks, and the dispatch of a call over them |
 
 pub mod batch;
 pub mod collective;
+pub mod device;
 pub mod layout;
 mod state;
 mod view;
@@ -22,6 +24,7 @@ pub use batch::{
     MicroBatches, MicrobatchOrder, Offsets, Packed, Padding, Payload, Ragged, RowShape, Segment, SegmentId,
     SegmentSchema, SequencePacking, Sharded, Sharding, Side, Uneven,
 };
+pub use device::{DeviceBatch, DeviceProvider, DeviceTensor, device_provider, register_device_provider};
 pub use layout::dispatch::{Assignment, Dispatch, Free, PlanError};
 pub use layout::{Axis, LayoutError, Parallelism, RANKS_MAX, REPLICATED_AXES, Rank, RankLayout, SubLayout};
 pub use state::RankState;

@@ -1,6 +1,7 @@
 //! NCCL as a backend of collective operations.
 
 use std::collections::BTreeMap;
+use std::fmt;
 use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, OnceLock};
 
@@ -50,11 +51,17 @@ pub struct NcclOptions {
 #[derive(Debug)]
 pub struct NcclCollectives {
     host: Arc<dyn Collectives>,
-    options: NcclOptions,
-    opened: OnceLock<Arc<RankDevice>>,
-    /// Whether the rank uses GPUs; `None` if it must.
-    uses: Option<fn() -> bool>,
+    gpu: Arc<Gpu>,
 }
+
+/// The GPU of a rank, which is opened once.
+struct Gpu {
+    opened: OnceLock<Arc<RankDevice>>,
+    /// Returns the options if the rank uses GPUs. `None` if it must use one.
+    options: Option<Box<Options>>,
+}
+
+type Options = dyn Fn() -> Option<NcclOptions> + Send + Sync;
 
 /// What a rank tells the others when it joins.
 #[derive(Debug, Serialize, Deserialize)]
@@ -73,52 +80,36 @@ impl NcclCollectives {
     /// `FailedPrecondition` if a library cannot be loaded, or if there is no such GPU.
     pub fn open(host: Arc<dyn Collectives>, options: &NcclOptions) -> Result<Self> {
         let opened = OnceLock::from(RankDevice::open(options)?);
-        Ok(Self { host, options: options.clone(), opened, uses: None })
+        Ok(Self { host, gpu: Arc::new(Gpu { opened, options: None }) })
     }
 
-    /// Uses NCCL in the meetings whose ranks all use GPUs, which `uses` tells when a rank joins. The libraries are loaded and the GPU is opened then, and not before.
-    /// Where a rank does not use NCCL, operations on device memory are rejected with the reason; host memory is not affected.
+    /// Uses NCCL in the meetings whose ranks all use GPUs. `options` tells whether this rank does, and how, each time that it joins a meeting; the libraries are
+    /// loaded and the GPU is opened then, and not before. Where a rank does not use NCCL, operations on device memory are rejected with the reason; host memory is
+    /// not affected.
     #[must_use]
-    pub fn if_used(host: Arc<dyn Collectives>, options: &NcclOptions, uses: fn() -> bool) -> Self {
-        Self { host, options: options.clone(), opened: OnceLock::new(), uses: Some(uses) }
+    pub fn if_used(
+        host: Arc<dyn Collectives>,
+        options: impl Fn() -> Option<NcclOptions> + Send + Sync + 'static,
+    ) -> Self {
+        Self { host, gpu: Arc::new(Gpu { opened: OnceLock::new(), options: Some(Box::new(options)) }) }
     }
 
     /// Returns the GPU, to put memory there; `None` if it was not opened.
     #[must_use]
     pub fn device(&self) -> Option<&CudaDevice> {
-        self.opened.get().map(|rank| &rank.device)
-    }
-
-    /// Returns what the rank tells the others. The first one makes the id by which they find each other.
-    fn facts(&self, is_first: bool) -> Result<Facts> {
-        if let Some(uses) = self.uses
-            && !uses()
-        {
-            return Ok(Facts::Without("its program has registered no device provider for cuda".to_owned()));
-        }
-        let rank = match self.opened.get() {
-            Some(rank) => rank,
-            None => {
-                let opened = RankDevice::open(&self.options)?;
-                self.opened.get_or_init(|| opened)
-            }
-        };
-        let cannot = |error: &dyn std::fmt::Display| Error::not_started(Code::FailedPrecondition, error.to_string());
-        let nccl = rank.communication.nccl();
-        let version = nccl.version().map_err(|error| cannot(&error))?.code();
-        let gpu = rank.device.uuid().map_err(|error| cannot(&error))?;
-        let id = is_first.then(|| nccl.unique_id()).transpose().map_err(|error| cannot(&error))?;
-        let id = id.map(|id| id.as_bytes().to_vec());
-        Ok(Facts::Uses { version, gpu, settings: self.options.settings.clone(), id })
+        self.gpu.opened.get().map(|rank| &rank.device)
     }
 
     async fn join_nccl(&self, cx: &CallContext, host: &Arc<dyn Communicator>) -> Result<()> {
-        let id = match agreed(&**host, self.options.share_gpu) {
+        let rank = self.gpu.opened.get();
+        let id = match agreed(&**host, rank.is_some_and(|rank| rank.share_gpu)) {
             Ok(id) => id,
-            Err(why) if self.uses.is_some() => return host.set_device_path(Arc::new(NoPath(why.message().to_owned()))),
+            Err(why) if self.gpu.options.is_some() => {
+                return host.set_device_path(Arc::new(NoPath(why.message().to_owned())));
+            }
             Err(error) => return Err(error),
         };
-        let rank = self.opened.get().ok_or_else(|| Error::internal("the rank has told that it uses a GPU"))?;
+        let rank = rank.ok_or_else(|| Error::internal("the rank has told that it uses a GPU"))?;
         let (path, answer) = NcclPath::join(host, rank, id)?;
         let answer = async {
             tokio::select! {
@@ -132,6 +123,35 @@ impl NcclCollectives {
     }
 }
 
+impl Gpu {
+    /// Returns what the rank tells the others. The first one makes the id by which they find each other. Blocks while libraries are loaded.
+    fn facts(&self, is_first: bool) -> Result<Facts> {
+        let rank = match (self.opened.get(), &self.options) {
+            (Some(rank), _) => rank,
+            (None, options) => {
+                let Some(options) = options.as_ref().and_then(|options| options()) else {
+                    return Ok(Facts::Without("its program has registered no device provider for cuda".to_owned()));
+                };
+                let opened = RankDevice::open(&options)?;
+                self.opened.get_or_init(|| opened)
+            }
+        };
+        let cannot = |error: &dyn fmt::Display| Error::not_started(Code::FailedPrecondition, error.to_string());
+        let nccl = rank.communication.nccl();
+        let version = nccl.version().map_err(|error| cannot(&error))?.code();
+        let gpu = rank.device.uuid().map_err(|error| cannot(&error))?;
+        let id = is_first.then(|| nccl.unique_id()).transpose().map_err(|error| cannot(&error))?;
+        let id = id.map(|id| id.as_bytes().to_vec());
+        Ok(Facts::Uses { version, gpu, settings: rank.settings.clone(), id })
+    }
+}
+
+impl fmt::Debug for Gpu {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Gpu").field(&self.opened).finish()
+    }
+}
+
 impl RankDevice {
     fn open(options: &NcclOptions) -> Result<Arc<Self>> {
         let cannot = |why: String| Error::not_started(Code::FailedPrecondition, why);
@@ -140,7 +160,9 @@ impl RankDevice {
             cannot(format!("no GPU {}: {error}; `rgym doctor` says what is missing", options.device))
         })?;
         let engine = Engine::start(device.clone(), communication.clone())?;
-        Ok(Arc::new(Self { communication, device, engine, numbers: AtomicU64::new(1) }))
+        let (settings, share_gpu) = (options.settings.clone(), options.share_gpu);
+        let numbers = AtomicU64::new(1);
+        Ok(Arc::new(Self { communication, device, engine, numbers, settings, share_gpu }))
     }
 }
 
@@ -197,12 +219,15 @@ fn agreed(host: &dyn Communicator, share_gpu: bool) -> Result<UniqueId> {
 #[async_trait]
 impl Collectives for NcclCollectives {
     fn name(&self) -> &'static str {
-        "nccl"
+        if self.gpu.options.is_some() { self.host.name() } else { "nccl" }
     }
 
     async fn join(&self, cx: &CallContext, meeting: Meeting) -> Result<Arc<dyn Communicator>> {
         // A rank that cannot use NCCL says why, so that the others need not wait for it.
-        let facts = self.facts(meeting.position() == 0).unwrap_or_else(|error| Facts::Without(error.to_string()));
+        let (gpu, is_first) = (Arc::clone(&self.gpu), meeting.position() == 0);
+        let facts = tokio::task::spawn_blocking(move || gpu.facts(is_first));
+        let facts = facts.await.map_err(|error| Error::internal(error.to_string()))?;
+        let facts = facts.unwrap_or_else(|error| Facts::Without(error.to_string()));
         let facts = serde_json::to_string(&facts).map_err(|error| Error::internal(error.to_string()))?;
         let host = self.host.join(cx, meeting.telling(facts)).await?;
         // Once joined, whoever does not go on must end the others, too.

@@ -222,6 +222,10 @@ impl CudaMemory {
 }
 
 impl DeviceMemory for CudaMemory {
+    fn device(&self) -> gym_core::group::Device {
+        gym_core::group::Device::Cuda(self.device.number())
+    }
+
     fn bytes(&self) -> usize {
         self.bytes
     }

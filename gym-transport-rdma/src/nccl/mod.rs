@@ -10,6 +10,8 @@ mod bindings;
 #[cfg(feature = "nccl")]
 pub mod cuda;
 #[cfg(feature = "nccl")]
+pub mod devices;
+#[cfg(feature = "nccl")]
 mod engine;
 #[cfg(feature = "nccl")]
 mod failure;

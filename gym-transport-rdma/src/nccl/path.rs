@@ -27,7 +27,12 @@ pub(super) struct RankDevice {
     pub(super) communication: Communication,
     pub(super) device: CudaDevice,
     pub(super) engine: Engine,
+    /// The numbers of its communicators.
     pub(super) numbers: AtomicU64,
+    /// Those that all ranks must share.
+    pub(super) settings: BTreeMap<String, String>,
+    /// Whether other ranks may have the same device.
+    pub(super) share_gpu: bool,
 }
 
 /// One rank of a meeting. The operations of all ranks go over one communicator of NCCL. A send and its receive have one of their own for each pair and direction,

@@ -39,6 +39,8 @@ impl CollectiveOptions {
     pub(crate) fn peers(self, group: &Arc<str>, rank: Rank, backend: Arc<dyn Collectives>) -> Peers {
         let backend = match self.backend {
             CommunicationBackend::Nccl => over_nccl(backend),
+            #[cfg(feature = "nccl")]
+            CommunicationBackend::Auto => super::nccl::if_used(backend),
             _ => backend,
         };
         Peers::new(Arc::clone(group), rank, backend).compressing_gradients(self.compress_gradients)
@@ -67,7 +69,9 @@ const WITHOUT_NCCL: &str = "communication_backend 'nccl' needs a build with the 
 #[cfg(feature = "nccl")]
 fn over_nccl(host: Arc<dyn Collectives>) -> Arc<dyn Collectives> {
     super::nccl::over(host).unwrap_or_else(|error| {
-        let why = format!("communication_backend 'nccl': {}; use 'auto' or 'host' for ranks on CPUs", error.message());
+        let fault = super::nccl::fault_of_machine().map(|fault| format!("; {fault}")).unwrap_or_default();
+        let why =
+            format!("communication_backend 'nccl': {}{fault}; use 'auto' or 'host' for ranks on CPUs", error.message());
         Arc::new(Missing(why))
     })
 }

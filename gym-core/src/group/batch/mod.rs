@@ -49,12 +49,11 @@ pub use column::Offsets;
 pub use column::{Column, JsonRows, Ragged};
 pub use column::{Packed, Segment, SegmentId};
 pub use rows::Assembly;
-pub use rows::Device;
 pub use rows::Padding;
 pub use shard::Uneven;
 pub use shard::{DynamicBatching, MicrobatchOrder, SequencePacking, Sharded, Sharding};
 pub use shard::{MicroBatch, MicroBatchChunk, MicroBatches, RowShape};
-pub use tensor::Side;
+pub use tensor::{Device, Side};
 
 use crate::base::error::{Code, Error, Result};
 use crate::group::batch::metadata::BatchMetadata;

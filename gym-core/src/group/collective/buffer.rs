@@ -6,7 +6,7 @@ use std::fmt;
 use bytes::{Bytes, BytesMut};
 
 use crate::base::error::{Code, Error, Result};
-use crate::group::batch::tensor::{DType, Tensor};
+use crate::group::batch::tensor::{DType, Device, Tensor};
 
 /// Elements of one type in memory that an operation owns until its end. The transfer always returns it.
 #[derive(Debug)]
@@ -39,8 +39,11 @@ pub trait SharedMemory: Any + fmt::Debug + Send + Sync {
     fn bytes_mut(&mut self) -> &mut [u8];
 }
 
-/// Memory of a device. A backend gets its own type back with `Box<dyn Any>::downcast`.
-pub trait DeviceMemory: Any + fmt::Debug + Send {
+/// Memory of a device. A backend and a [`DeviceProvider`](crate::group::DeviceProvider) get their own type back with `Box<dyn Any>::downcast`.
+pub trait DeviceMemory: Any + fmt::Debug + Send + Sync {
+    /// Returns the device, which is never the host.
+    fn device(&self) -> Device;
+
     /// Returns the number of bytes.
     fn bytes(&self) -> usize;
 }

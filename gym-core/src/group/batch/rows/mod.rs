@@ -1,8 +1,7 @@
-//! Operations on the rows of a batch: select, concatenate, pad, truncate, assemble, validate, and move to a device.
+//! Operations on the rows of a batch: select, concatenate, pad, truncate, assemble and validate.
 
 mod assemble;
 pub(super) mod concat;
-mod device;
 mod media;
 mod pad;
 pub(super) mod select;
@@ -11,5 +10,4 @@ mod truncate;
 mod validate;
 
 pub use assemble::Assembly;
-pub use device::Device;
 pub use pad::Padding;

@@ -1,10 +1,11 @@
 //! A block of numbers in host memory: element type, shape, and shared bytes.
 //!
 //! The layout is that of safetensors: row-major, little-endian. A slice along the first dimension shares the memory. A function
-//! copies only if its documentation says so. Tensors are in host memory; weights on devices move by collectives.
+//! copies only if its documentation says so. Tensors are in host memory; [`DeviceTensor`](crate::group::DeviceTensor)s are in that of devices.
 
 mod block;
 mod convert;
+mod device;
 mod dtype;
 mod element;
 mod scalar;
@@ -17,6 +18,7 @@ use std::ops::Range;
 use bytes::Bytes;
 
 pub(crate) use block::copy_into_block;
+pub use device::Device;
 pub use dtype::DType;
 pub use element::Element;
 pub use scalar::Scalar;

@@ -9,7 +9,7 @@ use tokio::time::Instant;
 use super::reference::buffer;
 use super::{CollectiveFixture, Ranks, all, cx, meeting, ranks, still_waits};
 use crate::base::error::{Code, Error};
-use crate::group::batch::tensor::DType;
+use crate::group::batch::tensor::{DType, Device};
 use crate::group::collective::{Buffer, Collective, CommunicatorExt, DeviceMemory, Memory, Moved, ReduceOp, Transfer};
 use crate::message::CallContext;
 
@@ -121,6 +121,10 @@ pub(super) async fn a_send_that_does_not_fit_fails_on_both_ranks(fixture: &dyn C
 struct Foreign(usize);
 
 impl DeviceMemory for Foreign {
+    fn device(&self) -> Device {
+        Device::Cuda(0)
+    }
+
     fn bytes(&self) -> usize {
         self.0
     }

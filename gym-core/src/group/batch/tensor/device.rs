@@ -1,12 +1,11 @@
-//! Devices of batches. Only host memory is supported: weights move between devices by collectives, batches between hosts.
+//! Names of devices, as PyTorch spells them.
 
 use std::fmt;
 use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
-use crate::base::error::{Code, Error, Result};
-use crate::group::batch::Batch;
+use crate::base::error::{Error, Result};
 
 /// A device for tensors, with PyTorch's names: `cpu`, `cuda`, `cuda:3`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
@@ -19,34 +18,14 @@ pub enum Device {
     Cuda(u32),
 }
 
-impl Batch {
-    /// Returns the device of the batch.
+impl Device {
+    /// Returns the kind: `cpu` or `cuda`. The memory of a kind has one [`DeviceProvider`](crate::group::DeviceProvider).
     #[must_use]
-    pub fn device(&self) -> Device {
-        Device::Cpu
-    }
-
-    /// Moves the batch to a device. The returned batch shares the memory, because every batch is in host memory already.
-    ///
-    /// # Errors
-    /// `Unimplemented` for every device except [`Device::Cpu`].
-    pub fn to_device(&self, device: Device) -> Result<Self> {
-        match device {
-            Device::Cpu => Ok(self.clone()),
-            Device::Cuda(_) => Err(Error::not_started(
-                Code::Unimplemented,
-                format!("batches lie in host memory, not on {device}; upload the tensors in the worker"),
-            )),
+    pub const fn kind(self) -> &'static str {
+        match self {
+            Self::Cpu => "cpu",
+            Self::Cuda(_) => "cuda",
         }
-    }
-
-    /// Like [`Self::to_device`], in place.
-    ///
-    /// # Errors
-    /// The errors of [`Self::to_device`]; the batch is then unchanged.
-    pub fn to_device_mut(&mut self, device: Device) -> Result<()> {
-        *self = self.to_device(device)?;
-        Ok(())
     }
 }
 
@@ -81,6 +60,14 @@ impl TryFrom<String> for Device {
     }
 }
 
+impl TryFrom<&str> for Device {
+    type Error = Error;
+
+    fn try_from(text: &str) -> Result<Self> {
+        text.parse()
+    }
+}
+
 impl From<Device> for String {
     fn from(device: Device) -> Self {
         device.to_string()
@@ -90,17 +77,6 @@ impl From<Device> for String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::group::batch::tests::every_kind;
-
-    #[test]
-    fn the_host_shares_and_other_devices_say_that_they_are_not_offered() {
-        let mut batch = every_kind(2);
-        let same = batch.to_device(Device::Cpu).unwrap();
-        assert_eq!(same.encode().1[0].as_ptr(), batch.encode().1[0].as_ptr());
-        let error = batch.to_device_mut(Device::Cuda(1)).unwrap_err();
-        assert!(error.code() == Code::Unimplemented && error.message().contains("cuda:1"), "{error}");
-        assert_eq!((batch.device(), &batch), (Device::Cpu, &same));
-    }
 
     #[test]
     fn a_device_is_spelled_as_pytorch_does() {
