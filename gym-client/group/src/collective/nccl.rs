@@ -6,8 +6,10 @@ use std::sync::Arc;
 
 use gym_core::Error;
 use gym_core::group::collective::Collectives;
+use gym_core::group::register_device_provider;
 
 pub use gym_client::transport::rdma::nccl::cuda::{CudaDevice, CudaError, CudaMemory};
+pub use gym_client::transport::rdma::nccl::devices::{CudaDevices, dlpack};
 pub use gym_client::transport::rdma::nccl::{Nccl, NcclCollectives, NcclError, NcclOptions, NcclVersion, UniqueId};
 
 /// Environment variable with the path of NCCL's library. Default: `libnccl.so.2`, as the dynamic loader finds it.
@@ -27,6 +29,15 @@ pub fn options() -> NcclOptions {
         options.cuda = path;
     }
     options
+}
+
+/// Registers the GPUs of this process as the devices `cuda` of batches. Call it at the start of the program; it loads nothing, so it may be called on a machine
+/// without a GPU.
+///
+/// # Errors
+/// `AlreadyExists` if `cuda` has a device provider.
+pub fn register() -> Result<(), Error> {
+    register_device_provider(Arc::new(CudaDevices::new(&options())))
 }
 
 /// Puts NCCL on top of the backend of a rank.
