@@ -6,7 +6,6 @@ mod fake_nccl;
 
 use std::any::Any;
 use std::ffi::{CStr, c_char, c_int, c_void};
-use std::path::Path;
 use std::process::Command;
 use std::ptr::NonNull;
 use std::sync::{Arc, LazyLock, Mutex};
@@ -27,14 +26,15 @@ use gym_transport_rdma::nccl::devices::dlpack::{
     DLDataType, DLDevice, DLManagedTensor, DLManagedTensorVersioned, DLPackVersion, DLTensor, DlpackError, export,
     export_versioned, import, import_versioned,
 };
-use gym_transport_rdma::nccl::{NcclCollectives, NcclOptions};
+use gym_transport_rdma::nccl::{LoadOptions, NcclCollectives, NcclOptions};
 use libloading::Library;
 
 const LONG: Duration = Duration::from_secs(30);
 
 fn options(device: u32) -> NcclOptions {
     let mut options = NcclOptions::default();
-    (options.nccl, options.cuda) = fake_nccl::libraries();
+    let (nccl, cuda) = fake_nccl::libraries();
+    (options.nccl, options.cuda) = (LoadOptions::at(nccl), LoadOptions::at(cuda));
     options.device = device;
     options
 }
@@ -123,7 +123,7 @@ fn a_device_or_a_driver_that_is_not_there_is_named() {
         "move column \"gradient\" to cuda:99: no GPU 99: cuDeviceGet failed with code 101 (invalid device ordinal); `rgym doctor` says what is missing"
     );
     let mut nowhere = NcclOptions::default();
-    nowhere.cuda = Path::new("/no/such/libcuda.so.1").into();
+    nowhere.cuda = LoadOptions::at("/no/such/libcuda.so.1");
     let error = CudaDevices::new(&nowhere).upload(0, b"x").unwrap_err();
     assert_eq!(error.code(), Code::FailedPrecondition);
     let text = error.to_string();

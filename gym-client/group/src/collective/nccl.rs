@@ -55,3 +55,20 @@ fn options() -> NcclOptions {
     options.settings = tuning::agreement(&Live::new()).unwrap_or_default();
     options
 }
+
+#[cfg(test)]
+mod tests {
+    use gym_core::Code;
+    use gym_core::group::device_provider;
+
+    use super::*;
+
+    #[test]
+    fn the_gpus_of_a_process_are_registered_once_and_without_one() {
+        register().expect("nothing else registers in this process");
+        let provider = device_provider("cuda").expect("it is registered");
+        assert!(format!("{provider:?}").starts_with("CudaDevices"), "{provider:?}");
+        let error = register().expect_err("the second one");
+        assert_eq!(error.code(), Code::AlreadyExists);
+    }
+}

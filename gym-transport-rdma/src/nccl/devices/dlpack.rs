@@ -77,7 +77,7 @@ pub struct DLManagedTensor {
     /// The owner's own pointer.
     pub manager_ctx: *mut c_void,
     /// Frees the tensor and this structure, once; null if nothing is to be freed.
-    pub deleter: Option<unsafe extern "C" fn(*mut DLManagedTensor)>,
+    pub deleter: Option<unsafe extern "C" fn(*mut Self)>,
 }
 
 /// A version of DLPack.
@@ -99,7 +99,7 @@ pub struct DLManagedTensorVersioned {
     /// The owner's own pointer.
     pub manager_ctx: *mut c_void,
     /// Frees the tensor and this structure, once; null if nothing is to be freed.
-    pub deleter: Option<unsafe extern "C" fn(*mut DLManagedTensorVersioned)>,
+    pub deleter: Option<unsafe extern "C" fn(*mut Self)>,
     /// Such as [`READ_ONLY`].
     pub flags: u64,
     /// The tensor.

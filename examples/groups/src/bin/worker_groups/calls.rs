@@ -6,7 +6,7 @@ use gym_core::CallContext;
 use gym_group::Group;
 use gym_group::VirtualCluster;
 use gym_group::placement::WorkerGroupConfig;
-use gym_group::{Batch, Device, Dispatch, Tensor, WorkerGroupExt};
+use gym_group::{Batch, Dispatch, Tensor, WorkerGroupExt};
 
 use crate::request;
 use crate::scorer::{Greet, Mean};
@@ -17,8 +17,12 @@ pub(crate) fn batches() -> anyhow::Result<Batch> {
     let scores = Batch::empty().with("score", Tensor::from_vec([3], vec![1.0_f32, 0.0, 0.5])?)?;
     let repeated = scores.repeat_interleave(2)?;
     println!("{} rows, each twice: {}", scores.rows(), repeated.rows());
-    println!("on the CPU they stay where they are: {}", repeated.to_device(Device::Cpu)? == repeated);
-    println!("elsewhere: {}", repeated.to_device(Device::Cuda(0)).expect_err("comes with the GPU work"));
+    println!("on the CPU they stay where they are: {}", repeated.to_device("cpu")?.cpu()? == repeated);
+    // A program with GPUs registers a device provider first: `gym_group::collective::nccl::register()`.
+    match repeated.to_device("cuda") {
+        Ok(placed) => println!("on {}: {} rows", placed.device(), placed.rows()),
+        Err(error) => println!("elsewhere: {error}"),
+    }
     Ok(repeated)
 }
 
