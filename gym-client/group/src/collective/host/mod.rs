@@ -338,7 +338,7 @@ impl Registry {
     async fn meet(&self, cx: &CallContext, room: &Room, position: usize) -> Result<Error> {
         loop {
             match self.join_peer(cx, room, &room.meeting.seats[position]).await? {
-                Met::Here(peer, facts) => room.met(position, peer, facts),
+                Met::Here(peer, facts) => room.met(position, peer, &facts),
                 Met::Over(cause) => return Ok(cause),
             }
             room.gave_up(position).await;

@@ -291,10 +291,10 @@ impl Room {
     }
 
     /// Takes the way to a rank that has joined.
-    pub(super) fn met(&self, position: usize, mut peer: Peer, facts: String) {
+    pub(super) fn met(&self, position: usize, mut peer: Peer, facts: &str) {
         {
             let mut state = self.lock();
-            state.seats[position].tell(peer.id, &facts);
+            state.seats[position].tell(peer.id, facts);
             // It may have given up, and joined again, after it had answered.
             peer.id = peer.id.max(state.seats[position].joined.unwrap_or_default());
             state.met[position] = Some(peer);
