@@ -316,8 +316,9 @@ unsafe fn import_owned<M: Managed>(device: &CudaDevice, owned: Owned<M>) -> Resu
 #[repr(C)]
 struct Exported<M> {
     managed: M,
-    shape: Box<[i64]>,
-    strides: Box<[i64]>,
+    // Vectors and not boxes, because `managed` points into them: a box that moves has no other pointers.
+    shape: Vec<i64>,
+    strides: Vec<i64>,
     /// Keeps the memory.
     tensor: DeviceTensor,
 }
@@ -329,15 +330,15 @@ impl<M: Managed> Exported<M> {
             return Err(DlpackError::Foreign(format!("{memory:?}")));
         };
         let sizes = tensor.shape().iter().map(|size| i64::try_from(*size).unwrap_or(-1));
-        let mut shape: Box<[i64]> = sizes.collect();
+        let mut shape: Vec<i64> = sizes.collect();
         if shape.contains(&-1) {
-            return Err(DlpackError::Shape(shape.into()));
+            return Err(DlpackError::Shape(shape));
         }
         let mut strides = compact_strides(&shape);
         let dl_tensor = DLTensor {
             data: cuda.address() as *mut c_void,
             device: DLDevice { device_type: CUDA, device_id: cuda.device().number().cast_signed() },
-            ndim: i32::try_from(shape.len()).map_err(|_| DlpackError::Shape(shape.to_vec()))?,
+            ndim: i32::try_from(shape.len()).map_err(|_| DlpackError::Shape(shape.clone()))?,
             dtype: data_type(tensor.dtype()),
             shape: shape.as_mut_ptr(),
             strides: strides.as_mut_ptr(),
@@ -383,8 +384,8 @@ fn is_compact(shape: &[i64], strides: &[i64]) -> bool {
 }
 
 /// Returns the strides of a row-major tensor. Those of a shape without elements have no meaning.
-fn compact_strides(shape: &[i64]) -> Box<[i64]> {
-    let mut strides: Box<[i64]> = shape.into();
+fn compact_strides(shape: &[i64]) -> Vec<i64> {
+    let mut strides = shape.to_vec();
     let mut step = 1_i64;
     for (stride, size) in strides.iter_mut().zip(shape).rev() {
         *stride = step;
