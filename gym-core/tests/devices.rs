@@ -88,6 +88,7 @@ static FAKE: LazyLock<Arc<Fake>> = LazyLock::new(|| {
 static ALONE: Mutex<()> = Mutex::new(());
 
 fn alone() -> std::sync::MutexGuard<'static, ()> {
+    LazyLock::force(&FAKE);
     ALONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
 }
 

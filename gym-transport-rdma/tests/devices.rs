@@ -453,6 +453,7 @@ fn a_tensor_of_ours_goes_to_another_library_and_is_freed_there() {
 
 #[test]
 fn a_tensor_that_left_and_came_back_is_the_same() {
+    LazyLock::force(&DEVICES);
     let mut placed = batch_of(0).to_device(Device::Cuda(1)).unwrap();
     let gradient = placed.remove("gradient").unwrap();
     let at = address(&gradient);

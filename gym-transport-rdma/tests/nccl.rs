@@ -255,7 +255,7 @@ async fn ranks_with_other_settings_are_refused_before_nccl_waits() {
     let host = Arc::new(InProcessCollectives::new());
     let (mut options, (nccl, cuda)) = (NcclOptions::default(), fake_nccl::libraries());
     (options.nccl, options.cuda, options.device) = (LoadOptions::at(nccl), LoadOptions::at(cuda), 1);
-    options.settings.insert("NCCL_PROTO".to_owned(), "LL".to_owned());
+    options.settings.insert("NCCL_SOCKET_IFNAME".to_owned(), "eth9".to_owned());
     let mut first = options.clone();
     (first.device, first.settings) = (0, BTreeMap::new());
     backends[0] = NcclCollectives::open(host.clone(), &first).unwrap();
@@ -266,7 +266,8 @@ async fn ranks_with_other_settings_are_refused_before_nccl_waits() {
         backends[rank as usize].join(&CallContext::within(LONG), meeting).await.unwrap_err().to_string()
     };
     for error in join_all((0..2).map(join)).await {
-        let words = "rank 0 has no NCCL_PROTO, and rank 1 has NCCL_PROTO=LL; set the same on all ranks";
+        let words =
+            "rank 0 has no NCCL_SOCKET_IFNAME, and rank 1 has NCCL_SOCKET_IFNAME=eth9; set the same on all ranks";
         assert!(error.contains(words), "{error}");
     }
 }

@@ -57,8 +57,15 @@ pub struct NcclCollectives {
 /// The GPU of a rank, which is opened once.
 struct Gpu {
     opened: OnceLock<Arc<RankDevice>>,
-    /// Returns the options if the rank uses GPUs. `None` if it must use one.
-    options: Option<Box<Options>>,
+    needed: Needed,
+}
+
+enum Needed {
+    Always,
+    /// Why it cannot be opened.
+    Missing(String),
+    /// Returns the options if the rank uses GPUs.
+    IfUsed(Box<Options>),
 }
 
 type Options = dyn Fn() -> Option<NcclOptions> + Send + Sync;
@@ -80,7 +87,13 @@ impl NcclCollectives {
     /// `FailedPrecondition` if a library cannot be loaded, or if there is no such GPU.
     pub fn open(host: Arc<dyn Collectives>, options: &NcclOptions) -> Result<Self> {
         let opened = OnceLock::from(RankDevice::open(options)?);
-        Ok(Self { host, gpu: Arc::new(Gpu { opened, options: None }) })
+        Ok(Self { host, gpu: Arc::new(Gpu { opened, needed: Needed::Always }) })
+    }
+
+    /// Meets the other ranks only to tell them that this one cannot use NCCL, and why: all of them get that error at once.
+    #[must_use]
+    pub fn missing(host: Arc<dyn Collectives>, why: impl Into<String>) -> Self {
+        Self { host, gpu: Arc::new(Gpu { opened: OnceLock::new(), needed: Needed::Missing(why.into()) }) }
     }
 
     /// Uses NCCL in the meetings whose ranks all use GPUs. `options` tells whether this rank does, and how, each time that it joins a meeting; the libraries are
@@ -91,7 +104,7 @@ impl NcclCollectives {
         host: Arc<dyn Collectives>,
         options: impl Fn() -> Option<NcclOptions> + Send + Sync + 'static,
     ) -> Self {
-        Self { host, gpu: Arc::new(Gpu { opened: OnceLock::new(), options: Some(Box::new(options)) }) }
+        Self { host, gpu: Arc::new(Gpu { opened: OnceLock::new(), needed: Needed::IfUsed(Box::new(options)) }) }
     }
 
     /// Returns the GPU, to put memory there; `None` if it was not opened.
@@ -104,7 +117,7 @@ impl NcclCollectives {
         let rank = self.gpu.opened.get();
         let id = match agreed(&**host, rank.is_some_and(|rank| rank.share_gpu)) {
             Ok(id) => id,
-            Err(why) if self.gpu.options.is_some() => {
+            Err(why) if matches!(self.gpu.needed, Needed::IfUsed(_)) => {
                 return host.set_device_path(Arc::new(NoPath(why.message().to_owned())));
             }
             Err(error) => return Err(error),
@@ -126,10 +139,12 @@ impl NcclCollectives {
 impl Gpu {
     /// Returns what the rank tells the others. The first one makes the id by which they find each other. Blocks while libraries are loaded.
     fn facts(&self, is_first: bool) -> Result<Facts> {
-        let rank = match (self.opened.get(), &self.options) {
+        let rank = match (self.opened.get(), &self.needed) {
             (Some(rank), _) => rank,
-            (None, options) => {
-                let Some(options) = options.as_ref().and_then(|options| options()) else {
+            (None, Needed::Missing(why)) => return Ok(Facts::Without(why.clone())),
+            (None, Needed::Always) => return Err(Error::internal("the GPU was opened before")),
+            (None, Needed::IfUsed(options)) => {
+                let Some(options) = options() else {
                     return Ok(Facts::Without("its program has registered no device provider for cuda".to_owned()));
                 };
                 let opened = RankDevice::open(&options)?;
@@ -219,14 +234,19 @@ fn agreed(host: &dyn Communicator, share_gpu: bool) -> Result<UniqueId> {
 #[async_trait]
 impl Collectives for NcclCollectives {
     fn name(&self) -> &'static str {
-        if self.gpu.options.is_some() { self.host.name() } else { "nccl" }
+        if matches!(self.gpu.needed, Needed::IfUsed(_)) { self.host.name() } else { "nccl" }
     }
 
     async fn join(&self, cx: &CallContext, meeting: Meeting) -> Result<Arc<dyn Communicator>> {
         // A rank that cannot use NCCL says why, so that the others need not wait for it.
         let (gpu, is_first) = (Arc::clone(&self.gpu), meeting.position() == 0);
-        let facts = tokio::task::spawn_blocking(move || gpu.facts(is_first));
-        let facts = facts.await.map_err(|error| Error::internal(error.to_string()))?;
+        let facts = match gpu.opened.get() {
+            Some(_) => gpu.facts(is_first),
+            None => {
+                let opening = tokio::task::spawn_blocking(move || gpu.facts(is_first));
+                opening.await.map_err(|error| Error::internal(error.to_string()))?
+            }
+        };
         let facts = facts.unwrap_or_else(|error| Facts::Without(error.to_string()));
         let facts = serde_json::to_string(&facts).map_err(|error| Error::internal(error.to_string()))?;
         let host = self.host.join(cx, meeting.telling(facts)).await?;
@@ -234,8 +254,14 @@ impl Collectives for NcclCollectives {
         let mut leaving = Leaving(Some(Arc::clone(&host)));
         let joined = self.join_nccl(cx, &host).await;
         leaving.0 = None;
-        joined.inspect_err(|error| host.abort(again(error)))?;
-        Ok(host)
+        match joined {
+            Ok(()) => Ok(host),
+            Err(error) => {
+                // Another rank may have found it first, and all return the first cause.
+                host.abort(error);
+                Err(host.closed().await)
+            }
+        }
     }
 
     fn handler(&self) -> Option<Arc<dyn Handler>> {

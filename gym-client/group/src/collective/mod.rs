@@ -4,6 +4,9 @@
 mod host;
 #[cfg(feature = "nccl")]
 pub mod nccl;
+#[cfg(not(feature = "nccl"))]
+#[path = "without_nccl.rs"]
+mod nccl;
 mod options;
 
 pub use gym_core::group::collective::*;

@@ -16,6 +16,9 @@ pub use nccl::{
     NcclVersion, UniqueId,
 };
 
+/// Why this build cannot use it.
+pub(super) const MISSING: Option<&str> = None;
+
 /// Registers the GPUs of this process as the devices `cuda` of batches. Call it at the start of the program; it loads nothing, so it may be called on a machine
 /// without a GPU.
 ///
@@ -27,16 +30,17 @@ pub fn register() -> Result<(), Error> {
     register_device_provider(Arc::new(CudaDevices::new(&NcclOptions::default())))
 }
 
-/// Puts NCCL on top of the backend of a rank, which must have a GPU.
-///
-/// # Errors
-/// Those of [`NcclCollectives::open`].
-pub(super) fn over(host: Arc<dyn Collectives>) -> Result<Arc<dyn Collectives>, Error> {
-    Ok(Arc::new(NcclCollectives::open(host, &options())?))
+/// Puts NCCL on top of the backend of a rank, which must have a GPU. A rank without one gives all ranks of its meetings the error that says what is missing.
+pub(super) fn over(host: Arc<dyn Collectives>) -> Arc<dyn Collectives> {
+    Arc::new(NcclCollectives::open(Arc::clone(&host), &options()).unwrap_or_else(|error| {
+        let fault = fault_of_machine().map(|fault| format!("; {fault}")).unwrap_or_default();
+        let why = format!("{}{fault}; use communication_backend 'auto' or 'host' for ranks on CPUs", error.message());
+        NcclCollectives::missing(host, why)
+    }))
 }
 
 /// Returns what `rgym doctor` says of GPUs and NCCL on this machine, and its fix, if it finds a fault.
-pub(super) fn fault_of_machine() -> Option<String> {
+fn fault_of_machine() -> Option<String> {
     let probe = ProbeOptions::new().without_loading().probe();
     let findings = [Topic::Gpu, Topic::Nccl].into_iter().filter_map(|topic| probe.finding(topic));
     let fault = findings.into_iter().find(|finding| finding.status != Status::Ok)?;

@@ -128,7 +128,8 @@ proptest! {
         let head = message.head.to_bytes();
         // `null` for a number and the number itself differ as `Debug` prints them, two NaN do not.
         prop_assert_eq!(format!("{:?}", Payload::<Tree>::from_message(message).unwrap().value), format!("{sent:?}"));
-        let plain = serde_json::to_vec(&json!({ "value": serde_json::value::to_raw_value(&sent).unwrap() })).unwrap();
+        // As text: a `Value` would write the numbers again, as 64-bit floats.
+        let plain = format!("{{\"value\":{}}}", serde_json::value::to_raw_value(&sent).unwrap());
         prop_assert!(head == plain || head.windows(6).any(|part| part == b"\\u0000"), "finite values are plain JSON");
     }
 }
