@@ -83,6 +83,48 @@ async fn an_exit_status_and_a_signal_are_results() {
 }
 
 #[tokio::test]
+async fn code_that_kills_stops_or_traces_its_parent_ends_its_own_run_alone() {
+    let parent = |what: &str| {
+        let code = format!("import os, signal, time, ctypes\n{what}\nprint(5)\nos.close(1)\ntime.sleep(3600)");
+        python(&code).limits(limits(|limits| limits.wall = Duration::from_secs(2)))
+    };
+    let traces = "assert ctypes.CDLL(None).ptrace(16, os.getppid(), 0, 0) == 0";
+    let neighbor = tokio::spawn(run(shell("sleep 1; echo 5")));
+    for (what, code, signal, limit) in [
+        ("kills", "os.kill(os.getppid(), signal.SIGKILL)", Some(9), None),
+        ("terminates", "os.kill(os.getppid(), signal.SIGTERM)", Some(15), None),
+        ("kills its group", "os.kill(0, signal.SIGKILL)", Some(9), None),
+        ("stops", "os.kill(os.getppid(), signal.SIGSTOP)", Some(9), Some(Limit::Wall)),
+        ("traces", traces, Some(9), Some(Limit::Wall)),
+    ] {
+        let ended = run(parent(code)).await;
+        if what == "traces" && ended.stderr_text().contains("AssertionError") {
+            // The kernel allows no process to trace its parent (`kernel.yama.ptrace_scope`).
+            continue;
+        }
+        assert_eq!((ended.signal(), ended.limit, ended.succeeded()), (signal, limit, false), "{what}: {ended:?}");
+    }
+    // Where the parent is stopped and the code ends, too.
+    let mut stops = python("import os, signal; os.kill(os.getppid(), signal.SIGSTOP); print(5)");
+    stops.limits.wall = Duration::from_secs(2);
+    let ended = run(stops).await;
+    assert_eq!((ended.limit, ended.succeeded()), (Some(Limit::Wall), false), "{ended:?}");
+    assert_eq!(neighbor.await.expect("it lives").stdout_text(), "5\n");
+    assert!(run(shell("echo 5")).await.succeeded());
+}
+
+#[tokio::test]
+async fn the_guard_says_nothing_and_counts_as_no_process() {
+    let program = python("import os; os.kill(os.getpid(), 11)");
+    let crashed = run(program).await;
+    assert_eq!((crashed.signal(), &*crashed.stderr_text()), (Some(11), ""), "{crashed:?}");
+    let mut alone = python("import time; time.sleep(0.5); print(5)");
+    alone.limits.processes = 1;
+    let run = run(alone).await;
+    assert!(run.succeeded(), "{run:?}");
+}
+
+#[tokio::test]
 async fn a_large_input_and_a_large_output_do_not_wait_for_each_other() {
     let input = vec![b'x'; 700_000];
     let run = run(LimitedProgram::new("cat").stdin(input.clone())).await;

@@ -9,7 +9,7 @@ fn lines(program: &str) -> Vec<String> {
 }
 
 #[test]
-fn wrong_endless_and_crashing_solutions_have_reward_0_and_one_that_cannot_run_has_none() {
+fn wrong_endless_crashing_and_harmful_solutions_have_reward_0_and_one_that_cannot_run_has_none() {
     let lines = lines(env!("CARGO_BIN_EXE_comp_coding"));
     let expected = [
         "right: reward 1",
@@ -17,12 +17,14 @@ fn wrong_endless_and_crashing_solutions_have_reward_0_and_one_that_cannot_run_ha
         "runs for ever: reward 0, test 1: ended by the limit of CPU time",
         "crashes: reward 0, test 1: exit status: 1: ZeroDivisionError: ",
         "floods its output: reward 0, test 1: ended by the limit of output",
-        "in a language that no rank has: no reward, Infrastructure: item 5: call judge.score of judges: ",
+        "kills its parent: reward 0, test 1: signal: 9 (SIGKILL)",
+        "stops its parent: reward 0, test 1: ended by the limit of wall time",
+        "in a language that no rank has: no reward, Infrastructure: item 7: call judge.score of judges: ",
     ];
     for (line, expected) in lines.iter().zip(expected) {
         assert!(line.starts_with(expected), "{lines:#?}");
     }
-    assert!(lines.last().is_some_and(|line| line.starts_with("6 solutions in ")), "{lines:#?}");
+    assert!(lines.last().is_some_and(|line| line.starts_with("8 solutions in ")), "{lines:#?}");
 }
 
 #[test]

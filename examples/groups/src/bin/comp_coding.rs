@@ -1,7 +1,7 @@
 //! Scores programs that a model wrote against tests, in parallel: `cargo run --release -p gym-group-examples --bin comp_coding`.
 //!
-//! Each rank runs one program at a time in a child process, with limits on time, memory, output and processes. That is no sandbox: real answers of a
-//! model need ranks in containers. The nodes need `python3`.
+//! Each rank runs one program at a time in a process below a guard, with limits on time, memory, output and processes. What a program does to its parent hits the
+//! guard. That is no sandbox: real answers of a model need ranks in containers. The nodes need `python3`.
 //!
 //! A solution that is wrong, runs for ever or crashes has reward 0. One that could not be run, because its interpreter is missing on all ranks, has no reward.
 //!
@@ -25,12 +25,18 @@ const RANKS: u32 = 2;
 /// The task: print the sum of two numbers.
 const TESTS: [(&str, &str); 3] = [("2 3\n", "5\n"), ("-7 7\n", "0\n"), ("10000000000 1\n", "10000000001\n")];
 
-const SOLUTIONS: [(&str, &str, &str); 6] = [
+const SOLUTIONS: [(&str, &str, &str); 8] = [
     ("right", "python3", "a, b = map(int, input().split())\nprint(a + b)"),
     ("wrong for a negative number", "python3", "a, b = input().split()\nprint(int(a.strip('-')) + int(b))"),
     ("runs for ever", "python3", "while True: pass"),
     ("crashes", "python3", "a, b = map(int, input().split())\nprint(a // (b - b))"),
     ("floods its output", "python3", "while True: print('5')"),
+    ("kills its parent", "python3", "import os\nos.kill(os.getppid(), 9)\nwhile True: pass"),
+    (
+        "stops its parent",
+        "python3",
+        "import os\nos.kill(os.getppid(), 19)\na, b = map(int, input().split())\nprint(a + b)",
+    ),
     ("in a language that no rank has", "no-such-language", "print(5)"),
 ];
 

@@ -39,14 +39,15 @@ use crate::launch::spec::ChildSpec;
 /// # Not a sandbox
 ///
 /// The program runs as the user of this process. It can read and write that user's files, use the network, and see and signal other processes of
-/// the user. The limits bound what it uses by accident; code that means harm needs a container or a virtual machine of its own. [`LimitedRun::sandboxed`] is
+/// the user. Its parent is a process of its own, which ends with it: code that kills, stops or traces its parent ends its own run, or lets it reach
+/// [`Limits::wall`]; code that searches for other processes finds them. The limits bound what it uses by accident; code that means harm needs a container or a virtual machine of its own. [`LimitedRun::sandboxed`] is
 /// therefore `false`, and the first run writes a warning.
 ///
 /// # What it gets, and what is left of it
 ///
-/// It runs in a new, empty directory, which is removed afterwards, and in a process group of its own. Its environment has `PATH`
+/// It runs in a new, empty directory, which is removed afterwards, and in a process group of its own, below a shell that is its parent. Its environment has `PATH`
 /// (`/usr/local/bin:/usr/bin:/bin`), `HOME` and `TMPDIR` (the directory), `LANG` (`C.UTF-8`), the variables given to it, and `GYM_LAUNCH_MARK`, by which its
-/// processes are found; `/bin/sh`, which starts it, may add `PWD`. When the program ends, or a limit ends it, or its caller gives up, all of them are killed: those of the group, those that left it, and
+/// processes are found; that shell may add `PWD`. When the program ends, or a limit ends it, or its caller gives up, all of them are killed: those of the group, those that left it, and
 /// their descendants. What escapes is a process whose parents have ended and that has also replaced its environment.
 ///
 /// If this process is killed, the processes of a rank and of a server that a [`Launcher`](crate::launch::Launcher) started are ended with it. A program that
@@ -132,7 +133,8 @@ impl fmt::Display for Limit {
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct LimitedRun {
-    /// The exit status. A program that a limit ended has the signal that killed it, or the status that it chose before it was killed.
+    /// The exit status. A program that a limit ended has the signal that killed it, or the status that it chose before it was killed. As in shells, an exit
+    /// code above 128 is the signal of that number less 128.
     pub status: ExitStatus,
     /// The limit that ended it, if one did.
     pub limit: Option<Limit>,

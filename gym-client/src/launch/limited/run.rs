@@ -1,4 +1,4 @@
-//! One run of a program: start behind a gate, watch, kill, reap, in this order.
+//! One run of a program: start below a guard, watch, kill, reap, in this order.
 
 use std::fs::{self, DirBuilder};
 use std::io;
@@ -24,14 +24,18 @@ use tokio::time::{Instant, MissedTickBehavior, interval_at, sleep, timeout};
 
 use super::{Limit, LimitedProgram, LimitedRun, Limits, cannot_start};
 use crate::launch::process::spawner;
-use crate::launch::process::tree::{KILL_WAIT, ProcessTree, SessionLeader, TreeProcess};
+use crate::launch::process::tree::{KILL_WAIT, ProcessTree, SessionLeader, TreeProcess, TreeUsage};
 use crate::launch::spec::{ChildSpec, DEFAULT_PATH};
 use gym_core::base::cgroup::MemoryWatch;
 use gym_core::base::process::{MARK_VARIABLE, ProcessStat, start_ticks};
 
-/// The shell waits for a line, so that the limits are set before the program begins, and then becomes the program. `read` takes byte by
-/// byte and leaves the rest of the input to the program.
-const GATE: &str = r#"IFS= read -r gate || exit 125; exec "$@""#;
+/// The shell waits for a line, so that the limits are set before the program begins. `read` takes byte by byte and leaves the rest of the input to the program.
+///
+/// Then it stays as the program's parent: code that kills, stops or traces its parent hits the shell and not this process. It ends as the program has ended, by
+/// the same signal where a signal ended it. Its own words about that go nowhere.
+const GUARD: &str = r#"IFS= read -r gate || exit 125; exec 3>&2 2>/dev/null; (exec "$@" 2>&3 3>&-); s=$?; [ $s -le 128 ] || kill -$((s - 128)) $$; exit $s"#;
+/// The guard is one of the processes of a run.
+const GUARDS: usize = 1;
 /// Each look reads files of all processes of the machine, which takes some milliseconds.
 const LOOK_EVERY: Duration = Duration::from_millis(100);
 /// Limit for reading what is left in the pipes after all processes have ended.
@@ -62,7 +66,7 @@ impl Drop for Directory {
     }
 }
 
-/// A started program. Dropping it kills the group, which exists at least as a zombie until the child is reaped.
+/// A started program, below its guard, which is the child. Dropping it kills the group, which exists at least as a zombie until the child is reaped.
 struct Started {
     child: Child,
     group: Pid,
@@ -108,7 +112,7 @@ pub(super) async fn run(
     let outer = std::env::var(MARK_VARIABLE).ok().filter(|outer| !outer.is_empty());
     let marks = outer.map_or_else(|| mark.clone(), |outer| format!("{outer}:{mark}"));
     let mut command = Command::new("/bin/sh");
-    command.args(["-c", GATE, "sh"]).arg(&path).args(&args).current_dir(&directory.0).process_group(0);
+    command.args(["-c", GUARD, "sh"]).arg(&path).args(&args).current_dir(&directory.0).process_group(0);
     command.env_clear().env("PATH", DEFAULT_PATH).env("LANG", "C.UTF-8");
     command.env("HOME", &directory.0).env("TMPDIR", &directory.0).envs(&env).env(MARK_VARIABLE, marks);
     command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).kill_on_drop(true);
@@ -141,6 +145,11 @@ pub(super) async fn run(
         }
     };
     let wall = begin.elapsed();
+    // A guard that is killed has not waited for the program, whose CPU time is known only while it lives.
+    let seen = match ending {
+        Ending::Limit(_) => usage(&started.tree, u64::MAX).await.map_or(0, |usage| usage.cpu_ticks),
+        _ => 0,
+    };
     // Before the program is reaped: until then, its id is that of its group and of nothing else.
     let left = started.tree.end(&[(Duration::ZERO, Signal::KILL)]).await;
     if !left.is_empty() {
@@ -158,6 +167,7 @@ pub(super) async fn run(
         _ => reaped?,
     };
     removed?;
+    let cpu = cpu.max(ticks(seen));
     let overflowed = [&mut stdout, &mut stderr].into_iter().fold(false, |any, bytes| {
         let over = bytes.len() > limits.output_bytes;
         bytes.truncate(limits.output_bytes);
@@ -189,7 +199,7 @@ fn limit_of(status: ExitStatus, cpu: Duration, limits: &Limits) -> Option<Limit>
 }
 
 impl Started {
-    /// Starts the shell, limits it, and opens nothing: the first byte of its input does.
+    /// Starts the guard, limits it and what it starts, and opens nothing: the first line of its input does.
     async fn start(command: Command, mark: String, limits: &Limits) -> Result<Self> {
         // Before the start, so that no end is missed.
         let children = signal(SignalKind::child()).map_err(|error| here("watch it", error))?;
@@ -274,15 +284,19 @@ async fn watch(started: &mut Started, limits: &Limits, cx: &CallContext) -> Endi
 
 /// Looks at all processes of a run together.
 async fn exceeded(tree: &ProcessTree, limits: &Limits) -> Option<Limit> {
-    let (tree, memory_bytes) = (tree.clone(), limits.memory_bytes);
     // Without `/proc`, the kernel's limits of each process and the wall time remain.
-    let usage = off_the_runtime(move || tree.usage(memory_bytes)).await.ok()?.ok()?;
+    let usage = usage(tree, limits.memory_bytes).await?;
     let over = [
-        (usage.processes > limits.processes, Limit::Processes),
+        (usage.processes > limits.processes.saturating_add(GUARDS), Limit::Processes),
         (usage.memory.for_limit() > limits.memory_bytes, Limit::Memory),
         (ticks(usage.cpu_ticks) >= limits.cpu, Limit::Cpu),
     ];
     over.into_iter().find(|(over, _)| *over).map(|(_, limit)| limit)
+}
+
+async fn usage(tree: &ProcessTree, precise_above: u64) -> Option<TreeUsage> {
+    let tree = tree.clone();
+    off_the_runtime(move || tree.usage(precise_above)).await.ok()?.ok()
 }
 
 /// Opens the gate and writes the input. A program need not read it.
