@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Runs the command blocks of guides, and provokes every row of the troubleshooting guide. Usage: .ci/guides PROGRAM [rows]
+"""Runs the commands of the guides and of the documents that the project began with, and provokes every row of the troubleshooting guide.
 
-With `rows`, only the rows are provoked.
+Usage: .ci/guides PROGRAM [rows]. With `rows`, only the rows are provoked. Each command runs with this one program, or has a reason in ELSEWHERE.
 
 A command that serves (`ng_run`, `rgym run`) goes to the background once it is ready, and ends with its section; all others must succeed.
 A text of the troubleshooting guide has parts with … between them; what is provoked must print the parts in this order.
@@ -17,7 +17,40 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-GUIDES = ["topologies.md", "capacity.md", "migration.md"]
+GUIDES = ["topologies.md", "capacity.md", "migration.md", "multi-node.md", "page.md"]
+
+DOCKER, ENGINES, RAY = "the tier `docker`", "the tier `engines`", "the tier `ray`"
+MONITORING, VENDOR = "the tier `monitoring`", "an engine and a model of a hub"
+# Why a command of a guide is not run here: by its page and beginning.
+ELSEWHERE = {
+    "README.md": {"cargo install": "the program under test is built from these sources", "cargo build": "as above", "mkdir": "the names are links of the test",
+                  "ln -sf": "as above", 'eval "$(rgym aliases)"': "as above"},
+    "docker.md": {"docker ": DOCKER, "curl ": DOCKER, "rgym collect": DOCKER},
+    "engines.md": {"rgym collect": ENGINES, "vllm serve": f"{VENDOR}; the tier `engines-vllm`", "llama-server": f"{VENDOR}; {ENGINES}", "python -m sglang": VENDOR},
+    "monitoring.md": {"curl ": MONITORING, "promtool ": MONITORING},
+    "multi-node.md": {"docker run": DOCKER},
+    "ray.md": {"ray ": RAY, "export RAY_ADDRESS": RAY, "rgym ray": RAY, "cargo run": RAY, "mkdir -p job": RAY},
+}
+
+# The commands of the documents that the project began with, and how each is run: here, or elsewhere.
+HERE = "here"
+BEGINNINGS = [
+    ("All-in-one", 'ng_run "+config_paths=[config.yaml]"', HERE),
+    ("Multi-node", "ng_run --head-only", HERE),
+    ("Multi-node", "ng_run --worker --head-url=http://coordinator:11000", HERE),
+    ("Multi-node", "curl --fail http://coordinator:11000/health", HERE),
+    ("Multi-node", "curl --fail http://worker-1:8080/health", HERE),
+    ("Containers", "docker compose up -d", DOCKER),
+    ("Containers", "docker compose logs head | grep 'worker registered'", DOCKER),
+    ("Containers", "docker compose up -d --scale worker=5", DOCKER),
+    ("Containers", "docker compose logs -f worker-1", DOCKER),
+    ("Ray", 'ng_run "+config_paths=[config.yaml]" +ray_head_node_address="ray://your-cluster:10001"', RAY),
+    ("Ray", "ray start --head --port=6379 --dashboard-host=0.0.0.0 --dashboard-port=8265", RAY),
+    ("Ray", "ray start --address='10.0.1.100:6379'", RAY),
+    ("Ray", "ray status; ray memory; ray list tasks --limit 20; ray stop", "commands of Ray; ours are in the tier `ray`"),
+    ("Ray", "python -m nemo_rl.train --config training_config.yaml", "NeMo RL itself: needs GPUs and a model of a hub"),
+    ("RoCE worker", "bash -c 'ray start --address=${RAY_ADDRESS} --node-ip-address=${VLLM_HOST_IP} --num-gpus=1'", "the tier `docker-rdma`; a GPU and RDMA cards"),
+]
 NAMES = ["rgym", "ng_run", "ng_status", "ng_collect_rollouts"]
 TIMEOUT = 120
 
@@ -85,17 +118,63 @@ def pattern(text: str) -> re.Pattern:
 def sections(page: str):
     """Yields each section's heading and its commands."""
     for section in re.split(r"^## ", page, flags=re.MULTILINE):
-        blocks = re.findall(r"^```bash\n(.*?)^```", section, flags=re.MULTILINE | re.DOTALL)
-        yield section.split("\n", 1)[0], [line for block in blocks for line in block.splitlines() if line.strip()]
+        blocks = re.findall(r"^```(?:bash|sh)\n(.*?)^```", section, flags=re.MULTILINE | re.DOTALL)
+        lines = [line for block in blocks for line in re.sub(r"\\\n\s*", "", block).splitlines()]
+        yield section.split("\n", 1)[0], [line for line in lines if line.strip()]
+
+
+def reason(name: str, command: str) -> str | None:
+    """Returns why a command is not run here."""
+    return next((why for beginning, why in ELSEWHERE.get(name, {}).items() if command.startswith(beginning)), None)
+
+
+def check_that_none_is_left_out() -> None:
+    """Each command of each page runs, or has a reason; each reason has a command."""
+    used = set()
+    for page in sorted((ROOT / "docs").glob("*.md")):
+        for _, commands in sections(page.read_text()):
+            for command in commands:
+                why = reason(page.name, command)
+                if why is None and page.name not in GUIDES:
+                    raise AssertionError(f"docs/{page.name}: `{command}` is not run; add the page to GUIDES, or a reason to ELSEWHERE")
+                used.update((page.name, beginning) for beginning in ELSEWHERE.get(page.name, {}) if command.startswith(beginning))
+                if why is not None:
+                    print(f"guides: not here: docs/{page.name}: {command}: {why}")
+    stale = [(name, beginning) for name, reasons in ELSEWHERE.items() for beginning in reasons if (name, beginning) not in used]
+    if stale:
+        raise AssertionError(f"reasons without a command: {stale}")
+
+
+def run_beginnings(program: str) -> int:
+    """Runs the commands of the documents that the project began with, in the order of a user."""
+    with tempfile.TemporaryDirectory() as folder:
+        machine = Machine(folder, program)
+        machine.run("cp examples/configs/quickstart.yaml config.yaml")
+        try:
+            machine.serve(BEGINNINGS[0][1])
+            machine.stop()
+            # The head of a cluster without a configuration takes that of its directory.
+            machine.serve(f"{BEGINNINGS[1][1]} '+config_paths=[config.yaml]' ++head_server.host=0.0.0.0")
+            machine.serve(f"{BEGINNINGS[2][1]} --name worker-1", "joined the cluster")
+            for _, command, where in BEGINNINGS[3:]:
+                if where == HERE:
+                    machine.run(command)
+        finally:
+            machine.kill()
+    for document, command, where in BEGINNINGS:
+        if where != HERE:
+            print(f"guides: not here: {document}: {command}: {where}")
+    return sum(where == HERE for _, _, where in BEGINNINGS)
 
 
 def run_guide(name: str, program: str) -> int:
     ran = 0
     with tempfile.TemporaryDirectory() as folder:
         machine = Machine(folder, program)
+        machine.run("cp examples/configs/quickstart.yaml config.yaml")
         try:
-            for heading, commands in sections((ROOT / "docs" / name).read_text()):
-                for command in commands:
+            for _, commands in sections((ROOT / "docs" / name).read_text()):
+                for command in (command for command in commands if reason(name, command) is None):
                     print(f"$ {command}", flush=True)
                     if re.match(r"([A-Z_]+=\S+ )*(ng_run|rgym run)\b", command):
                         machine.serve(command, "ready: " if "--worker" not in command else "joined the cluster")
@@ -233,9 +312,12 @@ def troubleshoot(program: str) -> int:
 
 def main() -> None:
     program = sys.argv[1]
-    for name in [] if sys.argv[2:] == ["rows"] else GUIDES:
-        if run_guide(name, program) == 0:
-            raise AssertionError(f"docs/{name} has no commands")
+    if sys.argv[2:] != ["rows"]:
+        check_that_none_is_left_out()
+        for name in GUIDES:
+            if run_guide(name, program) == 0:
+                raise AssertionError(f"docs/{name} has no commands")
+        print(f"guides: {run_beginnings(program)} commands of the first documents run")
     print(f"guides: {troubleshoot(program)} rows of docs/troubleshooting.md provoked")
 
 
