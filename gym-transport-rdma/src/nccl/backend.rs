@@ -32,6 +32,9 @@ pub struct NcclOptions {
     pub cuda: LoadOptions,
     /// The number of the GPU among those that `CUDA_VISIBLE_DEVICES` leaves. Default: 0, because a rank sees its own GPU only.
     pub device: u32,
+    /// Lets ranks have one GPU, which is refused otherwise. NCCL itself allows it only with `NCCL_MULTI_RANK_GPU_ENABLE=1`, as an experiment; it is slow, and
+    /// meant for tests. Default: `false`.
+    pub share_gpu: bool,
 }
 
 /// The backend `nccl`: memory of a GPU goes over NCCL, host memory over another backend, which also forms meetings, compares what ranks call, and spreads the
@@ -46,6 +49,7 @@ pub struct NcclOptions {
 pub struct NcclCollectives {
     host: Arc<dyn Collectives>,
     rank: Arc<RankDevice>,
+    share_gpu: bool,
 }
 
 impl NcclCollectives {
@@ -61,7 +65,8 @@ impl NcclCollectives {
         })?;
         let engine = Engine::start(device.clone(), communication.clone())?;
         let numbers = AtomicU64::new(1);
-        Ok(Self { host, rank: Arc::new(RankDevice { communication, device, engine, numbers }) })
+        let rank = Arc::new(RankDevice { communication, device, engine, numbers });
+        Ok(Self { host, rank, share_gpu: options.share_gpu })
     }
 
     /// Returns the GPU, to put memory there.
@@ -95,7 +100,7 @@ impl NcclCollectives {
                 return Err(Error::not_started(Code::FailedPrecondition, why));
             }
             let twin = all.chunks(FACTS_BYTES).position(|other| other.get(4..) == facts.get(4..));
-            if let Some(twin) = twin.filter(|twin| *twin != position) {
+            if let Some(twin) = twin.filter(|twin| *twin != position && !self.share_gpu) {
                 let twin = seats.get(twin).map_or(0, |seat| seat.rank);
                 let why = format!(
                     "ranks {twin} and {rank} have one GPU; give each rank its own (num_gpus, CUDA_VISIBLE_DEVICES)"
