@@ -35,7 +35,8 @@ pub struct NcclOptions {
     pub device: u32,
     /// The settings that all ranks must share, by name: they compare them when they join. Default: none.
     pub settings: BTreeMap<String, String>,
-    /// Lets ranks of a meeting have one GPU, which NCCL refuses unless `NCCL_MULTI_RANK_GPU_ENABLE=1` is set. Default: `false`.
+    /// Lets ranks have one GPU, which is refused otherwise. NCCL itself allows it only with `NCCL_MULTI_RANK_GPU_ENABLE=1`, as an experiment; it is slow, and
+    /// meant for tests. Default: `false`.
     pub share_gpu: bool,
 }
 

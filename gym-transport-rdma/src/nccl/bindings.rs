@@ -78,6 +78,8 @@ functions! {
     CudaFunctions {
         init: "cuInit"(c_uint) -> CudaResult;
         device: "cuDeviceGet"(*mut c_int, c_int) -> CudaResult;
+        name: "cuDeviceGetName"(*mut c_char, c_int, c_int) -> CudaResult;
+        memory: "cuMemGetInfo_v2"(*mut usize, *mut usize) -> CudaResult;
         uuid: "cuDeviceGetUuid_v2"(*mut [u8; 16], c_int) -> CudaResult;
         retain_context: "cuDevicePrimaryCtxRetain"(*mut Handle, c_int) -> CudaResult;
         set_context: "cuCtxSetCurrent"(Handle) -> CudaResult;

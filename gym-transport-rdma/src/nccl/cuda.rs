@@ -11,7 +11,7 @@ use thiserror::Error;
 
 use crate::machine::{Attempt, LoadOptions};
 use crate::nccl::bindings::{Address, CudaFunctions, CudaResult, Handle, NOT_READY};
-use crate::nccl::library::{CUDA, Library};
+use crate::nccl::library::{CUDA, DriverFunctions, Library};
 
 /// Why the driver did not do what it was asked for.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
@@ -79,6 +79,17 @@ impl CudaDevice {
         Ok(Self(Arc::new(Device { functions, number, handle, context })))
     }
 
+    /// Returns the newest version of CUDA that the driver supports, such as `12.8`. Needs no GPU.
+    ///
+    /// # Errors
+    /// [`CudaError::NotFound`] and [`CudaError::Failed`].
+    pub fn driver_version(library: &LoadOptions) -> Result<String, CudaError> {
+        let functions =
+            Library::load(&CUDA, library, DriverFunctions::of).map_err(|tried| CudaError::NotFound { tried })?;
+        let failed = |code| CudaError::Failed { function: "cuDriverGetVersion", code, text: "no text".to_owned() };
+        functions.driver_version().map_err(failed)
+    }
+
     /// Returns the number among the visible GPUs.
     #[must_use]
     pub fn number(&self) -> u32 {
@@ -94,6 +105,31 @@ impl CudaDevice {
         // SAFETY: a valid, exclusive place for one identity, of a device that was found.
         self.check("cuDeviceGetUuid_v2", unsafe { (self.0.functions.uuid)(&raw mut uuid, self.0.handle) })?;
         Ok(uuid)
+    }
+
+    /// Returns the name, such as `NVIDIA H100 80GB HBM3`.
+    ///
+    /// # Errors
+    /// [`CudaError::Failed`].
+    pub fn name(&self) -> Result<String, CudaError> {
+        let mut name = [0; 256];
+        // SAFETY: a valid, exclusive place for 255 bytes, and a device that was found. The byte behind them stays zero.
+        let code = unsafe { (self.0.functions.name)(name.as_mut_ptr(), 255, self.0.handle) };
+        self.check("cuDeviceGetName", code)?;
+        // SAFETY: a C string within `name`, which ends with a zero.
+        Ok(unsafe { CStr::from_ptr(name.as_ptr()) }.to_string_lossy().into_owned())
+    }
+
+    /// Returns the bytes of the GPU's memory that are free, and all of them.
+    ///
+    /// # Errors
+    /// [`CudaError::Failed`].
+    pub fn memory(&self) -> Result<(usize, usize), CudaError> {
+        self.enter()?;
+        let (mut free, mut total) = (0, 0);
+        // SAFETY: two valid, exclusive places for one number each; the context is current.
+        self.check("cuMemGetInfo_v2", unsafe { (self.0.functions.memory)(&raw mut free, &raw mut total) })?;
+        Ok((free, total))
     }
 
     /// Allocates memory, whose contents are undefined.

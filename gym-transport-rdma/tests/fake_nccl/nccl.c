@@ -10,6 +10,9 @@
  *   FAKE_NCCL_DEVICES=0         number of GPUs [default: 8]
  *   FAKE_NCCL_OWN_DEVICES=1     the GPUs of each process are others, as where CUDA_VISIBLE_DEVICES gives each rank its own
  *   FAKE_NCCL_ABORT_HANGS=1     ncclCommAbort does not return
+ *   FAKE_NCCL_LEAKS=1           ncclCommAbort keeps 1 GiB of the GPU's memory
+ *   FAKE_NCCL_ANY_MAGIC=1       ncclCommInitRankConfig takes a configuration with any magic
+ *   FAKE_NCCL_WRONG=3           the third operation of this process leaves a wrong byte
  *   FAKE_NCCL_RANK=1            all of the above for the process with RANK=1 only
  *   NCCL_SOCKET_IFNAME=eth9     an interface that is not there: ncclGetUniqueId fails as NCCL does
  *
@@ -19,6 +22,7 @@
 #include <arpa/inet.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <malloc.h>
 #include <net/if.h>
 #include <pthread.h>
 #include <stdatomic.h>
@@ -114,14 +118,22 @@ int cuDeviceGetUuid_v2(char *uuid, int device) {
   memcpy(uuid + sizeof device, &process, sizeof process);
   return 0;
 }
+int cuDeviceGetName(char *name, int length, int device) { return (void)device, snprintf(name, (size_t)length, "fake GPU"), 0; }
 int cuDevicePrimaryCtxRetain(void **context, int device) { return *context = (void *)(uintptr_t)(device + 1), 0; }
 int cuCtxSetCurrent(void *context) { return context ? 0 : 201; }
+/* Bytes that this process has allocated. */
+static _Atomic size_t used;
+int cuMemGetInfo_v2(size_t *free_bytes, size_t *total) { return *total = (size_t)16 << 30, *free_bytes = *total - atomic_load(&used), 0; }
 int cuMemAlloc_v2(address *memory, size_t bytes) {
   void *allocated = bytes ? malloc(bytes) : NULL;
   if (!allocated) return bytes ? 2 : 1;
+  atomic_fetch_add(&used, malloc_usable_size(allocated));
   return *memory = (address)allocated | TAG, 0;
 }
-int cuMemFree_v2(address memory) { return free(host(memory)), 0; }
+int cuMemFree_v2(address memory) {
+  atomic_fetch_sub(&used, malloc_usable_size(host(memory)));
+  return free(host(memory)), 0;
+}
 int cuStreamCreate(stream **created, unsigned flags) {
   (void)flags;
   stream *s = calloc(1, sizeof *s);
@@ -156,6 +168,14 @@ int cuGetErrorString(int code, const char **text) {
 int cuMemcpyHtoD_v2(address to, const void *from, size_t bytes) { return memcpy(host(to), from, bytes), 0; }
 int cuMemcpyDtoD_v2(address to, address from, size_t bytes) { return memcpy(host(to), host(from), bytes), 0; }
 int cuMemcpyDtoH_v2(void *to, address from, size_t bytes) { return memcpy(to, host(from), bytes), 0; }
+
+/* What cudarc calls in addition. Copies wait for nothing, because nothing of this library writes to a stream's memory before it is asked to. */
+int cuDeviceGetAttribute(int *value, int attribute, int device) { return (void)attribute, (void)device, *value = 0, 0; }
+int cuDevicePrimaryCtxRelease_v2(int device) { return (void)device, 0; }
+int cuCtxGetCurrent(void **context) { return *context = NULL, 0; }
+int cuMemcpyHtoDAsync_v2(address to, const void *from, size_t bytes, stream *s) { return (void)s, cuMemcpyHtoD_v2(to, from, bytes); }
+int cuMemcpyDtoHAsync_v2(void *to, address from, size_t bytes, stream *s) { return (void)s, cuMemcpyDtoH_v2(to, from, bytes); }
+int cuStreamSynchronize(stream *s) { return (void)s, 0; }
 
 /* ---- NCCL ---- */
 
@@ -242,7 +262,7 @@ static void *join(void *argument) {
 }
 int ncclCommInitRankConfig(comm **created, int world, unique_id id, int rank, config *wanted) {
   if (setting("FAKE_NCCL_DEVICES", 8) == 0) return fail(1, "CUDA driver version is insufficient for CUDA runtime version");
-  if (!wanted || wanted->magic != 0xcafebeef || wanted->size < 24) return fail(4, "config is not initialized");
+  if (!wanted || (wanted->magic != 0xcafebeef && !setting("FAKE_NCCL_ANY_MAGIC", 0)) || wanted->size < 24) return fail(4, "config is not initialized");
   if (world < 1 || world > RANKS || rank < 0 || rank >= world) return fail(4, "invalid rank or world size");
   joining *j = calloc(1, sizeof *j);
   snprintf(j->path, sizeof j->path, "/dev/shm/gym-fake-nccl-%.80s", id.internal + 40);
@@ -269,6 +289,7 @@ int ncclCommGetAsyncError(comm *c, int *error) {
 int ncclCommAbort(comm *c) {
   if (!c) return 0;
   while (setting("FAKE_NCCL_ABORT_HANGS", 0)) pause_us(100000);
+  if (setting("FAKE_NCCL_LEAKS", 0)) atomic_fetch_add(&used, (size_t)1 << 30);
   atomic_store(&c->aborted, 1);
   return 0;
 }
@@ -364,7 +385,7 @@ static void reduce(comm *c, int type, int op, int owner, size_t at, void *to, si
 enum { ALL_REDUCE, BROADCAST, ALL_GATHER, REDUCE_SCATTER, REDUCE, SEND, RECEIVE };
 typedef struct {
   comm *c;
-  int kind, type, op, peer, asynchronous;
+  int kind, type, op, peer, asynchronous, wrong;
   char *from, *to;
   size_t count;
 } operation;
@@ -422,6 +443,7 @@ static void run(void *argument) {
   operation *o = argument;
   if (o->kind >= SEND) pair(o);
   else together(o);
+  if (o->wrong) o->to[0] ^= 1;
   if (o->asynchronous) atomic_store(&o->c->error, o->asynchronous);
   free(o);
 }
@@ -439,6 +461,7 @@ static int start(operation new, address from, address to, stream *s) {
   int code = injected("FAKE_NCCL_FAIL", number);
   if (code) return fail(code, "injected");
   new.asynchronous = injected("FAKE_NCCL_ASYNC", number);
+  new.wrong = number == setting("FAKE_NCCL_WRONG", 0);
   new.from = host(from), new.to = host(to);
   operation *o = malloc(sizeof *o);
   *o = new;

@@ -224,15 +224,17 @@ const SET: [(&str, &str, &str); 23] = [
 ];
 
 /// Variables of tests, benchmarks and fuzzing. No program of a user reads them.
-const OF_TESTS: [&str; 64] = [
-    "CONDA_PREFIX",
+const OF_TESTS: [&str; 69] = [
     "FAKE_NCCL_ABORT_HANGS",
+    "FAKE_NCCL_ANY_MAGIC",
     "FAKE_NCCL_ASYNC",
     "FAKE_NCCL_DEVICES",
     "FAKE_NCCL_FAIL",
+    "FAKE_NCCL_LEAKS",
     "FAKE_NCCL_OWN_DEVICES",
     "FAKE_NCCL_RANK",
     "FAKE_NCCL_VERSION",
+    "FAKE_NCCL_WRONG",
     "GYM_ABSENT",
     "GYM_AFFINITY_SEEDS",
     "GYM_AFFINITY_TRACE",
@@ -244,6 +246,9 @@ const OF_TESTS: [&str; 64] = [
     "GYM_DATA_PYTHON",
     "GYM_FAULT_SEED",
     "GYM_FUZZ_TARGET",
+    "GYM_GPU_CHECK",
+    "GYM_GPU_FAKE",
+    "GYM_GPU_RANK",
     "GYM_KILLS",
     "GYM_KILL_SEED",
     "GYM_NCCL_WHEELS",
@@ -293,7 +298,7 @@ const OF_TESTS: [&str; 64] = [
 
 /// Texts in capitals that are no variables of this program: parts of names, settings of UCX, variables of other launchers and of the
 /// children of tests, variables of the build, and names of other kinds.
-const NO_VARIABLES: [&str; 41] = [
+const NO_VARIABLES: [&str; 45] = [
     "A",
     "BIG",
     "CARGO_MANIFEST_DIR",
@@ -312,6 +317,10 @@ const NO_VARIABLES: [&str; 41] = [
     "MM_RX_BUFS_GROW",
     "NCCL_DEBUG",
     "NCCL_DEBUG_FILE",
+    "NCCL_MULTI_RANK_GPU_ENABLE",
+    "NCCL_NET",
+    "NCCL_P2P_DISABLE",
+    "NCCL_SHM_DISABLE",
     "NCCL_SOCKET_IFNAME",
     "NET_DEVICES",
     "ONLY",
