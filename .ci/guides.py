@@ -23,7 +23,7 @@ DOCKER, ENGINES, RAY = "the tier `docker`", "the tier `engines`", "the tier `ray
 MONITORING, VENDOR = "the tier `monitoring`", "an engine and a model of a hub"
 # Why a command of a guide is not run here: by its page and beginning.
 ELSEWHERE = {
-    "README.md": {"cargo install": "the program under test is built from these sources", "cargo build": "as above", "mkdir": "the names are links of the test",
+    "README.md": {"cargo build": "the program under test is built from these sources", "mkdir": "the names are links of the test",
                   "ln -sf": "as above", 'eval "$(rgym aliases)"': "as above"},
     "docker.md": {"docker ": DOCKER, "curl ": DOCKER, "rgym collect": DOCKER},
     "engines.md": {"rgym collect": ENGINES, "vllm serve": f"{VENDOR}; the tier `engines-vllm`", "llama-server": f"{VENDOR}; {ENGINES}", "python -m sglang": VENDOR},
