@@ -196,7 +196,7 @@ typedef struct {
   } boxes[RANKS][RANKS];
 } head;
 typedef struct {
-  char *base;
+  char *base, path[160];
   int rank, world;
   _Atomic int error, aborted;
   uint64_t met;
@@ -246,37 +246,30 @@ int ncclGetUniqueId(unique_id *id) {
   return 0;
 }
 
-typedef struct {
-  comm *c;
-  char path[160];
-} joining;
 static void *join(void *argument) {
-  joining *j = argument;
-  if (meet(j->c)) {
-    int expected = IN_PROGRESS;
-    atomic_compare_exchange_strong(&j->c->error, &expected, 0);
-    unlink(j->path);
-  }
-  free(j);
+  comm *c = argument;
+  int met = meet(c), expected = IN_PROGRESS;
+  if (met) atomic_compare_exchange_strong(&c->error, &expected, 0);
+  unlink(c->path);
   return NULL;
 }
 int ncclCommInitRankConfig(comm **created, int world, unique_id id, int rank, config *wanted) {
   if (setting("FAKE_NCCL_DEVICES", 8) == 0) return fail(1, "CUDA driver version is insufficient for CUDA runtime version");
   if (!wanted || (wanted->magic != 0xcafebeef && !setting("FAKE_NCCL_ANY_MAGIC", 0)) || wanted->size < 24) return fail(4, "config is not initialized");
   if (world < 1 || world > RANKS || rank < 0 || rank >= world) return fail(4, "invalid rank or world size");
-  joining *j = calloc(1, sizeof *j);
-  snprintf(j->path, sizeof j->path, "/dev/shm/gym-fake-nccl-%.80s", id.internal + 40);
-  int file = open(j->path, O_RDWR | O_CREAT, 0600);
+  comm *c = calloc(1, sizeof *c);
+  *c = (comm){.rank = rank, .world = world, .error = IN_PROGRESS};
+  snprintf(c->path, sizeof c->path, "/dev/shm/gym-fake-nccl-%.80s", id.internal + 40);
+  int file = open(c->path, O_RDWR | O_CREAT, 0600);
   size_t size = 2 * PAGE + (size_t)(RANKS + RANKS * RANKS) * SLOT;
   if (file < 0 || ftruncate(file, (off_t)size)) return fail(2, strerror(errno));
-  comm *c = calloc(1, sizeof *c);
-  *c = (comm){.base = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0), .rank = rank, .world = world, .error = IN_PROGRESS};
+  c->base = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
   close(file);
   if (c->base == MAP_FAILED) return fail(2, strerror(errno));
-  j->c = *created = c;
+  *created = c;
   if (atomic_exchange(&head_of(c)->pids[rank], (unsigned)getpid())) return atomic_store(&c->error, 5), fail(5, "two processes have one rank");
   pthread_t thread;
-  pthread_create(&thread, NULL, join, j);
+  pthread_create(&thread, NULL, join, c);
   if (wanted->blocking) return pthread_join(thread, NULL), atomic_load(&c->error);
   pthread_detach(thread);
   return IN_PROGRESS;
@@ -291,6 +284,8 @@ int ncclCommAbort(comm *c) {
   while (setting("FAKE_NCCL_ABORT_HANGS", 0)) pause_us(100000);
   if (setting("FAKE_NCCL_LEAKS", 0)) atomic_fetch_add(&used, (size_t)1 << 30);
   atomic_store(&c->aborted, 1);
+  /* The ranks have not met, and this process may end before its thread sees it. */
+  if (atomic_load(&c->error) == IN_PROGRESS) unlink(c->path);
   return 0;
 }
 int ncclCommFinalize(comm *c) { return c ? 0 : fail(4, "comm argument is NULL"); }
