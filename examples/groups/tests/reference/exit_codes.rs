@@ -85,7 +85,11 @@ fn the_readme_and_the_sources_have_the_codes_of_the_table() {
     let page = std::fs::read_to_string(workspace().join("docs/commands.md")).unwrap();
     let listed: Vec<String> = EXIT_CODES.iter().map(|row| format!("{} {}", row.code, row.meaning)).collect();
     let words = page.split_whitespace().collect::<Vec<_>>().join(" ");
-    assert!(words.contains(&format!("Exit codes: {}", listed.join(", "))), "docs/commands.md lacks: {}", listed.join(", "));
+    assert!(
+        words.contains(&format!("Exit codes: {}", listed.join(", "))),
+        "docs/commands.md lacks: {}",
+        listed.join(", ")
+    );
     let mut found: Vec<String> = Vec::new();
     for (file, text) in sources() {
         // A number in the place of a constant would not be in the table.

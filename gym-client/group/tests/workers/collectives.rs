@@ -37,6 +37,8 @@ pub(crate) struct Summing {
 worker! {
     impl Worker for Summing as summing {
         fn start(env: WorkerEnv, _: Init) -> Result<Self> {
+            #[cfg(feature = "nccl")]
+            super::nccl::register(env.rank)?;
             Ok(Self { rank: env.rank, peers: env.peers })
         }
         /// Returns the first element of the sum over an axis, whether all elements have the value they must have, and the epoch.
@@ -83,11 +85,11 @@ async fn summed(peers: &dyn Communicator, cx: &CallContext, values: Vec<f32>) ->
     Ok(sum.view::<f32>()?.to_vec())
 }
 
-/// Has one rank sum.
+/// Has one rank sum along an axis, or with all ranks. Returns whether the sum is right.
 #[cfg(feature = "nccl")]
-pub(crate) async fn sum_at(group: &Group, rank: Rank) -> Result<(), GroupError> {
-    let call = group.call(summing::sum, (String::new(), 100)).dispatch(Dispatch::rank(rank)).deadline(LONG);
-    call.await.map(drop)
+pub(crate) async fn sum_at(group: &Group, rank: Rank, axis: &str) -> Result<bool, GroupError> {
+    let call = group.call(summing::sum, (axis.to_owned(), 100)).dispatch(Dispatch::rank(rank)).deadline(LONG);
+    Ok(call.await?.into_values().remove(0).1)
 }
 
 /// The clock that processes of a machine have in common.
@@ -96,7 +98,7 @@ fn micros() -> u64 {
     now.tv_sec as u64 * 1_000_000 + now.tv_nsec as u64 / 1_000
 }
 
-fn layout() -> RankLayout {
+pub(crate) fn layout() -> RankLayout {
     RankLayout::new([("data", 2), ("tensor", 2)]).expect("a layout")
 }
 

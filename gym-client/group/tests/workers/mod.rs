@@ -164,6 +164,7 @@ pub(crate) fn main() {
     cases.extend(cases![
         collectives::the_survivors_of_a_rank_that_is_killed_under_nccl_name_it,
         collectives::a_rank_that_is_stopped_under_nccl_is_named_at_the_deadline,
+        nccl::auto_takes_nccl_in_the_meetings_whose_ranks_all_use_gpus,
         nccl::a_failure_of_nccl_at_one_rank_ends_the_sum_of_all_and_names_it,
         nccl::ranks_with_other_versions_or_without_a_gpu_do_not_meet,
         nccl::a_process_whose_abort_hangs_ends_and_is_started_again,

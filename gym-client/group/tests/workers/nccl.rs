@@ -5,12 +5,13 @@ mod fake_nccl;
 
 use std::any::Any;
 use std::collections::BTreeMap;
+use std::time::Duration;
 
 use futures_util::future::join_all;
 use gym_core::{CallContext, Error, Result};
 use gym_group::collective::nccl::{self, CudaDevice, CudaMemory, LoadOptions};
 use gym_group::collective::{Buffer, Collective, Communicator, Memory, ReduceOp};
-use gym_group::{DType, Group};
+use gym_group::{DType, Group, Rank};
 use tokio::time::Instant;
 
 use super::{options, spec, start, stop};
@@ -36,10 +37,45 @@ async fn group(faults: &[(&str, &str)], restarts: u32) -> Group {
     start(spec, options().restarting(restarts)).await.expect("starts")
 }
 
+/// Ranks that register their GPUs, as `GPU_RANKS` says: by their digits.
+const GPU_RANKS: &str = "TEST_GPU_RANKS";
+
+pub(crate) fn register(rank: Rank) -> Result<()> {
+    match std::env::var(GPU_RANKS) {
+        Ok(ranks) if ranks.contains(&rank.to_string()) => nccl::register(),
+        _ => Ok(()),
+    }
+}
+
+/// The ranks are 2 × 2, and rank 3 has registered no GPU.
+pub(crate) async fn auto_takes_nccl_in_the_meetings_whose_ranks_all_use_gpus() {
+    let mut spec = spec("summing", 4);
+    spec.variables = variables();
+    spec.variables.insert(GPU_RANKS.to_owned(), "012".to_owned());
+    let mut with_layout = options();
+    with_layout.heartbeat = Duration::from_millis(50);
+    with_layout.layout = Some(super::collectives::layout());
+    let group = start(spec, with_layout).await.expect("starts");
+    // Along `data`, ranks 0 and 2 meet, and ranks 1 and 3.
+    let sums = join_all((0..4).map(|rank| super::collectives::sum_at(&group, rank, "data"))).await;
+    for rank in [0, 2] {
+        assert!(matches!(&sums[rank], Ok(true)), "{sums:#?}");
+    }
+    let words = "rank 3 does not use NCCL: its program has registered no device provider for cuda; copy it to the host";
+    for rank in [1, 3] {
+        assert!(sums[rank].as_ref().is_err_and(|error| error.to_string().contains(words)), "{sums:#?}");
+    }
+    super::until("the path of the sums is told", || {
+        super::status(&group, 0).collectives.totals.iter().any(|totals| totals.path == "nccl" && totals.operations == 1)
+    })
+    .await;
+    stop(&group).await;
+}
+
 /// Sums once at each rank, and returns the errors.
 async fn errors(group: &Group) -> Vec<String> {
     let calls = (0..4).map(async |rank| {
-        let error = super::collectives::sum_at(group, rank).await.err();
+        let error = super::collectives::sum_at(group, rank, "").await.err();
         error.map_or_else(|| "no error".to_owned(), |error| error.to_string())
     });
     join_all(calls).await
