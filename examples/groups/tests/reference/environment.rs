@@ -224,12 +224,13 @@ const SET: [(&str, &str, &str); 23] = [
 ];
 
 /// Variables of tests, benchmarks and fuzzing. No program of a user reads them.
-const OF_TESTS: [&str; 69] = [
+const OF_TESTS: [&str; 70] = [
     "FAKE_NCCL_ABORT_HANGS",
     "FAKE_NCCL_ANY_MAGIC",
     "FAKE_NCCL_ASYNC",
     "FAKE_NCCL_DEVICES",
     "FAKE_NCCL_FAIL",
+    "FAKE_NCCL_GPU_RANKS",
     "FAKE_NCCL_LEAKS",
     "FAKE_NCCL_OWN_DEVICES",
     "FAKE_NCCL_RANK",

@@ -38,7 +38,7 @@ async fn group(faults: &[(&str, &str)], restarts: u32) -> Group {
 }
 
 /// Ranks that register their GPUs, as `GPU_RANKS` says: by their digits.
-const GPU_RANKS: &str = "TEST_GPU_RANKS";
+const GPU_RANKS: &str = "FAKE_NCCL_GPU_RANKS";
 
 pub(crate) fn register(rank: Rank) -> Result<()> {
     match std::env::var(GPU_RANKS) {
