@@ -3,11 +3,11 @@
 use std::collections::BTreeSet;
 use std::path::PathBuf;
 
-use gym_core::server::ServerKind;
+use gym_core::server::{RESPONSES_KEYS, ServerKind};
 
 use crate::config::check::{FoundServer, composed_kinds, is_reserved};
 use crate::config::compose::{COPY, INHERIT};
-use crate::config::problem::{Mistake, Problem, nearest};
+use crate::config::problem::{Mistake, Problem, nearest, suggest};
 use crate::config::reference::{
     COLLECT_IGNORED_KEYS, COLLECT_KEYS, COLLECT_UNSUPPORTED_KEYS, ConfigKey, KeyType, TOP_LEVEL_KEYS,
 };
@@ -58,8 +58,14 @@ pub(crate) fn check(
     let mut unused = Vec::new();
     for (key, node) in top {
         let key = key.to_string();
+        for (place, name) in named_servers(&key, node) {
+            mistakes.extend(absent(&place, name, &key, resolved, servers));
+        }
         if let Some(known) = COLLECT_KEYS.iter().find(|known| known.name == key) {
             mistakes.extend(count(known, node));
+        }
+        if key == "responses_create_params" {
+            mistakes.extend(unknown_params(node));
         }
         let of_file = node.origin.source.as_deref().is_some_and(|source| files.contains(source));
         if is_known(&key) || !of_file || used.contains(&key) || servers.iter().any(|server| server.name == key) {
@@ -91,7 +97,8 @@ pub(crate) fn check(
 
 fn is_known(key: &str) -> bool {
     let collected = || COLLECT_KEYS.iter().map(|known| known.name);
-    is_reserved(key) || collected().chain(COLLECT_IGNORED_KEYS).chain(COLLECT_UNSUPPORTED_KEYS).any(|known| known == key)
+    is_reserved(key)
+        || collected().chain(COLLECT_IGNORED_KEYS).chain(COLLECT_UNSUPPORTED_KEYS).any(|known| known == key)
 }
 
 /// Returns the known key from which `key` differs by a typing mistake.
@@ -101,6 +108,58 @@ fn near_key(key: &str) -> Option<&'static str> {
     let near = known.filter(|name| name.len() >= 5).min_by_key(distance)?;
     let allowed = if near.len() > 10 { 2 } else { 1 };
     (distance(&near) <= allowed).then_some(near)
+}
+
+/// Returns the keys of a request that each agent rejects.
+fn unknown_params(node: &Node) -> Vec<Problem> {
+    let given = node.as_map().map(|map| map.0.as_slice()).unwrap_or_default();
+    let given = given.iter().map(|(key, node)| (key.to_string(), node));
+    given
+        .filter(|(key, _)| RESPONSES_KEYS.binary_search(&key.as_str()).is_err())
+        .map(|(key, node)| {
+            Problem::new(Mistake::Value, &node.origin, format!("responses_create_params.{key}"), "unknown key")
+                .fix(suggest(&key, RESPONSES_KEYS, "keys"))
+        })
+        .collect()
+}
+
+/// Returns the servers that a key of the collector names, each with its dotted key.
+fn named_servers<'a>(key: &str, node: &'a Node) -> Vec<(String, &'a Node)> {
+    let below = |node: &'a Node| node.as_map().map(|map| map.0.as_slice()).unwrap_or_default().iter();
+    match key {
+        "agent_name" | "environment_server_name" => vec![(key.to_owned(), node)],
+        "agent_map" | "environment_server_routes" => {
+            below(node).map(|(from, node)| (format!("{key}.{from}"), node)).collect()
+        }
+        "fan_out" => below(node)
+            .flat_map(|(from, list)| match &list.value {
+                Tree::List(items) => items.iter().map(|node| (format!("{key}.{from}"), node)).collect(),
+                _ => Vec::new(),
+            })
+            .collect(),
+        _ => Vec::new(),
+    }
+}
+
+/// Returns the mistake of a name that no server has. Without any agent in the files, they may be those of running servers.
+fn absent(place: &str, node: &Node, key: &str, resolved: &Node, servers: &[FoundServer]) -> Option<Problem> {
+    let name = node.as_text().filter(|_| !node.is_interpolation() && !node.is_missing())?;
+    let kinds: &[ServerKind] = match key {
+        "environment_server_name" | "environment_server_routes" => &[ServerKind::Environment],
+        _ => &[ServerKind::Agent, ServerKind::Environment],
+    };
+    let known: Vec<&str> =
+        servers.iter().filter(|server| kinds.contains(&server.kind)).map(|server| server.name.as_str()).collect();
+    if known.is_empty() || known.contains(&name) {
+        return None;
+    }
+    let (what, fix) = match resolved.step(name).and_then(Node::as_map) {
+        Some(block) if !servers.iter().any(|server| server.name == name) && block.contains(kinds[0].as_str()) => {
+            (format!("'{name}' has no entrypoint, so it is not a server"), "add 'entrypoint: app.py' to it".to_owned())
+        }
+        _ => (format!("there is no agent or environment server '{name}'"), suggest(name, &known, "servers")),
+    };
+    Some(Problem::new(Mistake::Value, &node.origin, place.to_owned(), what).fix(fix))
 }
 
 /// Returns the mistake of a count that allows nothing.
@@ -120,7 +179,10 @@ fn count(known: &ConfigKey, node: &Node) -> Option<Problem> {
             Tree::Int(int) => format!("{int} is out of range"),
             _ => format!("expected an integer, found {}", node.kind()),
         };
-        Some(Problem::new(Mistake::Value, &node.origin, key, what).fix(format!("use {least} or more, or remove the key")))
+        Some(
+            Problem::new(Mistake::Value, &node.origin, key, what)
+                .fix(format!("use {least} or more, or remove the key")),
+        )
     };
     match (&node.value, known.value) {
         (Tree::Map(map), KeyType::Counts) => {

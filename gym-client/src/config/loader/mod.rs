@@ -458,9 +458,8 @@ fn missing(root: &Node) -> Vec<Problem> {
     check::missing(root, "", &mut missing);
     let problem = |(path, origin): (String, Origin)| {
         let instance = path.split('.').next().filter(|name| path.contains('.') && root.step(name).is_some());
-        let problem =
-            Problem::new(Mistake::Missing, &origin, path.clone(), "the value is required but not set (???)")
-                .fix(format!("set it on the command line (++{path}=<value>), in env.yaml or in a file"));
+        let problem = Problem::new(Mistake::Missing, &origin, path.clone(), "the value is required but not set (???)")
+            .fix(format!("set it on the command line (++{path}=<value>), in env.yaml or in a file"));
         match instance {
             Some(name) => problem.instance(name),
             None => problem,

@@ -492,6 +492,12 @@ impl InstanceConfig {
         }
     }
 
+    /// Returns the location of a key of the block, or that of the block if it has no such key.
+    #[must_use]
+    pub fn origin_of(&self, key: &str) -> &Origin {
+        self.node.step(key).map_or(&self.origin, |node| &node.origin)
+    }
+
     /// Returns `kind/implementation`, the directory of a Python server of this block.
     #[must_use]
     pub fn folder(&self) -> PathBuf {

@@ -641,6 +641,9 @@ pub(in crate::cli) struct CheckArgs {
     /// Treat warnings as errors
     #[arg(long)]
     pub(in crate::cli) strict: bool,
+    /// Head server that is asked for servers which no file defines [default: head_server of the files, http://127.0.0.1:11000]
+    #[arg(long, value_name = "URL", env = "HEAD_SERVER_URL")]
+    pub(in crate::cli) head_url: Option<String>,
 }
 
 #[derive(Clone, Debug, Args)]

@@ -72,6 +72,17 @@ impl InputSource {
         }
     }
 
+    /// Checks that the tasks can be opened. Nothing is converted.
+    ///
+    /// # Errors
+    /// As [`InputSource::open`].
+    pub(in crate::collect) fn check(&self) -> Result<(), InputError> {
+        match self {
+            Self::Lines(_) => self.open(Path::new(""), None).map(drop),
+            Self::Parquet(_) => Ok(()),
+        }
+    }
+
     /// Opens the tasks as JSON lines. Rows of Parquet files are written to an unnamed file in `folder` first, at most `limit` of them;
     /// their places are returned.
     ///
