@@ -116,7 +116,14 @@ fn parse(argv: impl IntoIterator<Item = OsString>, transports: &[Transport]) -> 
         }
         Err(error) => match options::invalid_variable(&command, &error) {
             Some(text) => return Err(Failure::Usage(text)),
-            None => Parsed::Message(error),
+            None => match typed.overrides.iter().find(|text| text.contains('/') && !text.starts_with('+')) {
+                Some(text) if error.use_stderr() => {
+                    return Err(Failure::Usage(format!(
+                        "{text}: no such file, and as an override of the configuration it is none that this command takes\n  fix: correct the path"
+                    )));
+                }
+                _ => Parsed::Message(error),
+            },
         },
     })
 }
