@@ -27,6 +27,8 @@ fn rgym(folder: &Path, arguments: &[&str]) -> Output {
 fn folder() -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();
     std::fs::write(folder.path().join("model.yaml"), MODEL).unwrap();
+    // The input of the collections that end before they read a row.
+    std::fs::write(folder.path().join("i"), "{}\n").unwrap();
     folder
 }
 

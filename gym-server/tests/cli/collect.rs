@@ -85,7 +85,14 @@ pub(crate) fn mistakes_in_rows_and_options_are_found_before_the_first_rollout() 
         (good.clone(), &["+num_repeats={digit_agent: 0}"], false, "num_repeats.digit_agent: must be at least 1, got 0"),
         (good.clone(), &["--input", "task.jsonl"], false, "task.jsonl: cannot read the input: No such file"),
         (String::new(), &[], false, "tasks.jsonl: the file is empty"),
-        ("\n\n".to_owned(), &[], true, "tasks.jsonl: the file has no rows"),
+        ("\n\n".to_owned(), &[], true, "line 1: the line is blank"),
+        (
+            format!("[{}]\n", good.trim()),
+            &[],
+            true,
+            "line 1: the line is a JSON array; write one JSON object on each line",
+        ),
+        ("{\n  \"a\": 1\n}\n".to_owned(), &[], true, "line 1: the object goes on in the next line"),
         (
             good.clone(),
             &["--agent", "digit_agnet"],

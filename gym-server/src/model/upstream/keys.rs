@@ -32,11 +32,20 @@ impl EndpointKeys {
 
     /// Returns the failure of a call without a response.
     pub(super) fn no_response(self, error: &Error) -> EndpointFailure {
+        let said = innermost(error);
+        // What rustls says of a port that answers without TLS, and hyper of one that answers with it.
+        if ["InvalidContentType", "corrupt message"].iter().any(|sign| said.contains(sign)) {
+            return EndpointFailure {
+                state: EndpointState::Misconfigured,
+                reason: "it does not speak https".to_owned(),
+                fix: format!("write http:// in the place of https:// in `{}`", self.url),
+            };
+        }
         let fix = match error.execution() {
             Execution::NotStarted => format!("start the engine, or correct `{}`", self.url),
             _ => "see the log of the engine".to_owned(),
         };
-        EndpointFailure { state: EndpointState::Unavailable, reason: innermost(error), fix }
+        EndpointFailure { state: EndpointState::Unavailable, reason: said, fix }
     }
 }
 

@@ -111,6 +111,9 @@ impl InputSource {
                 // Editors of Windows write it; it is no part of the first row.
                 if begins.starts_with(BYTE_ORDER_MARK) {
                     opened.consume(BYTE_ORDER_MARK.len());
+                    if opened.fill_buf().map_err(unreadable)?.is_empty() {
+                        return Err(InputError::file(file, "the file is empty; it needs a JSON object on each line"));
+                    }
                 }
                 Ok((opened, None))
             }
@@ -119,6 +122,9 @@ impl InputSource {
                     InputError::io(format!("write the rows of the input to {}", folder.display()), error)
                 })?;
                 let (spool, places) = rows(files, limit.filter(|limit| *limit > 0), spool)?;
+                if spool.metadata().is_ok_and(|spooled| spooled.len() == 0) {
+                    return Err(InputError::file(&files[0], "the input has no rows; name files that have some"));
+                }
                 Ok((BufReader::new(spool), Some(places)))
             }
         }
