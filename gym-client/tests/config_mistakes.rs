@@ -168,7 +168,7 @@ fn what_the_loader_accepts_and_cannot_run_is_listed() {
         (
             format!("{MODEL}shop: {{resources_servers: {{shop: {{domain: math}}}}}}\n"),
             "",
-            "main.yaml:6: shop: the block has no entrypoint, so it is not one of the resources_servers",
+            "main.yaml:6: shop: 'shop' has no entrypoint, so it is no server, and no file uses it",
         ),
         (
             format!(

@@ -331,7 +331,7 @@ fn a_check_never_says_ok_of_what_cannot_run() {
         ("policy_base_url: http://a\n".to_owned(), &["there is nothing to check", "without `entrypoint`"]),
         (
             "policy_model: {responses_api_models: {scripted_model: {seed: 1}}}\n".to_owned(),
-            &["the block has no entrypoint", "there is nothing to check"],
+            &["'policy_model' has no entrypoint", "there is nothing to check"],
         ),
         (format!("{AGENT}num_repeat: 4\n"), &["main.yaml:8: num_repeat: unknown key", "did you mean 'num_repeats'?"]),
         (format!("{AGENT}num_repeats: 0\n"), &["main.yaml:8: num_repeats: 0 is out of range"]),

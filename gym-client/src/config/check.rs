@@ -51,7 +51,7 @@ pub(crate) fn servers(root: &Node) -> (Vec<FoundServer>, Vec<Problem>) {
     (found, problems)
 }
 
-fn has_entrypoint(block: &Map, kind: &str) -> bool {
+pub(crate) fn has_entrypoint(block: &Map, kind: &str) -> bool {
     let implementations = block.get(kind).and_then(Node::as_map).map(|map| map.0.as_slice()).unwrap_or_default();
     implementations.iter().any(|(_, node)| node.step("entrypoint").is_some())
 }

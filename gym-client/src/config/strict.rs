@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use gym_core::server::{RESPONSES_KEYS, ServerKind};
 
-use crate::config::check::{FoundServer, composed_kinds, is_reserved};
+use crate::config::check::{FoundServer, composed_kinds, has_entrypoint, is_reserved, references_of};
 use crate::config::compose::{COPY, INHERIT};
 use crate::config::problem::{Mistake, Problem, nearest, suggest};
 use crate::config::reference::{
@@ -51,11 +51,12 @@ pub(crate) fn check(
 ) -> Vec<Problem> {
     let mut mistakes = Vec::new();
     for server in servers {
-        references(server, resolved, &mut mistakes);
+        references(server, resolved, servers, &mut mistakes);
     }
     let top = resolved.as_map().map(|map| map.0.as_slice()).unwrap_or_default();
     let files: BTreeSet<String> = files.iter().map(|file| file.display().to_string()).collect();
-    let mut unused = Vec::new();
+    let referenced = referenced(resolved, servers);
+    let (mut idle, mut unused) = (Vec::new(), Vec::new());
     for (key, node) in top {
         let key = key.to_string();
         for (place, name) in named_servers(&key, node) {
@@ -72,7 +73,9 @@ pub(crate) fn check(
             continue;
         }
         match node.as_map() {
-            Some(map) => warnings.extend(idle_block(&key, node, map)),
+            // A reference to it is an error already.
+            Some(map) if is_idle(map) && !referenced.contains(&key) => idle.push((key, node)),
+            Some(_) => {}
             None => match near_key(&key) {
                 Some(near) => mistakes.push(
                     Problem::new(Mistake::Value, &node.origin, key.clone(), format!("unknown key '{key}'"))
@@ -82,8 +85,18 @@ pub(crate) fn check(
             },
         }
     }
+    let names =
+        |keys: &[(String, &Node)]| keys.iter().map(|(key, _)| format!("'{key}'")).collect::<Vec<_>>().join(", ");
+    if let Some((first, node)) = idle.first() {
+        let what = match idle.len() {
+            1 => format!("{} has no entrypoint, so it is no server, and no file uses it", names(&idle)),
+            _ => format!("{} have no entrypoint, so they are no servers, and no file uses them", names(&idle)),
+        };
+        let fix = "add 'entrypoint: app.py' to the implementation, or remove the block";
+        warnings.push(Problem::new(Mistake::Value, &node.origin, "", what).instance(first).fix(fix));
+    }
     if let Some((first, node)) = unused.first() {
-        let names = unused.iter().map(|(key, _)| format!("'{key}'")).collect::<Vec<_>>().join(", ");
+        let names = names(&unused);
         let what = match unused.len() {
             1 => format!("no file uses the variable {names}, and it is no known key"),
             _ => format!("no file uses the variables {names}, and they are no known keys"),
@@ -192,18 +205,30 @@ fn count(known: &ConfigKey, node: &Node) -> Option<Problem> {
     }
 }
 
-/// Returns the warning about a block with a kind of server that is no server.
-fn idle_block(name: &str, node: &Node, block: &Map) -> Option<Problem> {
-    let kind = ServerKind::ALL.into_iter().find(|kind| block.contains(kind.as_str()))?;
-    let what = format!("the block has no entrypoint, so it is not one of the {kind}, and no file uses it");
-    let fix = "add 'entrypoint: app.py' to its implementation, or remove the block";
-    Some(Problem::new(Mistake::Value, &node.origin, "", what).instance(name).fix(fix))
+/// Returns `true` for a block with a kind of server that is no server.
+fn is_idle(block: &Map) -> bool {
+    let mut kinds = ServerKind::ALL.into_iter().map(ServerKind::as_str).filter(|kind| block.contains(kind)).peekable();
+    kinds.peek().is_some() && !kinds.any(|kind| has_entrypoint(block, kind))
+}
+
+/// Returns the names in the references of all servers.
+fn referenced(resolved: &Node, servers: &[FoundServer]) -> BTreeSet<String> {
+    let names = servers.iter().flat_map(|server| {
+        let block = block_of(server, resolved);
+        block.map(|block| references_of(server.kind, block)).unwrap_or_default().into_iter().map(|(_, _, name, _)| name)
+    });
+    names.collect()
+}
+
+fn block_of<'a>(server: &FoundServer, resolved: &'a Node) -> Option<&'a Node> {
+    let path = [&server.name, server.kind.as_str(), &server.implementation];
+    path.into_iter().try_fold(resolved, |node, step| node.step(step))
 }
 
 /// Checks that each reference has a type, and that of its key.
-fn references(server: &FoundServer, resolved: &Node, mistakes: &mut Vec<Problem>) {
+fn references(server: &FoundServer, resolved: &Node, servers: &[FoundServer], mistakes: &mut Vec<Problem>) {
     let path = [&server.name, server.kind.as_str(), &server.implementation];
-    let Some(block) = path.into_iter().try_fold(resolved, |node, step| node.step(step)) else { return };
+    let Some(block) = block_of(server, resolved) else { return };
     for (key, node) in block.as_map().map(|map| map.0.as_slice()).unwrap_or_default() {
         let key = key.to_string();
         let wanted = composed_kinds(server.kind).find(|(known, _)| *known == key).map(|(_, kind)| kind);
@@ -216,9 +241,16 @@ fn references(server: &FoundServer, resolved: &Node, mistakes: &mut Vec<Problem>
                 let fix = format!("write {key}: {{type: {kind}, name: {name}}}");
                 (Mistake::Value, &node.origin, "the reference has no type".to_owned(), fix)
             }
-            (Some((node, text)), Some(kind)) if text != kind.as_str() => {
+            (Some((node, text)), Some(kind)) if ServerKind::from_key(&text).is_none() => {
+                (Mistake::Value, &node.origin, format!("unknown server kind '{text}'"), format!("write type: {kind}"))
+            }
+            // A name that no server of the written kind has is an error already.
+            (Some((node, text)), Some(kind))
+                if text != kind.as_str()
+                    && servers.iter().any(|other| other.kind.as_str() == text && other.name == name) =>
+            {
                 let what = format!("the reference is to one of the {text}, and {key} names one of the {kind}");
-                (Mistake::Reference, &node.origin, what, right_name(kind, servers_of(resolved, kind)))
+                (Mistake::Reference, &node.origin, what, right_name(kind, servers))
             }
             // In a key of the implementation's own, a type may mean something else.
             (Some((node, text)), None) if ServerKind::from_key(&text).is_none() => {
@@ -233,12 +265,8 @@ fn references(server: &FoundServer, resolved: &Node, mistakes: &mut Vec<Problem>
     }
 }
 
-fn servers_of(resolved: &Node, kind: ServerKind) -> Vec<String> {
-    let top = resolved.as_map().map(|map| map.0.as_slice()).unwrap_or_default();
-    top.iter().filter(|(_, node)| node.step(kind.as_str()).is_some()).map(|(name, _)| name.to_string()).collect()
-}
-
-fn right_name(kind: ServerKind, names: Vec<String>) -> String {
+fn right_name(kind: ServerKind, servers: &[FoundServer]) -> String {
+    let names: Vec<&str> = servers.iter().filter(|other| other.kind == kind).map(|other| other.name.as_str()).collect();
     match names.as_slice() {
         [] => format!("write type: {kind}, and the name of such a server"),
         names => format!("write type: {kind}, and one of the names {}", names.join(", ")),
