@@ -32,7 +32,7 @@ use crate::client::outage::Outages;
 use crate::client::replicas::pending::PendingCallGuard;
 use crate::client::replicas::{ABSENT, Replica, ReplicaLoss, ReplicaSet, SessionAffinity, replica};
 use crate::client::url::EndpointUrl;
-use crate::config::nearest_name;
+use crate::registry::nearest::nearest;
 use crate::transport::Transports;
 
 /// Maximum redirects of one call.
@@ -308,7 +308,7 @@ impl ServerClient {
         }
         let cx = cx.child().at_most(NEAR_TIMEOUT);
         let Ok(all) = self.inner.registry.list(&cx).await else { return error };
-        match nearest_name(server, all.iter().map(|known| known.name.as_str())) {
+        match nearest(server, all.iter().map(|known| known.name.as_str())) {
             Some(near) if near != server => {
                 Error::not_started(Code::Unavailable, format!("{ABSENT}; did you mean `{near}`?"))
                     .about(server.to_owned())

@@ -31,7 +31,7 @@ pub(super) fn check(row: &RawObject) -> Result<(), String> {
         Ok(None) => return Ok(()),
         Err(error) => return Err(format!("{PARAMS}: {error}")),
     };
-    for key in params.keys().filter(|key| RESPONSES_KEYS.binary_search(key).is_err()) {
+    if let Some(key) = params.keys().find(|key| RESPONSES_KEYS.binary_search(key).is_err()) {
         return Err(format!("{PARAMS}.{key}: unknown key; {}", fix_of_key(key)));
     }
     let Some(input) = params.get(INPUT) else {
