@@ -286,6 +286,13 @@ pub(crate) fn reference(node: &Node) -> Option<(ServerKind, &str)> {
     Some((kind, map.get("name")?.as_text()?))
 }
 
+/// Returns `true` for a reference to another server, also if its kind is misspelled.
+pub(crate) fn is_reference(node: &Node) -> bool {
+    let text = |key: &str| node.as_map()?.get(key)?.as_text();
+    text("name").is_some()
+        && text("type").is_some_and(|kind| nearest(kind, ServerKind::ALL.map(ServerKind::as_str)).is_some())
+}
+
 /// Collects every reference of a server's block, with its dotted key. A reference without a type, under a key that composes servers,
 /// has the kind of the key.
 pub(crate) fn references_of(kind: ServerKind, node: &Node) -> Vec<(String, ServerKind, String, Origin)> {

@@ -30,10 +30,10 @@ impl UnreadKeys {
         }
         for UnknownKey { path, known } in unknown {
             let [key] = path.as_slice() else {
-                // A reference may name the kind of its server, whether or not the type reads it.
+                // A reference may name the kind of its server, whether or not the type reads it. A misspelled kind is an error already.
                 if let [above @ .., last] = path.as_slice()
                     && last == "type"
-                    && instance.node.at(above).is_some_and(|node| check::reference(node).is_some())
+                    && instance.node.at(above).is_some_and(check::is_reference)
                 {
                     continue;
                 }
