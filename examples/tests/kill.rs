@@ -255,11 +255,11 @@ fn timeless(row: &str) -> String {
         text
     });
     let Some((before, (phases, after))) =
-        row.split_once("\"phases\":\"").and_then(|(before, rest)| Some((before, rest.split_once('"')?)))
+        row.split_once("\"phases\":[").and_then(|(before, rest)| Some((before, rest.split_once(']')?)))
     else {
         return row;
     };
-    let phases: Vec<&str> = phases.split(", ").filter_map(|span| span.split(' ').next()).collect();
+    let phases: Vec<&str> = phases.split("\"phase\":\"").skip(1).filter_map(|span| span.split('"').next()).collect();
     format!("{before}\"phases\":\"{}\"{after}", phases.join(" "))
 }
 

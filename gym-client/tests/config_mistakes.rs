@@ -141,12 +141,132 @@ fn a_misspelt_server_kind_suggests_the_kind() {
     ]);
 }
 
+/// What NeMo Gym's loader accepts and cannot run: a file, the mistake, and the warning.
 #[test]
-fn a_misspelt_reserved_key_is_a_warning_that_suggests() {
-    let config = Case::main(&format!("defualt_host: 0.0.0.0\n{MODEL}")).load().unwrap();
-    let warnings: Vec<String> = config.warnings.iter().map(ToString::to_string).collect();
-    assert!(warnings.iter().any(|text| text.contains("did you mean 'default_host'?")), "{warnings:?}");
-    assert_eq!(config.variables["defualt_host"], "0.0.0.0");
+fn what_the_loader_accepts_and_cannot_run_is_listed() {
+    let agent = |reference: &str| {
+        format!("{MODEL}{}", AGENT.replace("{type: responses_api_models, name: policy_model}", reference))
+    };
+    let own = format!("{MODEL}      judge: {{type: responses_api_model, name: x}}\n");
+    for (text, mistake, warning) in [
+        (format!("defualt_host: 0.0.0.0\n{MODEL}"), "main.yaml:1: defualt_host: unknown key\u{20}", ""),
+        (
+            format!("{MODEL}num_repeat: 4\n"),
+            "main.yaml:6: num_repeat: unknown key 'num_repeat'\n  fix: did you mean 'num_repeats'?",
+            "",
+        ),
+        (format!("{MODEL}limits: 4\n"), "did you mean 'limit'?", ""),
+        (format!("{MODEL}num_repeats: 0\n"), "main.yaml:6: num_repeats: 0 is out of range\n  fix: use 1 or more", ""),
+        (format!("{MODEL}num_repeats: {{a: 0}}\n"), "main.yaml:6: num_repeats.a: 0 is out of range", ""),
+        (format!("{MODEL}num_repeats: many\n"), "num_repeats: expected an integer, found a string", ""),
+        (format!("{MODEL}num_samples_in_parallel: 0\n"), "num_samples_in_parallel: 0 is out of range", ""),
+        (format!("{MODEL}num_repeats: 2\nlimit: 0\nnum_samples_in_parallel: null\n"), "", ""),
+        (format!("{MODEL}colour: red\n"), "", "main.yaml:6: colour: no file uses the variable 'colour'"),
+        (format!("{MODEL}colour: red\nsize: [1]\n"), "", "no file uses the variables 'colour', 'size'"),
+        (format!("colour: red\n{MODEL}      url: 'http://${{colour}}'\n"), "", ""),
+        (format!("num_repeat: 4\n{MODEL}      url: 'http://${{oc.select:num_repeat,1}}'\n"), "", ""),
+        (
+            format!("{MODEL}shop: {{resources_servers: {{shop: {{domain: math}}}}}}\n"),
+            "",
+            "main.yaml:6: shop: 'shop' has no entrypoint, so it is no server, and no file uses it",
+        ),
+        (
+            format!(
+                "base: {{responses_api_models: {{m: {{a: 1}}}}}}\n{MODEL}      x: {{_copy: base.responses_api_models.m}}\n"
+            ),
+            "",
+            "",
+        ),
+        (
+            agent("{name: policy_model}"),
+            "main.yaml:10: my_agent.responses_api_agents.simple_agent.model_server: the reference has no type\n  fix: write \
+             model_server: {type: responses_api_models, name: policy_model}",
+            "",
+        ),
+        (
+            format!("{MODEL}{AGENT}      resources_server: {{type: responses_api_models, name: policy_model}}\n"),
+            "main.yaml:11: my_agent.responses_api_agents.simple_agent.resources_server: the reference is to one of the \
+             responses_api_models, and resources_server names one of the resources_servers",
+            "",
+        ),
+        (
+            format!("{MODEL}{AGENT}agent_name: my_agnet\n"),
+            "main.yaml:11: agent_name: there is no agent or environment server 'my_agnet'\n  fix: did you mean 'my_agent'?",
+            "",
+        ),
+        (format!("{MODEL}{AGENT}agent_name: my_agent\nagent_map: {{_default: my_agent}}\n"), "", ""),
+        (format!("{MODEL}agent_name: of_another_file\n"), "", ""),
+        (
+            format!("{MODEL}{AGENT}fan_out: {{a: [my_agent, b]}}\n"),
+            "main.yaml:11: fan_out.a: there is no agent or environment server 'b'",
+            "",
+        ),
+        (
+            format!("{MODEL}responses_create_params: {{temprature: 1, top_p: 1}}\n"),
+            "main.yaml:6: responses_create_params.temprature: unknown key\n  fix: did you mean 'temperature'?",
+            "",
+        ),
+        (own, "judge: unknown server kind 'responses_api_model'\n  fix: did you mean 'responses_api_models'?", ""),
+    ] {
+        let case = Case::main(&text);
+        let config = case.load().unwrap_or_else(|error| panic!("{text}: {error}"));
+        let folder = format!("{}/", case.folder.path().display());
+        let texts = |problems: &[gym_client::config::Problem]| {
+            problems.iter().map(|problem| problem.to_string().replace(&folder, "")).collect::<Vec<_>>().join("\n")
+        };
+        let (mistakes, warnings) = (texts(&config.mistakes), texts(&config.warnings));
+        for (expected, said) in [(mistake, &mistakes), (warning, &warnings)] {
+            assert!(said.contains(expected.trim_end()) && said.is_empty() == expected.is_empty(), "{text}: {said}");
+        }
+    }
+    // The file serves several commands, and its variables are for those that need them.
+    let config = Case::files(&[("main.yaml", MODEL), ("env.yaml", "colour: red\n")]).load().unwrap();
+    assert!(config.warnings.is_empty() && config.mistakes.is_empty(), "{:?}", config.warnings);
+}
+
+#[test]
+fn a_reference_without_a_type_is_to_a_server_that_exists() {
+    let text =
+        format!("{MODEL}{}", AGENT.replace("type: responses_api_models, name: policy_model", "name: policy_modle"));
+    Case::main(&text)
+        .says(&["the reference names 'policy_modle' of responses_api_models", "did you mean 'policy_model'?"]);
+}
+
+#[test]
+fn mistakes_of_all_phases_are_reported_together() {
+    let text = format!(
+        "{MODEL}      port: ???\n{AGENT}      url: ${{nowhere}}\nshop: {{resources_servers: {{shop: {{entrypoint: a}}}}}}\n"
+    );
+    let case = Case::main(&text);
+    case.says(&[
+        "main.yaml:6: policy_model.",
+        "main.yaml:12: my_agent.",
+        "'nowhere', which is not set",
+        "main.yaml:13: shop.",
+    ]);
+    assert_eq!(case.load().unwrap_err().problems().len(), 3, "{}", case.message());
+}
+
+#[test]
+fn a_type_that_reads_only_the_name_of_a_reference_accepts_its_kind() {
+    #[derive(Debug, Deserialize)]
+    struct Named {
+        name: String,
+    }
+    #[derive(Debug, Deserialize)]
+    struct Settings {
+        judge: Named,
+    }
+    let judge = |reference: &str| {
+        format!("{MODEL}my_env: {{resources_servers: {{mine: {{entrypoint: a, domain: math, judge: {reference}}}}}}}\n")
+    };
+    let config = Case::main(&judge("{type: responses_api_models, name: policy_model}")).load().unwrap();
+    let settings: Settings = config.require("my_env").unwrap().settings_as().unwrap();
+    assert_eq!(settings.judge.name, "policy_model");
+    Case::main(&judge("{type: responses_api_models, name: policy_modle}")).says(&["did you mean 'policy_model'?"]);
+    let config = Case::main(&judge("{type: loud, name: policy_model}")).load().unwrap();
+    let error = config.require("my_env").unwrap().settings_as::<Settings>().unwrap_err().to_string();
+    assert!(error.contains("unknown key 'type'"), "{error}");
 }
 
 #[test]

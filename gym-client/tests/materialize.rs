@@ -125,7 +125,8 @@ fn errors_name_the_file_the_line_and_the_fix() {
     for (bad, message) in [
         ("", "line is blank; remove it"),
         ("{\"a\":", "malformed JSON: EOF while parsing"),
-        ("[1]", "one complete JSON object"),
+        ("[1]", "a JSON array; write one JSON object on each line"),
+        ("{", "write each object on one line"),
         (r#"{"agent_ref":{"name":"x"}}"#, "responses_create_params is missing; give"),
         (r#"{"responses_create_params":[],"agent_ref":{"name":"x"}}"#, "responses_create_params is not an object"),
         (r#"{"responses_create_params":{}}"#, "name one with --agent"),

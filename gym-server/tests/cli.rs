@@ -88,6 +88,8 @@ fn main() -> ExitCode {
     let mut cases: Vec<Trial> = cases![
         serve::run_announces_serves_and_stops_in_order,
         serve::status_and_workers_show_the_ray_cluster_of_the_configuration,
+        serve::a_check_asks_the_head_for_servers_that_no_file_defines,
+        serve::an_agent_that_cannot_play_the_environment_is_told_before_anything_starts,
         serve::a_second_signal_stops_at_once,
         serve::services_run_in_processes_of_their_own,
         serve::servers_are_reached_at_an_ipv6_address,
@@ -99,6 +101,7 @@ fn main() -> ExitCode {
         transports::doctor_reports_why_a_required_transport_is_unavailable,
         collect::collect_uses_the_servers_that_run,
         collect::collect_brings_its_own_servers,
+        collect::mistakes_in_rows_and_options_are_found_before_the_first_rollout,
         collect::collect_takes_a_free_port_for_its_own_head,
         collect::a_failed_rollout_ends_with_3,
         collect::a_collection_in_which_all_fails_alike_stops_and_says_how_to_go_on,

@@ -280,6 +280,26 @@ async fn an_episode_whose_calls_never_wait_can_be_stopped() {
 }
 
 #[tokio::test]
+async fn a_stack_without_servers_is_rejected_and_a_misspelled_server_is_named_with_the_nearest() {
+    let error = Stack::embedded().start().await.expect_err("nothing to serve").to_string();
+    assert!(error.contains("the embedded stack has no servers; add some with `.resources`"), "{error}");
+
+    let policy = |_: &RawObject, _: &mut fastrand::Rng| vec![ScriptedItem::message("4")];
+    let stack = Stack::embedded()
+        .resources("exact", Exact)
+        .model("policy", ScriptedModel::from_policy(policy))
+        .agent("exact_agent", |client| SimpleAgent::between("polcy", "exact", client))
+        .start()
+        .await
+        .expect("the servers start");
+    let mut rollouts = stack.rollouts_with("exact_agent", [task("4")], one_attempt()).expect("the agent is known");
+    let rollout = rollouts.next().await.expect("one task").expect("the rows are read");
+    let error = rollout.outcome.expect_err("there is no such model").to_string();
+    assert!(error.contains("polcy: no server of this name is registered; did you mean `policy`?"), "{error}");
+    stack.stop().await;
+}
+
+#[tokio::test]
 async fn two_servers_of_one_name_are_rejected() {
     let started = Stack::embedded().resources("exact", Exact).resources("exact", Exact).start().await;
     let error = started.unwrap_err();

@@ -27,6 +27,8 @@ fn rgym(folder: &Path, arguments: &[&str]) -> Output {
 fn folder() -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();
     std::fs::write(folder.path().join("model.yaml"), MODEL).unwrap();
+    // The input of the collections that end before they read a row.
+    std::fs::write(folder.path().join("i"), "{}\n").unwrap();
     folder
 }
 
@@ -313,6 +315,96 @@ fn a_key_that_only_nemo_gym_reads_is_a_warning_with_its_line() {
     std::fs::write(folder.path().join("main.yaml"), text).unwrap();
     let output = rgym(folder.path(), &["config", "check", "main.yaml", "--strict"]);
     assert_eq!(output.status.code(), Some(0), "{:?}", texts(&output));
+}
+
+/// What cannot run: a file, and what `config check` says of it.
+#[test]
+fn a_check_never_says_ok_of_what_cannot_run() {
+    let folder = folder();
+    let model = "policy_model: {responses_api_models: {scripted_model: {entrypoint: app.py}}}\n";
+    let of_program = "math: {resources_servers: {math: {entrypoint: app.py, domain: math}}}\n\
+                      shop: {resources_servers: {shop: {entrypoint: app.py, domain: other}}}\n";
+    let without_python = ["--python", "/no/python"];
+    for (yaml, parts) in [
+        (String::new(), &["there is nothing to check: no server in"][..]),
+        ("# to be written\n".to_owned(), &["there is nothing to check"]),
+        ("policy_base_url: http://a\n".to_owned(), &["there is nothing to check", "without `entrypoint`"]),
+        (
+            "policy_model: {responses_api_models: {scripted_model: {seed: 1}}}\n".to_owned(),
+            &["'policy_model' has no entrypoint", "there is nothing to check"],
+        ),
+        (format!("{AGENT}num_repeat: 4\n"), &["main.yaml:8: num_repeat: unknown key", "did you mean 'num_repeats'?"]),
+        (format!("{AGENT}num_repeats: 0\n"), &["main.yaml:8: num_repeats: 0 is out of range"]),
+        (format!("{AGENT}agent_name: my_agnet\n"), &["main.yaml:8: agent_name: ", "did you mean 'my_agent'?"]),
+        (
+            AGENT.replace("type: responses_api_models, ", ""),
+            &["the reference has no type", "write model_server: {type:"],
+        ),
+        (
+            format!("{AGENT}      resources_server: {{type: responses_api_models, name: shop}}\n"),
+            &["resources_server names one of the resources_servers"],
+        ),
+        (
+            format!("{AGENT}      resources_server: {{type: resources_servers, name: warehouse}}\n"),
+            &["names 'warehouse' of resources_servers, which no file defines", "with --head-url (http://127.0.0.1:"],
+        ),
+        // All at once: of the program's own environments, of another server, and of the top level.
+        (
+            format!("{of_program}{AGENT}      max_step: 1\nnum_repeat: 4\n").replacen(
+                "shop: {responses",
+                "shop2: {responses",
+                1,
+            ),
+            &[
+                "main.yaml:1: math.resources_servers.math: `math` is not one of this program's resources_servers",
+                "main.yaml:2: shop.resources_servers.shop: ",
+                "main.yaml:10: my_agent.responses_api_agents.simple_agent.max_step: unknown key",
+                "main.yaml:11: num_repeat: unknown key",
+            ],
+        ),
+        (format!("{model}{of_program}"), &["`math` is not one of this program's", "program not found"]),
+    ] {
+        std::fs::write(folder.path().join("main.yaml"), &yaml).unwrap();
+        let head = format!("+head_server.port={}", gym_core::testing::free_port());
+        let output = rgym(folder.path(), &[&["config", "check", "main.yaml", &head], &without_python[..]].concat());
+        let (out, error) = texts(&output);
+        assert_eq!((output.status.code(), out.as_str()), (Some(2), ""), "{yaml}: {error}");
+        for part in parts {
+            assert!(error.contains(part), "{yaml}: '{part}' is not in:\n{error}");
+        }
+    }
+    // An interpreter without nemo-gym: the environments may be those of a program.
+    let python = folder.path().join("python");
+    std::fs::write(&python, "#!/bin/sh\necho '{\"version\": \"3.13.1\", \"has\": false, \"roots\": []}'\n").unwrap();
+    std::fs::set_permissions(&python, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+    let output = rgym(folder.path(), &["config", "check", "main.yaml", "--python", "./python"]);
+    let (_, error) = texts(&output);
+    let fix = "fix: if `math` is in a program of your own, use the `config check`, `run` and `collect` of that program; otherwise pass --python";
+    assert!(error.contains(fix) && error.contains("if `shop` is"), "{error}");
+    // A warning of a run is an error of a check.
+    std::fs::write(folder.path().join("main.yaml"), format!("{AGENT}colour: red\n")).unwrap();
+    let output = rgym(folder.path(), &["config", "check", "main.yaml"]);
+    let (out, error) = texts(&output);
+    assert!(
+        out.contains("ok: 4 servers from 1 file") && error.contains("no file uses the variable 'colour'"),
+        "{out}{error}"
+    );
+}
+
+#[cfg(feature = "groups")]
+#[test]
+fn a_file_of_worker_groups_is_checked_as_one() {
+    let folder = folder();
+    let check = |yaml: &str| {
+        std::fs::write(folder.path().join("main.yaml"), yaml).unwrap();
+        let output = rgym(folder.path(), &["config", "check", "main.yaml"]);
+        let (out, error) = texts(&output);
+        (output.status.code(), out + &error)
+    };
+    let (code, text) = check("cluster: {bundle_ct_per_node_list: [2]}\npolicy: {memory_limit: 1GB}\n");
+    assert!(code == Some(0) && text.contains("ok: a cluster and 1 worker group from 1 file, and no servers"), "{text}");
+    let (code, text) = check("cluster: {bundle_ct_per_node_list: [2]}\npolicy: {memory_limt: 1GB}\n");
+    assert!(code == Some(2) && text.contains("main.yaml:2") && text.contains("memory_limit"), "{text}");
 }
 
 #[test]

@@ -68,13 +68,11 @@ pub(crate) fn cases() -> Vec<Case> {
             br#"{"responses_create_params": {"input": "x"}, "_ng_task_index": -1, "agent_ref": {"name": "a_good"}}"#,
             &["tasks.jsonl, line 2: _ng_task_index is -1", "from 0 to 4294967295"],
         ),
-        with(
+        row(
             TYPE,
             "input is a number",
             br#"{"responses_create_params": {"input": 5}, "expected_answer": "4", "agent_ref": {"name": "a_good"}}"#,
-            |_| {},
-            "failures file: agent_run_error",
-            &["422", r#"["body","responses_create_params","input","list"]"#, "Input should be a valid list"],
+            &["line 2", "responses_create_params.input is neither a string nor a list"],
         ),
         row(
             TYPE,
@@ -82,13 +80,11 @@ pub(crate) fn cases() -> Vec<Case> {
             br#"{"responses_create_params": {"input": "x"}, "expected_answer": [4], "agent_ref": {"name": "a_good"}}"#,
             &["tasks.jsonl, line 2: resources server `math`", "`expected_answer`: invalid type: sequence, expected a string"],
         ),
-        with(
+        row(
             TYPE,
             "an unknown parameter",
             br#"{"responses_create_params": {"input": "x", "temperatur": 1}, "expected_answer": "4", "agent_ref": {"name": "a_good"}}"#,
-            |_| {},
-            "failures file: agent_run_error",
-            &["422", "extra_forbidden", "temperatur"],
+            &["line 2", "responses_create_params.temperatur: unknown key", "`temperature`"],
         ),
         row(
             MISSING,
@@ -96,13 +92,11 @@ pub(crate) fn cases() -> Vec<Case> {
             br#"{"agent_ref": {"name": "a_good"}}"#,
             &["tasks.jsonl, line 2: responses_create_params is missing"],
         ),
-        with(
+        row(
             MISSING,
             "no input",
             br#"{"responses_create_params": {}, "expected_answer": "4", "agent_ref": {"name": "a_good"}}"#,
-            |_| {},
-            "failures file: agent_run_error",
-            &["422", r#"["body","responses_create_params","input"]"#, "Field required"],
+            &["line 2", "responses_create_params.input is missing"],
         ),
         row(
             MISSING,

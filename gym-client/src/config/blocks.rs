@@ -24,7 +24,15 @@ impl BlockFile {
         let text = std::fs::read_to_string(path).map_err(|error| {
             Problem::new(Mistake::File, &Origin::of(&source), "", format!("cannot be read: {error}"))
         })?;
-        Ok(Self(parser::parse(&text, &source)?))
+        Self::parse(&text, &source)
+    }
+
+    /// Parses a text; `source` is its name in errors.
+    ///
+    /// # Errors
+    /// If the text cannot be parsed; the error names the source and the line.
+    pub fn parse(text: &str, source: &str) -> Result<Self, ConfigError> {
+        Ok(Self(parser::parse(text, source)?))
     }
 
     /// Returns the names of the blocks, in their order.

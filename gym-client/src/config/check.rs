@@ -1,7 +1,7 @@
 //! Finds the servers among the top-level blocks of the merged tree and checks each of them.
 
 use crate::config::problem::{Mistake, Origin, Problem, nearest, suggest};
-use crate::config::reference::{DATASET_TYPES, DOMAINS, LICENSES, TOP_LEVEL_KEYS};
+use crate::config::reference::{DATASET_TYPES, DOMAINS, LICENSES, TOP_LEVEL_KEYS, composition_keys};
 use crate::config::yaml::node::{Map, Node, Tree};
 use gym_core::server::ServerKind;
 
@@ -51,7 +51,7 @@ pub(crate) fn servers(root: &Node) -> (Vec<FoundServer>, Vec<Problem>) {
     (found, problems)
 }
 
-fn has_entrypoint(block: &Map, kind: &str) -> bool {
+pub(crate) fn has_entrypoint(block: &Map, kind: &str) -> bool {
     let implementations = block.get(kind).and_then(Node::as_map).map(|map| map.0.as_slice()).unwrap_or_default();
     implementations.iter().any(|(_, node)| node.step("entrypoint").is_some())
 }
@@ -286,8 +286,42 @@ pub(crate) fn reference(node: &Node) -> Option<(ServerKind, &str)> {
     Some((kind, map.get("name")?.as_text()?))
 }
 
+/// Returns `true` for a reference to another server, also if its kind is misspelled.
+pub(crate) fn is_reference(node: &Node) -> bool {
+    let text = |key: &str| node.as_map()?.get(key)?.as_text();
+    text("name").is_some()
+        && text("type").is_some_and(|kind| nearest(kind, ServerKind::ALL.map(ServerKind::as_str)).is_some())
+}
+
+/// Collects every reference of a server's block, with its dotted key. A reference without a type, under a key that composes servers,
+/// has the kind of the key.
+pub(crate) fn references_of(kind: ServerKind, node: &Node) -> Vec<(String, ServerKind, String, Origin)> {
+    let mut found = Vec::new();
+    references(node, "", &mut found);
+    for (key, kind) in composed_kinds(kind) {
+        let Some(map) = node.step(key).and_then(Node::as_map) else { continue };
+        let untyped = map.get("type").is_none_or(|node| matches!(node.value, Tree::Null));
+        if let Some(name) = map.get("name").filter(|name| untyped && !name.is_missing() && !name.is_interpolation())
+            && let Some(text) = name.as_text()
+        {
+            found.push((key.to_owned(), kind, text.to_owned(), name.origin.clone()));
+        }
+    }
+    found
+}
+
+/// Returns the keys by which a server of a kind names others, each with the kind that it names.
+pub(crate) fn composed_kinds(kind: ServerKind) -> impl Iterator<Item = (&'static str, ServerKind)> {
+    composition_keys(kind).iter().filter_map(|known| match known.name {
+        "resources_server" => Some((known.name, ServerKind::Resources)),
+        "model_server" => Some((known.name, ServerKind::Model)),
+        "agent_server" => Some((known.name, ServerKind::Agent)),
+        _ => None,
+    })
+}
+
 /// Collects every reference below a node, with its dotted key.
-pub(crate) fn references(node: &Node, key: &str, out: &mut Vec<(String, ServerKind, String, Origin)>) {
+fn references(node: &Node, key: &str, out: &mut Vec<(String, ServerKind, String, Origin)>) {
     if let Some((kind, name)) = reference(node) {
         let origin = node.step("name").map_or(&node.origin, |name| &name.origin);
         out.push((key.to_owned(), kind, name.to_owned(), origin.clone()));
@@ -305,31 +339,6 @@ pub(crate) fn references(node: &Node, key: &str, out: &mut Vec<(String, ServerKi
         }
         _ => {}
     }
-}
-
-/// Finds variables whose names differ from a reserved key by one typing mistake.
-pub(crate) fn reserved_typos(root: &Node, servers: &[FoundServer]) -> Vec<Problem> {
-    let top = root.as_map().map(|map| map.0.as_slice()).unwrap_or_default();
-    top.iter()
-        .filter_map(|(key, node)| {
-            let key = key.to_string();
-            if is_reserved(&key) || servers.iter().any(|server| server.name == key) {
-                return None;
-            }
-            let near = TOP_LEVEL_KEYS.iter().map(|known| known.name).find(|known| {
-                known.len() >= 7 && strsim::damerau_levenshtein(&key, known) <= if known.len() > 10 { 2 } else { 1 }
-            })?;
-            Some(
-                Problem::new(
-                    Mistake::Value,
-                    &node.origin,
-                    key.clone(),
-                    format!("'{key}' is not a reserved key, so it defines a variable"),
-                )
-                .fix(format!("did you mean '{near}'?")),
-            )
-        })
-        .collect()
 }
 
 /// Collects every `???` below a node, with its dotted path and origin.

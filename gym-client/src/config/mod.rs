@@ -21,6 +21,7 @@ pub(crate) mod problem;
 pub mod reference;
 mod resolve;
 mod schema;
+mod strict;
 pub(crate) mod yaml;
 
 pub use blocks::BlockFile;

@@ -3,6 +3,8 @@
 use std::fmt;
 use std::sync::Arc;
 
+pub use crate::registry::nearest::nearest;
+
 /// The location of a value: a source, such as a file, `command line` or `env.yaml`, and the line if it is known.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Origin {
@@ -157,17 +159,6 @@ impl From<Problem> for ConfigError {
 
 fn list(problems: &[Problem]) -> String {
     problems.iter().map(ToString::to_string).collect::<Vec<_>>().join("\n")
-}
-
-/// Returns the element of `names` that is closest to `wanted`, if it differs by at most a typing mistake.
-pub fn nearest<'a>(wanted: &str, names: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
-    let wanted = wanted.to_lowercase();
-    names
-        .into_iter()
-        .map(|name| (strsim::normalized_damerau_levenshtein(&wanted, &name.to_lowercase()), name))
-        .filter(|(score, _)| *score >= 0.6)
-        .max_by(|a, b| a.0.total_cmp(&b.0).then_with(|| b.1.cmp(a.1)))
-        .map(|(_, name)| name)
 }
 
 /// Returns `did you mean X?`, or a list of the available names.

@@ -363,6 +363,32 @@ pub const COLLECT_KEYS: [ConfigKey; 14] = [
 pub const COLLECT_SHARED_KEYS: [&str; 3] =
     ["environment_routing_mode", "environment_server_name", "environment_server_routes"];
 
+/// NeMo Gym's keys that request this collector's default behavior, or that do not affect its files.
+pub const COLLECT_IGNORED_KEYS: [&str; 8] = [
+    "max_resident_rollout_tasks",
+    "retain_results_in_memory",
+    "route_failures_to_sidecar",
+    "require_complete",
+    "disable_health_check",
+    "health_check_workers",
+    "health_check_ignored_checks",
+    "head_server",
+];
+
+/// NeMo Gym's keys that would change the collected rollouts and that this collector does not support yet.
+pub const COLLECT_UNSUPPORTED_KEYS: [&str; 10] = [
+    "skills",
+    "rollout_collection_driver",
+    "count_failure_classes_as_zero",
+    "count_missing_rollouts_as_zero",
+    "dispatch_budget_s",
+    "drain_margin_s",
+    "dispatch_longest_first",
+    "retry_terminal_timeouts",
+    "retry_invalid_judge_responses",
+    "upload_rollouts",
+];
+
 /// Keys of each block that the configuration itself reads, or that describe the server to people.
 pub const BLOCK_KEYS: [ConfigKey; 11] = [
     key(

@@ -5,6 +5,7 @@ mod fixed;
 mod lease;
 mod machine;
 mod member;
+pub(crate) mod nearest;
 mod remote;
 mod roster;
 

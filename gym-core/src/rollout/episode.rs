@@ -205,9 +205,9 @@ impl EpisodeRecord {
                 None => text.push_str(",\"truncated\":null,"),
             }
             if !record.phases.is_empty() {
-                text.push_str("\"phases\":\"");
-                record.phases.write(&mut text);
-                text.push_str("\",");
+                text.push_str("\"phases\":");
+                record.phases.write_json(&mut text);
+                text.push(',');
             }
             if record.completion_unverified {
                 text.push_str("\"completion_unverified\":true,");

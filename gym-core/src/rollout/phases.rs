@@ -3,7 +3,8 @@
 use std::fmt;
 use std::time::Duration;
 
-use serde::{Serialize, Serializer};
+use serde::de::Error as _;
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use tokio::time::Instant;
 
 /// Maximum calls that are written one by one: 32 turns with a tool call each, about 1 kB in a header.
@@ -14,7 +15,8 @@ const TEXT_BYTES: usize = 128;
 const TEXT_BYTES_MAX: usize = (SPANS_MAX + 4) * 52;
 
 /// A phase of an episode.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
 #[non_exhaustive]
 pub enum Phase {
     /// The environment begins the episode.
@@ -48,7 +50,7 @@ impl Phase {
 }
 
 /// One call of an episode.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PhaseSpan {
     /// What the call was for.
     pub phase: Phase,
@@ -61,8 +63,9 @@ pub struct PhaseSpan {
 /// The calls of an episode in the order in which they ended. The sum of a phase is exact for any number of calls: after 64, one more span
 /// for each phase has what the others took.
 ///
-/// As text: `seed 0+310, model 402+1200345, verify 1200801+95`, which is the start and the duration of each in microseconds. It is kept as
-/// text, because each rollout pays for it, and only displays read it.
+/// As JSON: a list of the calls, each with its phase and, in microseconds, its start and its duration:
+/// `[{"phase":"seed","start_us":0,"took_us":310},{"phase":"model","start_us":402,"took_us":1200345}]`. As text, in metadata: `seed 0+310, model
+/// 402+1200345`. It is kept as text, because each rollout pays for it, and only displays read it.
 #[derive(Clone, Debug, Default)]
 pub struct Phases {
     text: String,
@@ -118,6 +121,22 @@ impl Phases {
         self.later.iter().for_each(|span| span.write(text));
     }
 
+    /// Appends the JSON.
+    pub(super) fn write_json(&self, text: &mut String) {
+        let mut number = itoa::Buffer::new();
+        text.push('[');
+        for (at, span) in self.spans().enumerate() {
+            text.push_str(if at == 0 { "{\"phase\":\"" } else { ",{\"phase\":\"" });
+            text.push_str(span.phase.as_str());
+            text.push_str("\",\"start_us\":");
+            text.push_str(number.format(span.start_us));
+            text.push_str(",\"took_us\":");
+            text.push_str(number.format(span.took_us));
+            text.push('}');
+        }
+        text.push(']');
+    }
+
     /// Takes a text; `None` if it is too long or has characters that no such text has.
     #[must_use]
     pub fn from_text(text: &str) -> Option<Self> {
@@ -168,7 +187,30 @@ impl fmt::Display for Phases {
 
 impl Serialize for Phases {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        serializer.collect_str(self)
+        serializer.collect_seq(self.spans())
+    }
+}
+
+/// Reads the list, and the text that rows of earlier versions have in its place.
+impl<'de> Deserialize<'de> for Phases {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        #[derive(Deserialize)]
+        #[serde(untagged)]
+        enum Written {
+            Text(String),
+            Spans(Vec<PhaseSpan>),
+        }
+        let refused = || D::Error::custom("this is no list of the calls of an episode");
+        match Written::deserialize(deserializer)? {
+            Written::Text(text) => Self::from_text(&text).ok_or_else(refused),
+            Written::Spans(spans) if spans.len() > SPANS_MAX + Phase::ALL.len() => Err(refused()),
+            Written::Spans(spans) => {
+                let mut phases = Self::default();
+                spans.iter().for_each(|span| span.write(&mut phases.text));
+                phases.spans = SPANS_MAX;
+                Ok(phases)
+            }
+        }
     }
 }
 
@@ -200,7 +242,24 @@ mod tests {
             (phases.total(Phase::Verify), phases.total(Phase::Seed)),
             (Duration::from_micros(7), Duration::ZERO)
         );
+        let mut json = String::new();
+        phases.write_json(&mut json);
+        assert_eq!(json, serde_json::to_string(&phases).unwrap());
+        assert_eq!(serde_json::from_str::<Phases>(&json).unwrap(), phases);
         assert_eq!(Phases::from_text(&phases.to_string()), Some(phases));
+    }
+
+    #[test]
+    fn phases_are_read_from_the_list_and_from_the_text_of_earlier_rows() {
+        let list = r#"[{"phase":"seed","start_us":0,"took_us":310},{"phase":"model","start_us":402,"took_us":1200}]"#;
+        let text = "seed 0+310, model 402+1200";
+        for json in [list.to_owned(), format!("{text:?}")] {
+            assert_eq!(serde_json::from_str::<Phases>(&json).unwrap().to_string(), text);
+        }
+        let many = format!("[{}]", vec![r#"{"phase":"seed","start_us":0,"took_us":1}"#; 69].join(","));
+        for json in ["3", "[1]", r#"[{"phase":"nap","start_us":0,"took_us":1}]"#, "\"<b>\"", &many] {
+            assert!(serde_json::from_str::<Phases>(json).is_err(), "{json}");
+        }
     }
 
     #[test]

@@ -40,6 +40,12 @@ pub struct ArgumentErrors {
 
 /// A type that an argument can have: `String`, `bool`, `f64`, `i64`, `u64`, `i128`, and `Vec` and `Option` of these. With the
 /// feature `schemars`, `Json` takes any type that derives `Deserialize` and `JsonSchema`.
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` cannot be the type of a tool's argument",
+    label = "write `u64` or `i64` for an integer, `f64` for a float, `String` for a text",
+    note = "the types are `String`, `bool`, `f64`, `i64`, `u64`, `i128`, and `Vec` and `Option` of these",
+    note = "any other type `T` is `Json<T>` of `gym_core::server`, with the feature `schemars` and `#[derive(Deserialize, JsonSchema)]`"
+)]
 pub trait Argument: Sized {
     /// Reads the JSON text of a value. Returns `None` after noting at least one problem.
     fn read(text: &str, errors: &mut ArgumentErrors) -> Option<Self>;

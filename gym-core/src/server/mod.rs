@@ -28,4 +28,4 @@ pub use sessions::{
 };
 pub use tool_errors::{ToolErrorCause, ToolErrors, tool_error_response};
 pub use tools::{Tool, ToolReply};
-pub use validation::{TaskCheck, ValidationProblem, unprocessable};
+pub use validation::{RESPONSES_KEYS, TaskCheck, ValidationProblem, unprocessable};

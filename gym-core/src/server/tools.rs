@@ -93,6 +93,11 @@ fn of_doc_comment(text: &str) -> String {
 }
 
 /// The return type of a tool: JSON for the model, or a whole response.
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` cannot be the answer of a tool",
+    label = "write `json!(…)`, or a `RawObject`, a `Response`, or a `Result` of these",
+    note = "`json!(text)` answers with a text, `json!({{\"key\": value}})` with an object"
+)]
 pub trait ToolReply {
     /// Converts the value into the response of the tool.
     ///
@@ -161,6 +166,22 @@ impl<T: ToolReply> ToolReply for Result<T> {
 ///
 /// assert_eq!(Shop::default().tools()[0].name(), "add");
 /// ```
+///
+/// # Compile errors
+/// The error for a wrong declaration names the expected form, and that for a wrong type the type to write instead:
+///
+/// ```compile_fail
+/// # use gym_core::prelude::*;
+/// # struct Shop;
+/// # impl ResourcesServer for Shop {
+/// #     type Task = serde::de::IgnoredAny;
+/// tools! { |self, _cx, _session|
+///     // `u32` cannot be the type of a tool's argument: write `u64` or `i64` for an integer
+///     add(quantity: u32) => serde_json::json!(quantity),
+/// }
+/// #     async fn verify(&self, _: &CallContext, _: &SessionId, _: Self::Task, _: &ModelResponse) -> Result<Verdict> { Ok(Verdict::correct(true)) }
+/// # }
+/// ```
 #[macro_export]
 macro_rules! tools {
     (|$this:ident, $cx:ident, $session:ident| $(
@@ -194,6 +215,16 @@ macro_rules! tools {
                 _ => Err($crate::server::unknown_tool(tool)),
             }
         }
+    };
+    (|$this:ident, $cx:ident, $session:ident|) => {
+        compile_error!("tools!: expected a tool after the bars, such as `NAME(ARGUMENT: TYPE) => ANSWER,`");
+    };
+    (|$this:ident, $cx:ident, $session:ident| $($other:tt)+) => {
+        compile_error!(concat!("tools!: expected tools as `NAME(ARGUMENT: TYPE, …) => ANSWER,`, each with only doc comments before it; found `",
+            stringify!($($other)+), "`"));
+    };
+    ($($other:tt)*) => {
+        compile_error!("tools!: expected three names between bars and then the tools: `|self, cx, session| NAME(ARGUMENT: TYPE) => ANSWER,`");
     };
 }
 

@@ -9,6 +9,40 @@ use crate::message::{
     CODE_METADATA, EXECUTION_METADATA, JsonError, Message, RawObject, Response, Status, push_json_string,
 };
 
+/// The keys of `responses_create_params` in NeMo Gym 0.7.0, sorted: its servers reject all others.
+pub const RESPONSES_KEYS: &[&str] = &[
+    "background",
+    "context_management",
+    "conversation",
+    "include",
+    "input",
+    "instructions",
+    "max_output_tokens",
+    "max_tool_calls",
+    "metadata",
+    "model",
+    "moderation",
+    "parallel_tool_calls",
+    "previous_response_id",
+    "prompt",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "reasoning",
+    "safety_identifier",
+    "service_tier",
+    "store",
+    "stream",
+    "stream_options",
+    "temperature",
+    "text",
+    "tool_choice",
+    "tools",
+    "top_logprobs",
+    "top_p",
+    "truncation",
+    "user",
+];
+
 /// Checks that a row fits the task of an environment, before anything runs.
 #[derive(Clone, Copy, Debug)]
 pub struct TaskCheck(fn(&RawObject) -> Result<()>);

@@ -106,15 +106,24 @@ fn parse(argv: impl IntoIterator<Item = OsString>, transports: &[Transport]) -> 
         .and_then(|matches| Ok((Box::new(Cli::from_arg_matches(&matches)?), matches)));
     Ok(match matched {
         Ok((cli, matches)) => {
-            let head_url_given = matches.subcommand().is_some_and(|(_, matches)| {
-                let known = matches.try_contains_id("head_url").unwrap_or_default();
-                known && matches.value_source("head_url") == Some(clap::parser::ValueSource::CommandLine)
-            });
+            // That of `config check` is an option of the inner command.
+            let head_url_given =
+                std::iter::successors(Some(&matches), |matches| Some(matches.subcommand()?.1)).any(|matches| {
+                    let known = matches.try_contains_id("head_url").unwrap_or_default();
+                    known && matches.value_source("head_url") == Some(clap::parser::ValueSource::CommandLine)
+                });
             Parsed::Command { cli, overrides: typed.overrides, head_url_given }
         }
         Err(error) => match options::invalid_variable(&command, &error) {
             Some(text) => return Err(Failure::Usage(text)),
-            None => Parsed::Message(error),
+            None => match typed.overrides.iter().find(|text| text.contains('/') && !text.starts_with('+')) {
+                Some(text) if error.use_stderr() => {
+                    return Err(Failure::Usage(format!(
+                        "{text}: no such file, and as an override of the configuration it is none that this command takes\n  fix: correct the path"
+                    )));
+                }
+                _ => Parsed::Message(error),
+            },
         },
     })
 }
@@ -143,7 +152,7 @@ fn start(cli: Cli, overrides: Vec<String>, head_url_given: bool, servers: Server
             #[cfg(feature = "ray")]
             Command::Ray(args) => inspect::ray::ray(args, &overrides, &servers).await,
             Command::Doctor(args) => doctor::doctor(&args, &overrides, &servers).await,
-            Command::Config(args) => config::command(args, &overrides, &servers, &console).await,
+            Command::Config(args) => config::command(args, &overrides, head_url_given, &servers, &console).await,
             Command::New(NewCommand::Environment(args)) => new::environment(&args),
             Command::View(args) => view::view(args),
             Command::Completions { shell } => {

@@ -75,7 +75,7 @@ pub(super) async fn run(
         return Err(nothing_named("run", &loaded.config.files));
     }
     prepare_transports(&loaded, servers, console);
-    loaded.config.warnings.iter().for_each(|warning| console.warn(warning));
+    loaded.config.warnings.iter().chain(&loaded.config.mistakes).for_each(|warning| console.warn(warning));
     #[cfg(feature = "ray")]
     let (loaded, ray) = crate::cli::setup::ray::announce(loaded, args.sources.python.as_deref(), console).await?;
     let serving =

@@ -112,7 +112,7 @@ impl StackBuilder {
     /// Starts the servers and waits until all of them serve.
     ///
     /// # Errors
-    /// `InvalidArgument` with file, line and key for an error in the files, or with the name that two servers share; also the
+    /// `InvalidArgument` with file, line and key for an error in the files, with the name that two servers share, or if an embedded stack has no server; also the
     /// errors of [`Stack::start`].
     pub async fn start(mut self) -> Result<Stack> {
         let mut config = self.configuration().map_err(|error| Error::invalid(error.to_string()))?;
@@ -126,6 +126,11 @@ impl StackBuilder {
                 let serve = serve.ok_or_else(|| Error::internal("a server of a builder is served once"))?;
                 Ok(BuiltServer::from(serve(build)))
             });
+        }
+        if self.embedded && config.instances.is_empty() {
+            return Err(Error::invalid(
+                "the embedded stack has no servers; add some with `.resources`, `.model` and `.agent`, or with `.config_file`",
+            ));
         }
         Stack::start(config, &servers, &self.world, self.options).await
     }

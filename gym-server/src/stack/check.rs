@@ -4,9 +4,10 @@ use std::fmt;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use gym_client::config::InstanceConfig;
+use gym_client::config::{GymConfig, InstanceConfig};
 use gym_client::{ServerClient, Transports};
 use gym_core::registry::MemoryRegistry;
+use gym_core::server::ServerKind;
 use gym_core::transport::InProcess;
 use gym_core::{Result, World};
 
@@ -58,4 +59,23 @@ pub(crate) fn try_build(instance: &InstanceConfig, servers: &Servers, world: &Wo
     let context = ServerContext::new(&instance.name, &instance.implementation, world);
     let made = servers.make(Build::new(instance, &context, &client));
     made.transpose().map_err(|error| error.about(format!("start {}", instance.name)))
+}
+
+/// Returns the error of a stock agent whose resources server plays another way than the agent does: with tools, or by replying as a user.
+pub(crate) fn mismatched(instance: &InstanceConfig, config: &GymConfig, servers: &Servers) -> Option<String> {
+    let plays =
+        servers.plays(ServerKind::Agent, &instance.implementation).filter(|_| instance.kind == ServerKind::Agent)?;
+    let reference = instance.references.iter().find(|reference| reference.field == "resources_server")?;
+    let other = config.instance(&reference.name)?;
+    let wanted = servers.plays(other.kind, &other.implementation).filter(|wanted| *wanted != plays)?;
+    let InstanceConfig { name, kind, implementation, .. } = instance;
+    let origin = instance.origin_of("resources_server");
+    Some(format!(
+        "{origin}: {name}.{kind}.{implementation}.resources_server: '{}' is an environment that {}, and a {implementation} {}\n  fix: write \
+         {} in the place of {implementation}",
+        other.name,
+        wanted.of_environment(),
+        plays.of_agent(),
+        wanted.agent(),
+    ))
 }

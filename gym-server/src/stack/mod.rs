@@ -21,7 +21,7 @@ mod worker;
 
 pub use builder::StackBuilder;
 #[cfg(feature = "cli")]
-pub(crate) use check::{RunsAs, runs_as, try_build};
+pub(crate) use check::{RunsAs, mismatched, runs_as, try_build};
 pub use instance::RunningServer;
 pub use options::{HEAD_NAME, StackOptions};
 pub use running::Stack;

@@ -44,7 +44,7 @@ impl PythonServers {
     ) -> Result<Self> {
         let python = options.python.clone().ok_or_else(|| {
             Error::invalid(format!(
-                "{} needs a Python interpreter with nemo-gym\n  fix: pass --python PATH, or activate its virtual environment",
+                "{} needs a Python interpreter with nemo-gym\n  fix: pass --python PATH (Python 3.13.14 or later), or activate its virtual environment",
                 instances[0].0.name
             ))
         })?;

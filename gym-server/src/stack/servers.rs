@@ -123,9 +123,44 @@ pub struct Servers {
     factories: BTreeMap<(ServerKind, String), Factory>,
     /// The schemas of their settings, as far as they are known.
     schemas: BTreeMap<(ServerKind, String), SettingsSchema>,
+    /// How environments and stock agents play, as far as it is known.
+    plays: BTreeMap<(ServerKind, String), Play>,
     transports: Option<Transports>,
     #[cfg(feature = "groups")]
     workers: Workers,
+}
+
+/// The way in which an environment plays, and for which an agent is made.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Play {
+    /// The model calls the environment's tools.
+    Tools,
+    /// The environment replies as a user.
+    Replies,
+}
+
+impl Play {
+    pub(super) fn of_environment(self) -> &'static str {
+        match self {
+            Self::Tools => "has tools and does not reply (`Servers::resources`)",
+            Self::Replies => "replies as a user and has no tools (`Servers::gymnasium`)",
+        }
+    }
+
+    pub(super) fn of_agent(self) -> &'static str {
+        match self {
+            Self::Tools => "calls tools",
+            Self::Replies => "waits for replies",
+        }
+    }
+
+    /// Returns the stock agent of the environment.
+    pub(super) fn agent(self) -> &'static str {
+        match self {
+            Self::Tools => "simple_agent",
+            Self::Replies => "gymnasium_agent",
+        }
+    }
 }
 
 impl Servers {
@@ -172,6 +207,9 @@ impl Servers {
             .model("scripted_model", |build| {
                 Ok(ScriptedModel::with_default_policy(build.settings()?, &build.context.world))
             });
+        for play in [Play::Tools, Play::Replies] {
+            stock.plays.insert((ServerKind::Agent, play.agent().to_owned()), play);
+        }
         stock.schemas = stock.factories.keys().map(|key| (key.clone(), SettingsSchema::Stock)).collect();
         stock
     }
@@ -275,6 +313,7 @@ impl Servers {
         self.role(ServerKind::Resources, implementation, move |build| {
             Ok(RoleServer::resources(make(build)?, build.context))
         })
+        .playing(implementation, Play::Tools)
     }
 
     /// Adds a resources server that replies as a user, for an agent such as `gymnasium_agent`, under an implementation name.
@@ -287,6 +326,7 @@ impl Servers {
         self.role(ServerKind::Resources, implementation, move |build| {
             Ok(RoleServer::gymnasium(make(build)?, build.context))
         })
+        .playing(implementation, Play::Replies)
     }
 
     /// Adds a model server under an implementation name.
@@ -358,8 +398,19 @@ impl Servers {
         let key = (kind, implementation.to_owned());
         // The settings of a replaced implementation are not those of the new one.
         self.schemas.remove(&key);
+        self.plays.remove(&key);
         self.factories.insert(key, Arc::new(make));
         self
+    }
+
+    fn playing(mut self, environment: &str, play: Play) -> Self {
+        self.plays.insert((ServerKind::Resources, environment.to_owned()), play);
+        self
+    }
+
+    /// Returns how an environment or a stock agent plays, if it is known.
+    pub(super) fn plays(&self, kind: ServerKind, implementation: &str) -> Option<Play> {
+        self.plays.get(&(kind, implementation.to_owned())).copied()
     }
 
     /// Returns `true` if the set has the implementation.

@@ -56,6 +56,65 @@ pub(crate) fn collect_brings_its_own_servers() {
     assert_eq!(folder.rollouts().len(), 10);
 }
 
+/// What a collection refuses: the rows, the options, and the error.
+pub(crate) fn mistakes_in_rows_and_options_are_found_before_the_first_rollout() {
+    let folder = TestFolder::new();
+    let row_with = |params: &str| format!("{{\"responses_create_params\": {params}, \"digits\": \"0\"}}\n");
+    let good = row_with(r#"{"input": "x"}"#);
+    let second = |params: &str| format!("{good}{}", row_with(params));
+    for (rows, options, starts, error) in [
+        (
+            second(r#"{"messages": []}"#),
+            &[][..],
+            true,
+            "tasks.jsonl, line 2: responses_create_params.messages: unknown key; write `input`",
+        ),
+        (
+            second(r#"{"input": "x", "temprature": 1}"#),
+            &[],
+            true,
+            "line 2: responses_create_params.temprature: unknown key; did you mean `temperature`?",
+        ),
+        (
+            second(r#"{"input": [{"role": "usr", "content": "x"}]}"#),
+            &[],
+            true,
+            "input[0].role: \"usr\" is no role; did you mean `user`?",
+        ),
+        (good.clone(), &["--num-repeats", "0"], false, "num_repeats: must be at least 1, got 0; use 1 or more"),
+        (good.clone(), &["+num_repeats={digit_agent: 0}"], false, "num_repeats.digit_agent: must be at least 1, got 0"),
+        (good.clone(), &["--input", "task.jsonl"], false, "task.jsonl: cannot read the input: No such file"),
+        (String::new(), &[], false, "tasks.jsonl: the file is empty"),
+        ("\n\n".to_owned(), &[], true, "line 1: the line is blank"),
+        (
+            format!("[{}]\n", good.trim()),
+            &[],
+            true,
+            "line 1: the line is a JSON array; write one JSON object on each line",
+        ),
+        ("{\n  \"a\": 1\n}\n".to_owned(), &[], true, "line 1: the object goes on in the next line"),
+        (
+            good.clone(),
+            &["--agent", "digit_agnet"],
+            false,
+            "there is no agent `digit_agnet`; did you mean `digit_agent`?",
+        ),
+    ] {
+        std::fs::write(folder.file("tasks.jsonl"), &rows).unwrap();
+        let mut command = vec!["collect", "--config", "gym.yaml", "--progress", "none", "-o", "out/rollouts.jsonl"];
+        for default in [["--input", "tasks.jsonl"], ["--agent", "digit_agent"]] {
+            if !options.contains(&default[0]) {
+                command.extend(default);
+            }
+        }
+        command.extend(options);
+        let (out, said) = ended_with(&folder.run(&command), 2);
+        assert!(said.contains(error) && out.is_empty(), "{rows}: '{error}' is not in:\n{said}{out}");
+        assert_eq!(said.contains("started 4 servers"), starts, "{rows}: {said}");
+        assert!(!folder.file("out/rollouts_failures.jsonl").exists(), "{rows}: nothing was tried");
+    }
+}
+
 pub(crate) fn collect_takes_a_free_port_for_its_own_head() {
     let folder = TestFolder::new();
     folder.tasks([row("0123456789", 0)]);

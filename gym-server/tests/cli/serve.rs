@@ -4,7 +4,7 @@ use std::io::{BufRead, BufReader};
 use std::net::TcpStream;
 use std::process::Stdio;
 
-use crate::fixture::{SERVICES, Started, TestFolder, ended_with, get, row, said_until, until};
+use crate::fixture::{CONFIG, SERVICES, Started, TASKS, TestFolder, ended_with, get, row, said_until, until};
 
 pub(crate) fn run_announces_serves_and_stops_in_order() {
     for signal in [rustix::process::Signal::INT, rustix::process::Signal::TERM] {
@@ -47,6 +47,51 @@ pub(crate) fn status_and_workers_show_the_ray_cluster_of_the_configuration() {
         assert!(text.contains(ray) && text.contains("does not respond") && text.contains("fix: "), "{text}");
         let (text, _) = ended_with(&command.env_remove("RAY_ADDRESS").output().unwrap(), 0);
         assert!(!text.contains("Ray"), "{text}");
+    }
+}
+
+/// Each server in a file of its own: the head knows the rest.
+pub(crate) fn a_check_asks_the_head_for_servers_that_no_file_defines() {
+    let folder = TestFolder::new();
+    let (_, agent) = CONFIG.split_once("digit_agent:").unwrap();
+    std::fs::write(folder.file("agent.yaml"), format!("digit_agent:{agent}")).unwrap();
+    let head = folder.head();
+    let check = ["config", "check", "agent.yaml", "--head-url", &head];
+    let (_, error) = ended_with(&folder.run(&check), 2);
+    assert!(error.contains("names 'digit' of resources_servers, which no file defines"), "{error}");
+    assert!(
+        error.contains(&format!(
+            "name that file too, or the head server that knows it with --head-url ({head} does not"
+        )),
+        "{error}"
+    );
+
+    let _started = folder.start(&[]);
+    let (out, _) = ended_with(&folder.run(&check), 0);
+    assert!(
+        out.contains(&format!("digit, policy_model: not in these files, known to the head server {head}")),
+        "{out}"
+    );
+    assert!(out.contains("ok: 2 servers from 1 file"), "{out}");
+    std::fs::write(folder.file("agent.yaml"), format!("digit_agent:{agent}").replace("name: digit", "name: digot"))
+        .unwrap();
+    let (_, error) = ended_with(&folder.run(&check), 2);
+    assert!(error.contains("did you mean 'digit'?") && error.contains("has no such server either"), "{error}");
+}
+
+/// An agent that waits for replies, on an environment with tools.
+pub(crate) fn an_agent_that_cannot_play_the_environment_is_told_before_anything_starts() {
+    let folder = TestFolder::new();
+    folder.tasks([row("0", 0)]);
+    std::fs::write(folder.file("gym.yaml"), CONFIG.replace("simple_agent", "gymnasium_agent")).unwrap();
+    for command in [&["config", "check", "gym.yaml"][..], &[&["collect", "--config", "gym.yaml"], &TASKS[..]].concat()]
+    {
+        let (_, error) = ended_with(&folder.run(command), 2);
+        let expected = "gym.yaml:14: digit_agent.responses_api_agents.gymnasium_agent.resources_server: 'digit' is an environment that has tools";
+        assert!(
+            error.contains(expected) && error.contains("fix: write simple_agent in the place of gymnasium_agent"),
+            "{error}"
+        );
     }
 }
 

@@ -87,10 +87,10 @@ const SCORED: [Key; 18] = [
     ),
     key(
         "_gym_episode.phases",
-        "string",
-        "The calls of the agent in order: `seed`, `model`, `tool` or `verify`, then the microseconds from the start of the episode to the \
-         call, `+`, and the microseconds of the call, as in `seed 0+310, model 402+120034`. Calls after the 64th are added to the last one \
-         of their kind. Absent if the agent does not report them.",
+        "list",
+        "The calls of the agent in order, each with `phase` (`seed`, `model`, `tool` or `verify`), `start_us` (microseconds from the start of \
+         the episode to the call) and `took_us` (microseconds of the call). Calls after the 64th are added to the last one of their kind. \
+         Absent if the agent does not report them. Rows of earlier versions have a text: `seed 0+310, model 402+120034`.",
     ),
     key(
         "_gym_episode.completion_unverified",

@@ -36,7 +36,18 @@ impl ClusterFile {
     /// ([`ConfigError::Unsupported`]). The error names file, line and key.
     pub fn read(path: impl AsRef<Path>) -> Result<Self, ConfigError> {
         let path = path.as_ref();
-        let blocks = BlockFile::read(path)?;
+        Self::of(&BlockFile::read(path)?, path.display().to_string())
+    }
+
+    /// Reads and checks a text, such as that of a file which the program includes; `source` is its name in errors.
+    ///
+    /// # Errors
+    /// As [`ClusterFile::read`].
+    pub fn parse(text: &str, source: &str) -> Result<Self, ConfigError> {
+        Self::of(&BlockFile::parse(text, source)?, source.to_owned())
+    }
+
+    fn of(blocks: &BlockFile, source: String) -> Result<Self, ConfigError> {
         let cluster: ClusterSpec = blocks.block(CLUSTER)?;
         cluster.validate().map_err(|error| blocks.placed(CLUSTER, &error))?;
         let mut groups = BTreeMap::new();
@@ -44,7 +55,7 @@ impl ClusterFile {
             let group: WorkerGroupConfig = blocks.block(&name)?;
             groups.insert(name, group);
         }
-        Ok(Self { cluster, groups, source: path.display().to_string() })
+        Ok(Self { cluster, groups, source })
     }
 
     /// Returns the configuration of the worker group of that name.
@@ -80,6 +91,9 @@ mod tests {
             read("{\n  \"cluster\": {\"bundle_ct_per_node_list\": [2]},\n  \"policy\": {\"memory_limit\": \"1GB\"}\n}");
         let yaml = read("cluster: {bundle_ct_per_node_list: [2]}\npolicy: {memory_limit: 1GB}\n").expect("reads");
         let json = json.expect("reads");
+        let error =
+            ClusterFile::parse("cluster: {bundle_ct_per_node_lst: [2]}", "included.yaml").expect_err("misspelled");
+        assert!(error.to_string().contains("included.yaml:1: cluster."), "{error}");
         assert_eq!((&json.cluster, &json.groups), (&yaml.cluster, &yaml.groups));
         assert_eq!(yaml.group("policy").expect("is there").memory_limit, Some(1_000_000_000));
         let error = yaml.group("polcy").expect_err("misspelled").to_string();

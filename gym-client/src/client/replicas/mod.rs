@@ -240,8 +240,11 @@ pub(super) fn replica(instance: Instance, known: Option<&ReplicaSet>, follows: b
     }
 }
 
+/// The text of the error of a name without a registered server.
+pub(super) const ABSENT: &str = "no server of this name is registered";
+
 /// Returns the error of a name without a registered server. `Unavailable` instead of `NotFound`, because a restarting server
 /// registers again soon.
 fn absent(server: &str) -> Error {
-    Error::not_started(Code::Unavailable, "no server of this name is registered").about(server.to_owned())
+    Error::not_started(Code::Unavailable, ABSENT).about(server.to_owned())
 }

@@ -30,8 +30,9 @@ use tokio::time::Instant;
 use crate::client::background::BackgroundTasks;
 use crate::client::outage::Outages;
 use crate::client::replicas::pending::PendingCallGuard;
-use crate::client::replicas::{Replica, ReplicaLoss, ReplicaSet, SessionAffinity, replica};
+use crate::client::replicas::{ABSENT, Replica, ReplicaLoss, ReplicaSet, SessionAffinity, replica};
 use crate::client::url::EndpointUrl;
+use crate::registry::nearest::nearest;
 use crate::transport::Transports;
 
 /// Maximum redirects of one call.
@@ -52,6 +53,9 @@ const ANSWERS_AT_ONCE: Duration = Duration::from_millis(100);
 
 /// Number of times that a call is repeated although its server answers at once.
 const REJECTIONS_MAX: u32 = 2;
+
+/// Limit of the question for the names of all servers, for an error.
+const NEAR_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Calls servers by name. Cheap to clone; clones share channels and counters.
 #[derive(Clone, Debug)]
@@ -282,7 +286,7 @@ impl ServerClient {
             error = match self.resend(error, cx, options.idempotent, |_| attempt()).await {
                 Ok(done) => return Ok(done),
                 Err(error) if rejected == REJECTIONS_MAX || !self.waits_for(server, request, &error) => {
-                    return Err(about(error, server, request));
+                    return Err(about(self.with_near_name(cx, server, error).await, server, request));
                 }
                 Err(error) => error,
             };
@@ -294,6 +298,22 @@ impl ServerClient {
                 Ok(done) => return Ok(done),
                 Err(error) => error,
             };
+        }
+    }
+
+    /// Adds the nearest name to the error of a name that no server has. The registry is asked only then.
+    async fn with_near_name(&self, cx: &CallContext, server: &str, error: Error) -> Error {
+        if error.code() != Code::Unavailable || !error.chain().iter().any(|link| link.message == ABSENT) {
+            return error;
+        }
+        let cx = cx.child().at_most(NEAR_TIMEOUT);
+        let Ok(all) = self.inner.registry.list(&cx).await else { return error };
+        match nearest(server, all.iter().map(|known| known.name.as_str())) {
+            Some(near) if near != server => {
+                Error::not_started(Code::Unavailable, format!("{ABSENT}; did you mean `{near}`?"))
+                    .about(server.to_owned())
+            }
+            _ => error,
         }
     }
 

@@ -127,6 +127,8 @@ impl CollectOptions {
         for input in source.files() {
             files.check_distinct(input, self.events.as_deref())?;
         }
+        source.check().map_err(|error| invalid(&error))?;
+        self.materialize.check().map_err(|error| invalid(&error))?;
         if let Some(events) = &self.events {
             EventTarget::check(events, self.existing)?;
         }

@@ -99,7 +99,9 @@ impl MaterializeOptions {
 
     pub(crate) fn check(&self) -> Result<(), InputError> {
         match &self.repeats {
-            Repeats::Each(0) => return Err(InputError::option("num_repeats", "must be at least 1, got 0")),
+            Repeats::Each(0) => {
+                return Err(InputError::option("num_repeats", "must be at least 1, got 0; use 1 or more"));
+            }
             Repeats::PerAgent(map) => {
                 if let Some((agent, _)) = map.iter().find(|(_, repeats)| **repeats == 0) {
                     return Err(InputError::option(

@@ -95,6 +95,16 @@ pub(crate) fn parse_row(text: &str) -> Result<JsonFields<'_>, String> {
     if text.trim().is_empty() {
         return Err("the line is blank; remove it".to_owned());
     }
+    if text.starts_with('[') {
+        return Err(
+            "the line is a JSON array; write one JSON object on each line, as `jq -c '.[]' FILE` does".to_owned()
+        );
+    }
+    if text.trim() == "{" {
+        return Err(
+            "the object goes on in the next line; write each object on one line, as `jq -c . FILE` does".to_owned()
+        );
+    }
     JsonFields::parse(text).map_err(|error| {
         // Each line is parsed alone, so the parser's line number is always 1.
         let error = error.to_string().replace(" at line 1 column", " at column");

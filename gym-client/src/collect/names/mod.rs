@@ -1,5 +1,6 @@
 //! The servers of a configuration or head server: their kinds, addresses and agents.
 
+mod params;
 pub(super) mod settings;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -111,21 +112,14 @@ impl ServerNames {
         Arc::make_mut(&mut self.task_checks).insert(resources.to_owned(), check);
     }
 
-    /// Returns the resources server that gets the rows of an agent or environment server unchanged, and its check.
-    fn task_check(&self, target: &str) -> Option<(&str, TaskCheck)> {
-        if self.task_checks.is_empty() {
-            return None;
-        }
+    /// Returns the agent that gets the rows of an agent or environment server unchanged and sends them on so.
+    fn unchanged_agent(&self, target: &str) -> Option<&ServerEntry> {
         let unchanged = |name: &str| {
             self.servers.get(name).filter(|known| SEND_ROWS_UNCHANGED.contains(&known.implementation.as_str()))
         };
         let before = self.server_of_agent(target).map_or_else(|_| target.to_owned(), |(server, _)| server);
-        let mut server = unchanged(&before)?;
-        if let Some(agent) = &server.agent {
-            server = unchanged(agent)?;
-        }
-        let (resources, check) = self.task_checks.get_key_value(server.resources.as_deref()?)?;
-        Some((resources, *check))
+        let server = unchanged(&before)?;
+        server.agent.as_deref().map_or(Some(server), unchanged)
     }
 
     /// Returns the names without the environment servers of the implementation `pool`: a collector whose workers pull needs no other
@@ -255,8 +249,13 @@ impl AgentNames for ServerNames {
     }
 
     fn check_row(&self, target: &str, row: &str) -> Result<(), String> {
-        let Some((resources, check)) = self.task_check(target) else { return Ok(()) };
+        let Some(agent) = self.unchanged_agent(target) else { return Ok(()) };
         let row = RawObject::parse(row.to_owned()).map_err(|error| error.to_string())?;
+        if agent.kind == ServerKind::Agent {
+            params::check(&row)?;
+        }
+        let check = agent.resources.as_deref().and_then(|resources| self.task_checks.get_key_value(resources));
+        let Some((resources, check)) = check else { return Ok(()) };
         check.check(&row).map_err(|error| format!("resources server `{resources}`: {}", error.message()))
     }
 }

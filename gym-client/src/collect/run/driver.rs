@@ -5,6 +5,8 @@
 
 use std::pin::pin;
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
 use futures_util::FutureExt as _;
@@ -122,6 +124,8 @@ pub struct Driver {
     observed: Option<Observed>,
     /// The version of the servers' settings, which marks the rows; `None` for the first one.
     settings: Option<u32>,
+    /// A row without a reward was reported.
+    told_of_no_reward: AtomicBool,
 }
 
 /// The reason why a run ended.
@@ -151,6 +155,7 @@ impl Driver {
             ended: None,
             observed: None,
             settings: None,
+            told_of_no_reward: AtomicBool::new(false),
         }
     }
 
@@ -513,7 +518,18 @@ impl Driver {
         tracing::debug!(%attempt, outcome, seconds = began.elapsed().as_secs_f64(), "an attempt ended");
         let mut event = event_of(&result);
         let (mut next, mut figures) = match &result {
-            AttemptResult::Completed { figures, .. } => (NextStep::Done, Some(*figures)),
+            AttemptResult::Completed { figures, row: completed } => {
+                let reward_is_absent =
+                    figures.reward.is_none() && !completed.contains("reward") && !completed.contains("mask_sample");
+                if reward_is_absent && !self.told_of_no_reward.swap(true, Relaxed) {
+                    tracing::warn!(
+                        agent = &*row.agent,
+                        fix = "return the response of `/verify`, as `Episode::verify` does, or add `reward` to the row",
+                        "the agent's response to `/run` has no reward; the rollout is recorded without one"
+                    );
+                }
+                (NextStep::Done, Some(*figures))
+            }
             AttemptResult::Failed { terminal, failure, .. } => {
                 progress.fail(attempt, failure);
                 // Its calls have waited for the server as long as they may; a resumed run waits again.

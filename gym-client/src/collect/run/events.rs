@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use gym_core::message::shorten;
-use gym_core::rollout::{Attempt, EPISODE_KEY, FailureClass};
+use gym_core::rollout::{Attempt, EPISODE_KEY, FailureClass, Phases};
 use gym_core::{RawObject, World};
 use serde::{Deserialize, Serialize};
 
@@ -155,7 +155,10 @@ impl RolloutEventKind {
                     tokens: tokens(row, figures.episode),
                     truncated: text("truncated").or_else(|| cut_off(row).map(|details| details.why())),
                     tool_failures: figures.episode.map_or(0, |episode| episode.tool_failures),
-                    phases: text("phases"),
+                    phases: course
+                        .as_ref()
+                        .and_then(|course| course.get_as::<Phases>("phases").ok()?)
+                        .map(|phases| phases.to_string()),
                 })
             }
             AttemptResult::Failed { failure, .. } => Self::failed(failure, duration),

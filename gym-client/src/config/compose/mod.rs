@@ -6,6 +6,8 @@ mod directives;
 pub(crate) mod files;
 pub(crate) mod merge;
 
+pub(crate) use directives::{COPY, INHERIT};
+
 use crate::config::problem::Problem;
 use crate::config::resolve::interpolation::VariableLookup;
 use crate::config::yaml::node::Node;

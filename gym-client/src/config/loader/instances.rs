@@ -22,9 +22,7 @@ pub(super) fn dangling(
     let mut missing = Vec::new();
     for server in servers {
         let Some(settings) = at(resolved, &server.path("")[..3]) else { continue };
-        let mut references = Vec::new();
-        check::references(settings, "", &mut references);
-        for (field, kind, name, origin) in references {
+        for (field, kind, name, origin) in check::references_of(server.kind, settings) {
             let mistaken = problems.iter().any(|problem| {
                 problem.mistake != Mistake::Reference && problem.instance.as_deref() == Some(name.as_str())
             });
@@ -79,8 +77,7 @@ pub(super) fn instance(
 ) -> Result<InstanceConfig, ConfigError> {
     let path = server.path("");
     let node = at(resolved, &path[..3]).cloned().unwrap_or_else(|| Node::map(Vec::new(), &Origin::default()));
-    let mut found = Vec::new();
-    check::references(&node, "", &mut found);
+    let found = check::references_of(server.kind, &node);
     let references = found.into_iter().map(|(field, kind, name, _)| ServerReference { field, kind, name }).collect();
     let text = |key: &str| node.step(key).and_then(Node::as_text).map(str::to_owned);
     let settings = match node.to_settings() {

@@ -21,6 +21,7 @@ use crate::config::resolve::interpolation::{InterpolationFailure, Resolver};
 use crate::config::resolve::overrides::Overrides;
 use crate::config::schema::transport;
 use crate::config::schema::{GeneratedRelay, GymConfig, MissingServer, PortRequest, RayCluster};
+use crate::config::strict;
 use crate::config::yaml::node::{Key, Map, Node, Tree};
 use crate::config::yaml::parser;
 use crate::transport::BUILT_IN;
@@ -174,6 +175,22 @@ impl ConfigLoader {
     /// # Errors
     /// [`ConfigError::Invalid`] with all mistakes that were found together.
     pub fn load<P: AsRef<str>>(&mut self, paths: &[P], overrides: &Overrides) -> Result<GymConfig, ConfigError> {
+        match self.examine(paths, overrides)? {
+            (config, problems) if problems.is_empty() => Ok(config),
+            (_, problems) => Err(ConfigError::Invalid(problems)),
+        }
+    }
+
+    /// Reads, merges and checks the configuration as [`ConfigLoader::load`] does. Returns the mistakes of servers beside the configuration
+    /// of all other servers, so that a caller can check those too and report everything at once.
+    ///
+    /// # Errors
+    /// [`ConfigError::Invalid`] if a mistake leaves no configuration, such as one in the syntax of a file.
+    pub fn examine<P: AsRef<str>>(
+        &mut self,
+        paths: &[P],
+        overrides: &Overrides,
+    ) -> Result<(GymConfig, Vec<Problem>), ConfigError> {
         let (mut command_line, late) = overrides.tree()?;
         let initial = match &self.initial {
             Some(value) => Node::from_json(value, &Origin::of("initial configuration")),
@@ -200,20 +217,20 @@ impl ConfigLoader {
         set(&mut root, "config_paths", config_paths);
         late.apply(&mut root)?;
 
+        let used = strict::used_names(&root);
         compose::inherit(&mut root, &*self.environment).map_err(ConfigError::Invalid)?;
         agents::standalone_agent(&mut root, held, &*self.environment).map_err(ConfigError::Invalid)?;
         agents::renamed_agents(&mut root);
-        raise_missing(&root)?;
+        let absent = missing(&root);
         let relays = agents::relays(&mut root, &*self.environment).map_err(ConfigError::Invalid)?;
         let ray = self.ray(&root)?;
 
         let (resolved, _) = Resolver::new(&root, &*self.environment).all();
-        let (servers, mut problems) = check::servers(&resolved);
+        let (mut servers, mut problems) = check::servers(&resolved);
         if matches!(resolved.step("error_on_almost_servers").map(|node| &node.value), Some(Tree::Bool(false))) {
             warnings.append(&mut problems);
         }
         problems.extend(agents::unsupported_models(&root, &*self.environment));
-        warnings.extend(check::reserved_typos(&root, &servers));
         let missing = dangling(&resolved, &servers, &mut problems, &mut warnings);
         let mut elsewhere = Vec::new();
         if self.elsewhere {
@@ -221,14 +238,27 @@ impl ConfigLoader {
         } else {
             problems.extend(missing.into_iter().map(|missing| missing.problem(&[])));
         }
-        if !problems.is_empty() {
-            return Err(ConfigError::Invalid(problems));
-        }
+        let mistakes = strict::check(&resolved, &servers, &used, &files, &mut warnings);
+        // A value that is not set is one mistake, not also a value of the wrong type.
+        problems.retain(|problem| absent.iter().all(|unset| unset.key != problem.key));
+        problems.splice(0..0, absent);
+        servers.retain(|server| !problems.iter().any(|problem| problem.instance.as_deref() == Some(&*server.name)));
 
         let given = root.clone();
-        let network = self.network(&mut root, &resolved, &servers)?;
-        self.defaults(&mut root, &resolved)?;
-        self.finish(root, &servers, network, LoadedFiles { relays, warnings, files, elsewhere, ray, given })
+        let also = |error: ConfigError| match error {
+            ConfigError::Invalid(more) => ConfigError::Invalid(problems.iter().cloned().chain(more).collect()),
+            unsupported @ ConfigError::Unsupported { .. } => unsupported,
+        };
+        let network = self.network(&mut root, &resolved, &servers).map_err(also)?;
+        self.defaults(&mut root, &resolved).map_err(also)?;
+        let loaded = LoadedFiles { relays, warnings, files, elsewhere, ray, given, mistakes };
+        let (config, more) = self.finish(root, servers, network, loaded).map_err(also)?;
+        for problem in more {
+            if problems.iter().all(|known| known.key != problem.key) {
+                problems.push(problem);
+            }
+        }
+        Ok((config, problems))
     }
 
     fn lay(&self, root: &mut Node, layer: &Node) -> Result<(), ConfigError> {
@@ -319,15 +349,15 @@ impl ConfigLoader {
     fn finish(
         &self,
         root: Node,
-        servers: &[check::FoundServer],
+        mut servers: Vec<check::FoundServer>,
         network: NetworkSettings,
         loaded: LoadedFiles,
-    ) -> Result<GymConfig, ConfigError> {
+    ) -> Result<(GymConfig, Vec<Problem>), ConfigError> {
         let (resolved, failures) = Resolver::new(&root, &*self.environment).all();
         let mut problems = Vec::new();
         let mut later: Vec<(InterpolationFailure, Problem)> = Vec::new();
         for failure in failures {
-            let problem = failure_problem(&failure, servers);
+            let problem = failure_problem(&failure, &servers);
             // NeMo Gym checks the top level and the first level of each server. It resolves deeper values when a server
             // reads them.
             let first = servers.iter().any(|server| failure.path.len() == 4 && server.holds(&failure.path));
@@ -337,11 +367,9 @@ impl ConfigLoader {
                 later.push((failure, problem));
             }
         }
-        if !problems.is_empty() {
-            return Err(ConfigError::Invalid(problems));
-        }
+        servers.retain(|server| !problems.iter().any(|problem| problem.instance.as_deref() == Some(&*server.name)));
         let mut instances = Vec::new();
-        for server in servers {
+        for server in &servers {
             let unresolved =
                 later.iter().filter(|(failure, _)| server.holds(&failure.path)).map(|(_, p)| p.clone()).collect();
             let mut instance = instance(server, &resolved, unresolved)?;
@@ -360,7 +388,7 @@ impl ConfigLoader {
             .filter(|(key, _)| !check::is_reserved(key) && !servers.iter().any(|server| server.name == *key))
             .map(|(key, node)| (key, node.to_json()))
             .collect();
-        Ok(GymConfig {
+        let config = GymConfig {
             instances,
             head: network.head,
             transport_policy,
@@ -372,17 +400,20 @@ impl ConfigLoader {
             relays: loaded.relays.into_iter().map(|(agent, name)| GeneratedRelay { agent, name }).collect(),
             files: loaded.files,
             warnings,
+            mistakes: loaded.mistakes,
             elsewhere: loaded.elsewhere,
             ray: loaded.ray,
             given: loaded.given,
             raw: root,
-        })
+        };
+        Ok((config, problems))
     }
 }
 
 struct LoadedFiles {
     relays: Vec<(String, String)>,
     warnings: Vec<Problem>,
+    mistakes: Vec<Problem>,
     files: Vec<PathBuf>,
     elsewhere: Vec<MissingServer>,
     ray: Option<RayCluster>,
@@ -421,15 +452,18 @@ fn hold_back(command_line: &mut Node, root: &Node) -> Map {
     held
 }
 
-fn raise_missing(root: &Node) -> Result<(), ConfigError> {
+/// Returns the values that are still `???`.
+fn missing(root: &Node) -> Vec<Problem> {
     let mut missing = Vec::new();
     check::missing(root, "", &mut missing);
-    let problems: Vec<Problem> = missing
-        .into_iter()
-        .map(|(path, origin)| {
-            Problem::new(Mistake::Missing, &origin, path.clone(), "the value is required but not set (???)")
-                .fix(format!("set it on the command line (++{path}=<value>), in env.yaml or in a file"))
-        })
-        .collect();
-    if problems.is_empty() { Ok(()) } else { Err(ConfigError::Invalid(problems)) }
+    let problem = |(path, origin): (String, Origin)| {
+        let instance = path.split('.').next().filter(|name| path.contains('.') && root.step(name).is_some());
+        let problem = Problem::new(Mistake::Missing, &origin, path.clone(), "the value is required but not set (???)")
+            .fix(format!("set it on the command line (++{path}=<value>), in env.yaml or in a file"));
+        match instance {
+            Some(name) => problem.instance(name),
+            None => problem,
+        }
+    };
+    missing.into_iter().map(problem).collect()
 }

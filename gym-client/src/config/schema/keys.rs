@@ -3,6 +3,7 @@
 //! NeMo Gym ignores all of them, so that a misspelled `max_steps` silently means "unlimited". A key that NeMo Gym's own server
 //! reads is no mistake in a shared file; it is listed as ignored.
 
+use crate::config::check;
 use crate::config::problem::{Mistake, Origin, Problem, nearest};
 use crate::config::reference::{
     BLOCK_KEYS, ENDPOINT_FILE_KEYS, composition_keys, nemo_keys_of_implementation, nemo_keys_of_kind, unsupported_keys,
@@ -29,6 +30,13 @@ impl UnreadKeys {
         }
         for UnknownKey { path, known } in unknown {
             let [key] = path.as_slice() else {
+                // A reference may name the kind of its server, whether or not the type reads it. A misspelled kind is an error already.
+                if let [above @ .., last] = path.as_slice()
+                    && last == "type"
+                    && instance.node.at(above).is_some_and(check::is_reference)
+                {
+                    continue;
+                }
                 unread.unknown(instance, &path, known, known);
                 continue;
             };

@@ -46,6 +46,10 @@ pub struct GymConfig {
     pub files: Vec<PathBuf>,
     /// Settings that are allowed but probably unintended.
     pub warnings: Vec<Problem>,
+    /// Mistakes that NeMo Gym's loader accepts, and that a check of the configuration reports: a misspelled key of the top level, and a
+    /// reference without a type or to another kind of server than its key names. A reference to another kind has the class
+    /// [`Mistake::Reference`]: the server fails when it calls the other one.
+    pub mistakes: Vec<Problem>,
     /// References to servers that no file defines. Empty unless [`ConfigLoader::with_servers_elsewhere`] allows them.
     ///
     /// [`ConfigLoader::with_servers_elsewhere`]: crate::config::ConfigLoader::with_servers_elsewhere
@@ -275,6 +279,7 @@ impl GymConfig {
             relays: Vec::new(),
             files: Vec::new(),
             warnings: Vec::new(),
+            mistakes: Vec::new(),
             elsewhere: Vec::new(),
             ray: None,
             given: Node::map(Vec::new(), &origin),
@@ -485,6 +490,12 @@ impl InstanceConfig {
                 Err(ConfigError::Invalid(errors))
             }
         }
+    }
+
+    /// Returns the location of a key of the block, or that of the block if it has no such key.
+    #[must_use]
+    pub fn origin_of(&self, key: &str) -> &Origin {
+        self.node.step(key).map_or(&self.origin, |node| &node.origin)
     }
 
     /// Returns `kind/implementation`, the directory of a Python server of this block.

@@ -359,7 +359,7 @@ async fn the_loop_ends_at_max_steps_and_where_the_model_ran_out_of_tokens() {
     let answer = limited.post("relay", "/run", ROW).await;
     let mut course = json!(record(&answer));
     let phases = course["phases"].take();
-    let phases: Vec<&str> = phases.as_str().unwrap().split(", ").map(|span| span.split(' ').next().unwrap()).collect();
+    let phases: Vec<&str> = phases.as_array().unwrap().iter().map(|span| span["phase"].as_str().unwrap()).collect();
     assert_eq!(phases, ["seed", "model", "tool", "model", "tool", "verify"]);
     let answer = value(&answer);
     assert_eq!(answer["reward"], 0.0);

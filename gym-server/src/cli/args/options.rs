@@ -116,7 +116,7 @@ pub(in crate::cli) struct Sources {
     /// Configuration file; repeatable, later files override earlier ones. Also +config_paths=[A.yaml,B.yaml]
     #[arg(long = "config", value_name = "FILE")]
     pub(in crate::cli) files: Vec<String>,
-    /// Python interpreter with nemo-gym installed [default: that of the active virtual environment, else python3]
+    /// Python interpreter with nemo-gym installed, 3.13.14 or later [default: that of the active virtual environment, else python3]
     #[arg(long, value_name = "PATH")]
     pub(in crate::cli) python: Option<PathBuf>,
     /// Directory that is searched first for servers and configuration files; repeatable. NEMO_GYM_EXTRA_ROOTS lists
@@ -641,6 +641,9 @@ pub(in crate::cli) struct CheckArgs {
     /// Treat warnings as errors
     #[arg(long)]
     pub(in crate::cli) strict: bool,
+    /// Head server that is asked for servers which no file defines [default: head_server of the files, http://127.0.0.1:11000]
+    #[arg(long, value_name = "URL", env = "HEAD_SERVER_URL")]
+    pub(in crate::cli) head_url: Option<String>,
 }
 
 #[derive(Clone, Debug, Args)]

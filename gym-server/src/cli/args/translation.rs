@@ -110,7 +110,9 @@ pub(in crate::cli) fn translate(
             typed.arguments.extend(rest);
             break;
         }
-        if Overrides::looks_like_one(text) {
+        // `results/lr=1e-5.jsonl` is a file where there is one.
+        let is_file = || !text.starts_with(['+', '~']) && Path::new(text).exists();
+        if Overrides::looks_like_one(text) && !is_file() {
             typed.overrides.push(text.to_owned());
         } else if valued.contains(text) {
             typed.arguments.push(argument);
@@ -258,6 +260,19 @@ mod tests {
         ]);
         assert_eq!(arguments, ["rgym", "collect", "--input", "x=y.jsonl", "--output=o=p.jsonl", "--", "+i=j"]);
         assert_eq!(overrides, ["+a=1", "++b.c={d: 1}", "~e", "f=[1, 2]", "\"+g=h\""]);
+    }
+
+    #[test]
+    fn a_file_whose_name_has_an_equals_sign_is_a_file() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("lr=1e-5.jsonl");
+        let file = file.to_str().unwrap();
+        assert_eq!(both(&["rgym", "view", file]).1, [file], "there is no such file yet");
+        std::fs::write(file, "").unwrap();
+        assert_eq!(
+            both(&["rgym", "view", file, "a=1"]),
+            (vec!["rgym".into(), "view".into(), file.into()], vec!["a=1".into()])
+        );
     }
 
     #[test]

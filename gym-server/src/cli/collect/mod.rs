@@ -15,6 +15,7 @@ use std::time::Duration;
 
 use futures_util::FutureExt as _;
 use gym_client::ServerClient;
+use gym_client::collect::input::DEFAULT_KEY;
 use gym_client::collect::monitor::CollectionMonitor;
 use gym_client::collect::{CollectOptions, ExistingOutput, RolloutCollector, ServerNames, connect_head};
 use gym_client::registry::RemoteRegistry;
@@ -57,10 +58,14 @@ pub(super) async fn collect(
         return Err(nothing_named("serve", &loaded.config.files));
     }
     prepare_transports(&loaded, servers, console);
-    loaded.config.warnings.iter().for_each(|warning| console.warn(warning));
+    loaded.config.warnings.iter().chain(&loaded.config.mistakes).for_each(|warning| console.warn(warning));
     let options = settings::read(&args, &loaded, overrides, |warning| console.warn(warning))?;
     let world = World::real();
     // Before servers start, which may take minutes.
+    if serves && let Some(agent) = options.materialize.agent_map.get(DEFAULT_KEY) {
+        let names = ServerNames::of_config(&loaded.config);
+        names.check_target(agent).map_err(|error| Failure::Usage(error.message().to_owned()))?;
+    }
     let existing = options.check_output(&*world.files).await?;
     if let (ExistingOutput::Overwrite, Some(first)) = (options.existing, existing.first()) {
         console.line(&format!(

@@ -9,7 +9,9 @@ use gym_client::collect::input::{MaterializeOptions, Repeats, Routing};
 use gym_client::collect::{
     ChangedSettings, CollectOptions, DriverOptions, ExistingOutput, FailFast, TruncatedRollouts,
 };
-use gym_client::config::reference::{COLLECT_KEYS, COLLECT_SHARED_KEYS};
+use gym_client::config::reference::{
+    COLLECT_IGNORED_KEYS, COLLECT_KEYS, COLLECT_SHARED_KEYS, COLLECT_UNSUPPORTED_KEYS,
+};
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
 
@@ -17,32 +19,6 @@ use crate::cli::args::options::{CollectArgs, SettingsChange, Truncated};
 use crate::cli::console::otlp;
 use crate::cli::exit::Failure;
 use crate::cli::setup::configuration::{LoadedConfig, find_file};
-
-/// NeMo Gym's keys that request this collector's default behavior, or that do not affect its files.
-const ACCEPTED_KEYS: [&str; 8] = [
-    "max_resident_rollout_tasks",
-    "retain_results_in_memory",
-    "route_failures_to_sidecar",
-    "require_complete",
-    "disable_health_check",
-    "health_check_workers",
-    "health_check_ignored_checks",
-    "head_server",
-];
-
-/// NeMo Gym's keys that would change the collected rollouts and that this collector does not support yet.
-const UNSUPPORTED_KEYS: [&str; 10] = [
-    "skills",
-    "rollout_collection_driver",
-    "count_failure_classes_as_zero",
-    "count_missing_rollouts_as_zero",
-    "dispatch_budget_s",
-    "drain_margin_s",
-    "dispatch_longest_first",
-    "retry_terminal_timeouts",
-    "retry_invalid_judge_responses",
-    "upload_rollouts",
-];
 
 /// Minimum similarity at which a name counts as a misspelling.
 const SIMILARITY_MIN: f64 = 0.8;
@@ -55,7 +31,7 @@ pub(super) fn read(
     mut warn: impl FnMut(String),
 ) -> Result<CollectOptions, Failure> {
     let keys = ConfigKeys(&loaded.config.merged);
-    if let Some(key) = UNSUPPORTED_KEYS.into_iter().find(|key| keys.asks_for(key)) {
+    if let Some(key) = COLLECT_UNSUPPORTED_KEYS.into_iter().find(|key| keys.asks_for(key)) {
         return Err(Failure::Usage(format!("{key} is not supported yet\n  fix: remove it")));
     }
     warn_of_misspelled_keys(overrides, &mut warn);
@@ -229,7 +205,7 @@ fn warn_of_misspelled_keys(overrides: &[String], warn: &mut impl FnMut(String)) 
     for text in overrides {
         let key = text.trim_start_matches(['"', '\'', '+']).split(['=', '.']).next().unwrap_or_default();
         let read = || COLLECT_KEYS.iter().map(|key| key.name).chain(COLLECT_SHARED_KEYS);
-        let known = || read().chain(ACCEPTED_KEYS).chain(UNSUPPORTED_KEYS);
+        let known = || read().chain(COLLECT_IGNORED_KEYS).chain(COLLECT_UNSUPPORTED_KEYS);
         if known().any(|name| name == key) {
             continue;
         }
@@ -274,7 +250,8 @@ mod tests {
         let folder = tempfile::tempdir().expect("a folder");
         let overrides = Overrides::parse(&typed.overrides)?;
         let config = ConfigLoader::new(folder.path()).load(&[] as &[&str], &overrides)?;
-        let loaded = LoadedConfig { config, python: None, roots: Vec::new(), searched: Vec::new() };
+        let loaded =
+            LoadedConfig { config, python: None, roots: Vec::new(), searched: Vec::new(), problems: Vec::new() };
         let mut warnings = Vec::new();
         let options = read(&args, &loaded, &typed.overrides, |warning| warnings.push(warning))?;
         Ok((options, warnings))

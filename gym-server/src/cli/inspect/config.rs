@@ -1,24 +1,34 @@
 //! `rgym config check`, `rgym config show`, `rgym config roce` and `rgym config schema`.
 
+use std::collections::BTreeSet;
 use std::process::ExitCode;
+use std::time::Duration;
 
-use gym_core::World;
+use gym_client::collect::ServerNames;
+use gym_client::config::{GymConfig, MissingServer};
+use gym_core::{CallContext, Endpoint, World};
 
 use crate::cli::args::options::{CheckArgs, ConfigCommand, ShowArgs, ShowFormat, Sources};
 use crate::cli::console::{self, Console};
 use crate::cli::exit::{Failure, Outcome};
+use crate::cli::setup::cluster::head_registry;
 use crate::cli::setup::configuration::{LoadedConfig, Need, load, locations, nothing_named};
+use crate::cli::setup::head_server;
 use crate::stack::{self, Servers};
+
+/// Time in which the head server answers. Without one, the files alone decide.
+const HEAD_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Runs `rgym config …`.
 pub(in crate::cli) async fn command(
     command: ConfigCommand,
     overrides: &[String],
+    head_url_given: bool,
     servers: &Servers,
     console: &Console,
 ) -> Outcome {
     match command {
-        ConfigCommand::Check(args) => check(*args, overrides, servers, console).await,
+        ConfigCommand::Check(args) => check(*args, overrides, head_url_given, servers, console).await,
         ConfigCommand::Show(args) => show(*args, overrides, servers, console).await,
         ConfigCommand::Roce(args) => of_machine::roce(&args, console).await,
         ConfigCommand::Schema => {
@@ -35,7 +45,7 @@ async fn show(args: ShowArgs, overrides: &[String], servers: &Servers, console: 
     }
     let sources = with_named(args.sources, args.named);
     let LoadedConfig { config, .. } = load(&sources, overrides, servers, Need::Values).await?;
-    config.warnings.iter().for_each(|warning| console.warn(warning));
+    config.warnings.iter().chain(&config.mistakes).for_each(|warning| console.warn(warning));
     let text = match args.format {
         // Comments, so that programs which read the configuration read only that.
         ShowFormat::Yaml => format!("{}{}", config.masked_yaml().trim_end(), of_machine::comments().await?),
@@ -45,26 +55,53 @@ async fn show(args: ShowArgs, overrides: &[String], servers: &Servers, console: 
     Ok(ExitCode::SUCCESS)
 }
 
-async fn check(args: CheckArgs, overrides: &[String], servers: &Servers, console: &Console) -> Outcome {
+async fn check(
+    args: CheckArgs,
+    overrides: &[String],
+    head_url_given: bool,
+    servers: &Servers,
+    console: &Console,
+) -> Outcome {
+    let head_url = args.head_url;
     let sources = with_named(args.sources, args.named);
     let loaded = load(&sources, overrides, servers, Need::Locations).await?;
     let config = &loaded.config;
-    if config.files.is_empty() && config.instances.is_empty() {
+    if config.files.is_empty() && config.instances.is_empty() && loaded.problems.is_empty() {
         return Err(nothing_named("check", &[]));
     }
     let mut warnings = config.warnings.clone();
-    let found = locations(&loaded, servers, |_| true)?;
     let world = World::real();
-    let mut problems = Vec::new();
+    let (found, unlocated) = locations(&loaded, servers, |_| true);
+    let mut problems = loaded.problems.clone();
+    problems.extend(config.mistakes.iter().map(ToString::to_string));
+    problems.extend(unlocated);
     for (instance, _) in &found {
         match stack::try_build(instance, servers, &world) {
             Ok(made) => warnings.extend(made.into_iter().flat_map(|made| made.ignored)),
             Err(error) => problems.push(error.to_string()),
         }
+        problems.extend(stack::mismatched(instance, config, servers));
     }
+    let elsewhere = match config.elsewhere.as_slice() {
+        [] => None,
+        missing => {
+            let head = head_server::endpoint(head_url.as_deref(), head_url_given, overrides, config)?;
+            let asks = head_url_given || missing.iter().any(|missing| missing.nearest(&[]).is_none());
+            match of_head(missing, &head, asks, servers, &world).await {
+                Ok(()) => Some((head, missing)),
+                Err(more) => {
+                    problems.extend(more);
+                    None
+                }
+            }
+        }
+    };
     warnings.iter().for_each(|warning| console.warn(warning));
     if !problems.is_empty() {
         return Err(Failure::Usage(problems.join("\n")));
+    }
+    if config.instances.is_empty() {
+        return no_servers(config);
     }
     let rows: Vec<[String; 4]> = found
         .into_iter()
@@ -77,14 +114,71 @@ async fn check(args: CheckArgs, overrides: &[String], servers: &Servers, console
         let (count, s) = (warnings.len(), if warnings.len() == 1 { "" } else { "s" });
         return Err(Failure::Usage(format!("{count} warning{s}: --strict treats them as errors")));
     }
-    let files = config.files.len();
     console::print(&console::table(["name", "kind", "implementation", "runs as"], rows));
-    console::print(&format!(
-        "ok: {} servers from {files} file{}",
-        config.instances.len(),
-        if files == 1 { "" } else { "s" }
-    ));
+    if let Some((head, missing)) = elsewhere {
+        let names: BTreeSet<&str> = missing.iter().map(|missing| missing.name.as_str()).collect();
+        let names = names.into_iter().collect::<Vec<_>>().join(", ");
+        console::print(&format!("{names}: not in these files, known to the head server {head}"));
+    }
+    console::print(&format!("ok: {} servers from {}", config.instances.len(), files(config)));
     Ok(ExitCode::SUCCESS)
+}
+
+fn files(config: &GymConfig) -> String {
+    match config.files.len() {
+        1 => "1 file".to_owned(),
+        count => format!("{count} files"),
+    }
+}
+
+/// Checks that the head server knows the servers that no file defines.
+async fn of_head(
+    missing: &[MissingServer],
+    head: &Endpoint,
+    asks: bool,
+    servers: &Servers,
+    world: &World,
+) -> Result<(), Vec<String>> {
+    let registry = head_registry(head.clone(), servers, world);
+    let told = match asks {
+        true => registry.global_configuration(&CallContext::within(HEAD_TIMEOUT)).await.ok(),
+        false => None,
+    };
+    let known = told.and_then(|text| ServerNames::of_global_yaml(&text, head.as_str()).ok());
+    let Some(known) = known else {
+        let note = "if the file of another server defines it, name that file too, or the head server that knows it with --head-url";
+        let problem = |missing: &MissingServer| match missing.nearest(&[]) {
+            Some(_) => missing.problem(&[]).to_string(),
+            None => format!("{}\n  note: {note} ({head} does not answer)", missing.problem(&[])),
+        };
+        return Err(missing.iter().map(problem).collect());
+    };
+    let of_kind = |wanted: &MissingServer| -> Vec<&str> {
+        known.servers().filter(|(_, kind)| *kind == wanted.kind).map(|(name, _)| name).collect()
+    };
+    let absent = missing.iter().filter(|wanted| !of_kind(wanted).contains(&wanted.name.as_str()));
+    let problems: Vec<String> = absent
+        .map(|wanted| {
+            format!("{}\n  note: the head server {head} has no such server either", wanted.problem(&of_kind(wanted)))
+        })
+        .collect();
+    if problems.is_empty() { Ok(()) } else { Err(problems) }
+}
+
+/// The result for files without servers: they may be those of worker groups.
+fn no_servers(config: &GymConfig) -> Outcome {
+    #[cfg(feature = "groups")]
+    if config.variables.contains_key("cluster") {
+        let mut groups = 0;
+        for file in &config.files {
+            let file = gym_group::ClusterFile::read(file)?;
+            groups += file.groups.len();
+        }
+        let s = if groups == 1 { "" } else { "s" };
+        console::print(&format!("ok: a cluster and {groups} worker group{s} from {}, and no servers", files(config)));
+        return Ok(ExitCode::SUCCESS);
+    }
+    Err(nothing_named("check", &config.files))
 }
 
 /// Adds the files without an option to those of `--config`.

@@ -2,7 +2,7 @@
 
 use std::fs;
 use std::io;
-use std::path::{Path, PathBuf};
+use std::path::{Component, Path, PathBuf};
 use std::process::ExitCode;
 
 use crate::cli::args::options::NewEnvironmentArgs;
@@ -138,21 +138,21 @@ fn write(folder: &Path, files: &[(&str, &str)], name: &str) -> Result<(), Failur
     // Fails if the folder exists: nothing is replaced.
     fs::create_dir(folder).map_err(failed(folder))?;
     for (path, text) in files {
-        let path = folder.join(filled(path, name));
+        let path = folder.join(filled(path, name, folder));
         if let Some(parent) = path.parent() {
             fs::create_dir_all(parent).map_err(failed(parent))?;
         }
-        fs::write(&path, filled(text, name)).map_err(failed(&path))?;
+        fs::write(&path, filled(text, name, folder)).map_err(failed(&path))?;
     }
     Ok(())
 }
 
-fn filled(template: &str, name: &str) -> String {
+fn filled(template: &str, name: &str, folder: &Path) -> String {
     template
         .replace("{{name}}", name)
         .replace("{{Name}}", &type_name(name))
-        .replace("{{gym-core}}", &dependency("gym-core"))
-        .replace("{{gym-server}}", &dependency("gym-server"))
+        .replace("{{gym-core}}", &dependency("gym-core", folder))
+        .replace("{{gym-server}}", &dependency("gym-server", folder))
 }
 
 /// `word_count` becomes `WordCount`.
@@ -164,13 +164,23 @@ fn type_name(name: &str) -> String {
     name.split('_').map(word).collect()
 }
 
-/// Returns the dependency on a crate of the SDK: by path if the sources that this program was built from are here, else by version.
-fn dependency(package: &str) -> String {
+/// Returns the dependency of a crate in this folder on a crate of the SDK: by path if the sources that this program was built from are here,
+/// else by version. The path is relative, so that both can be moved together and the crate names no folder of this machine's user.
+fn dependency(package: &str, folder: &Path) -> String {
     let sources = Path::new(env!("CARGO_MANIFEST_DIR")).with_file_name(package);
-    match sources.join("Cargo.toml").is_file() {
-        true => format!("{{ path = {:?} }}", sources.display().to_string()),
-        false => format!("{:?}", env!("CARGO_PKG_VERSION")),
+    match (fs::canonicalize(&sources), fs::canonicalize(folder)) {
+        (Ok(sources), Ok(folder)) if sources.join("Cargo.toml").is_file() => {
+            format!("{{ path = {:?} }}", relative(&folder, &sources).display().to_string())
+        }
+        _ => format!("{:?}", env!("CARGO_PKG_VERSION")),
     }
+}
+
+/// Returns the path from a folder to another; both are absolute, without links.
+fn relative(from: &Path, to: &Path) -> PathBuf {
+    let shared = from.components().zip(to.components()).take_while(|(a, b)| a == b).count();
+    let up = from.components().skip(shared).map(|_| Component::ParentDir);
+    up.chain(to.components().skip(shared)).collect()
 }
 
 #[cfg(test)]
@@ -190,14 +200,31 @@ mod tests {
     }
 
     #[test]
+    fn the_crate_finds_the_sdk_by_a_relative_path() {
+        for (from, to, expected) in [
+            ("/home/u/tally", "/home/u/gym/gym-core", "../gym/gym-core"),
+            ("/home/u/gym/tally", "/home/u/gym/gym-core", "../gym-core"),
+            ("/tmp/tally", "/home/u/gym-core", "../../home/u/gym-core"),
+        ] {
+            assert_eq!(relative(Path::new(from), Path::new(to)), Path::new(expected));
+        }
+        let folder = tempfile::tempdir().unwrap();
+        let (_, text) =
+            dependency("gym-core", folder.path()).split_once('"').map(|(a, b)| (a.to_owned(), b.to_owned())).unwrap();
+        let path = folder.path().join(text.split('"').next().unwrap());
+        assert!(path.join("Cargo.toml").is_file(), "{}", path.display());
+    }
+
+    #[test]
     fn every_place_of_a_template_is_filled() {
         let folder = tempfile::tempdir().unwrap();
         for (name, files) in [("word_count", &RUST[..]), ("other", &PYTHON[..])] {
             let folder = folder.path().join(name);
             write(&folder, files, name).unwrap();
             for (path, _) in files {
-                let text = fs::read_to_string(folder.join(filled(path, name))).unwrap();
+                let text = fs::read_to_string(folder.join(filled(path, name, &folder))).unwrap();
                 assert!(!text.contains("{{"), "{path}: {text}");
+                assert!(!text.contains("path = \"/"), "{path}: {text}");
             }
             let again = write(&folder, files, name).unwrap_err();
             assert!(again.text().contains("exists already"), "{}", again.text());

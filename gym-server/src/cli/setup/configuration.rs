@@ -4,7 +4,8 @@ use std::net::{Ipv4Addr, TcpListener};
 use std::path::{Path, PathBuf};
 
 use gym_client::config::{
-    ConfigError, ConfigLoader, GymConfig, InstanceConfig, Mistake, Overrides, PortRequest, ServerKind, free_port,
+    ConfigError, ConfigLoader, GymConfig, InstanceConfig, Mistake, Overrides, PortRequest, Problem, ServerKind,
+    free_port,
 };
 use serde_json::Value;
 
@@ -23,6 +24,8 @@ pub(in crate::cli) struct LoadedConfig {
     pub(in crate::cli) roots: Vec<PathBuf>,
     /// The directories from `--search-dir` and `NEMO_GYM_EXTRA_ROOTS`, which are among `roots`.
     pub(in crate::cli) searched: Vec<PathBuf>,
+    /// Mistakes of servers that `config` does not contain. Empty except for [`Need::Locations`]; all others are refused with them.
+    pub(in crate::cli) problems: Vec<String>,
 }
 
 /// The parts of the configuration that a command needs.
@@ -121,7 +124,7 @@ pub(in crate::cli) async fn load_over(
         if let Some(base) = base {
             loader = loader.base(&base.yaml, &base.source);
         }
-        if need.others_serve() {
+        if need.others_serve() || need == Need::Locations {
             loader = loader.with_servers_elsewhere();
         }
         if let Need::OwnServers = need {
@@ -134,11 +137,15 @@ pub(in crate::cli) async fn load_over(
                 documented.as_mut().and_then(|ports| ports.pick(wish)).or_else(|| free_port(wish, &mut random))
             });
         }
-        loader.load(&sources.files, &overrides)
+        match loader.examine(&sources.files, &overrides)? {
+            (_, problems) if need != Need::Locations && !problems.is_empty() => Err(ConfigError::Invalid(problems)),
+            examined => Ok(examined),
+        }
     };
     let first = read(None);
     let mut python = None;
-    let config = match first {
+    let mut no_python = Vec::new();
+    let (config, problems) = match first {
         // The missing file may be part of an installed nemo-gym.
         Err(ConfigError::Invalid(problems)) if problems.iter().any(|p| p.mistake == Mistake::File) => {
             let error = ConfigError::Invalid(problems);
@@ -152,40 +159,40 @@ pub(in crate::cli) async fn load_over(
             read(python.as_ref())?
         }
         first => {
-            let config = first?;
+            let (config, problems) = first?;
             let wanted = |instance: &&InstanceConfig| match need {
                 Need::Values => false,
                 Need::Locations | Need::OwnServers | Need::Worker => true,
                 Need::Servers(only) => only.is_empty() || only.contains(&instance.name),
             };
-            let foreign = config.instances.iter().filter(wanted).find(|instance| {
-                instance.entrypoint.is_some() && !servers.has(instance.kind, &instance.implementation)
-            });
-            match foreign {
-                None => config,
-                Some(foreign) => {
-                    let found = Interpreter::find(sources.python.as_deref()).await.map_err(|why| {
-                        Failure::Usage(with_near(
-                            foreign,
-                            servers,
-                            &format!(
-                                "{}: {}.{}.{}: {}, so it needs Python: {why}",
-                                foreign.origin,
-                                foreign.name,
-                                foreign.kind,
-                                foreign.implementation,
-                                not_native(foreign, servers),
-                            ),
-                        ))
-                    })?;
-                    read(Some(python.insert(found)))?
+            let foreign: Vec<&InstanceConfig> = config
+                .instances
+                .iter()
+                .filter(wanted)
+                .filter(|instance| {
+                    instance.entrypoint.is_some() && !servers.has(instance.kind, &instance.implementation)
+                })
+                .collect();
+            if foreign.is_empty() {
+                (config, problems)
+            } else {
+                match Interpreter::find(sources.python.as_deref()).await {
+                    Ok(found) => read(Some(python.insert(found)))?,
+                    Err(why) => {
+                        no_python = foreign.iter().map(|foreign| needs_python(foreign, servers, &why)).collect();
+                        if need != Need::Locations {
+                            return Err(Failure::Usage(no_python.join("\n")));
+                        }
+                        (config, problems)
+                    }
                 }
             }
         }
     };
+    let problems = problems.iter().map(ToString::to_string).chain(no_python).collect();
     let installed = python.iter().flat_map(|python| python.roots.iter().cloned());
     let roots = searched.iter().cloned().chain([working_dir.clone()]).chain(installed).collect();
-    let loaded = LoadedConfig { config, python, roots, searched };
+    let loaded = LoadedConfig { config, python, roots, searched, problems };
     let starts: Option<&[String]> = match need {
         Need::Servers(only) => Some(only),
         Need::OwnServers | Need::Worker => Some(&[]),
@@ -194,20 +201,43 @@ pub(in crate::cli) async fn load_over(
     if let Some(only) = starts {
         let wanted = |instance: &InstanceConfig| only.is_empty() || only.contains(&instance.name);
         // All servers that cannot start are reported together, before any server starts.
-        locations(&loaded, servers, wanted)?;
+        let (_, mut problems) = locations(&loaded, servers, wanted);
+        problems.extend(unfit(&loaded.config, servers, wanted));
+        if !problems.is_empty() {
+            return Err(Failure::Usage(problems.join("\n")));
+        }
     }
     Ok(loaded)
 }
 
-/// Returns the way in which each wanted instance runs on this machine.
+/// Returns the references of native servers to servers that they cannot call.
+fn unfit(config: &GymConfig, servers: &Servers, wanted: impl Fn(&InstanceConfig) -> bool) -> Vec<String> {
+    let native = |instance: &&InstanceConfig| wanted(instance) && servers.has(instance.kind, &instance.implementation);
+    let of_native = |problem: &&Problem| {
+        let instance = problem.instance.as_deref().and_then(|name| config.instance(name));
+        problem.mistake == Mistake::Reference && instance.as_ref().is_some_and(native)
+    };
+    let wrong_kinds = config.mistakes.iter().filter(of_native).map(ToString::to_string);
+    let instances = config.instances.iter().filter(|instance| wanted(instance));
+    wrong_kinds.chain(instances.filter_map(|instance| stack::mismatched(instance, config, servers))).collect()
+}
+
+/// Returns the way in which each wanted instance runs on this machine, and the problems of those that cannot. Instances that need an
+/// interpreter are left out if there is none: that is reported already.
 pub(in crate::cli) fn locations<'a>(
     loaded: &'a LoadedConfig,
     servers: &Servers,
     wanted: impl Fn(&InstanceConfig) -> bool,
-) -> Result<Vec<(&'a InstanceConfig, RunsAs)>, Failure> {
+) -> (Vec<(&'a InstanceConfig, RunsAs)>, Vec<String>) {
     let mut found = Vec::new();
     let mut problems = Vec::new();
-    for instance in loaded.config.instances.iter().filter(|instance| wanted(instance)) {
+    let reported = |instance: &&InstanceConfig| {
+        loaded.python.is_none()
+            && instance.entrypoint.is_some()
+            && !servers.has(instance.kind, &instance.implementation)
+    };
+    let instances = loaded.config.instances.iter().filter(|instance| wanted(instance));
+    for instance in instances.filter(|instance| !reported(instance)) {
         match stack::runs_as(instance, servers, &loaded.roots) {
             Ok(runs_as) => found.push((instance, runs_as)),
             Err(error) if instance.entrypoint.is_some() => {
@@ -217,7 +247,18 @@ pub(in crate::cli) fn locations<'a>(
             Err(error) => problems.push(error.to_string()),
         }
     }
-    if problems.is_empty() { Ok(found) } else { Err(Failure::Usage(problems.join("\n"))) }
+    (found, problems)
+}
+
+/// Returns the error of an instance that this program does not contain and that no interpreter can run.
+fn needs_python(instance: &InstanceConfig, servers: &Servers, why: &str) -> String {
+    let InstanceConfig { name, kind, implementation, origin, .. } = instance;
+    let not_native = not_native(instance, servers);
+    with_near(
+        instance,
+        servers,
+        &format!("{origin}: {name}.{kind}.{implementation}: {not_native}, so it needs Python: {why}"),
+    )
 }
 
 /// Explains that this program does not contain the implementation.
@@ -231,12 +272,16 @@ fn not_native(instance: &InstanceConfig, servers: &Servers) -> String {
     format!("`{wanted}` is not one of this program's {}{hint}", instance.kind)
 }
 
-/// Puts the name of a similar implementation before the other fix.
+/// Puts the name of a similar implementation, or the program that may have it, before the other fix.
 fn with_near(instance: &InstanceConfig, servers: &Servers, error: &str) -> String {
-    match servers.nearest(instance.kind, &instance.implementation) {
-        Some(near) => error.replacen("  fix: ", &format!("  fix: did you mean `{near}`? Otherwise "), 1),
-        None => error.to_owned(),
-    }
+    let first = match servers.nearest(instance.kind, &instance.implementation) {
+        Some(near) => format!("did you mean `{near}`? Otherwise "),
+        None => format!(
+            "if `{}` is in a program of your own, use the `config check`, `run` and `collect` of that program; otherwise ",
+            instance.implementation
+        ),
+    };
+    error.replacen("  fix: ", &format!("  fix: {first}"), 1)
 }
 
 /// Returns the directories of `--search-dir`, then those of `NEMO_GYM_EXTRA_ROOTS`, as absolute paths, because Python

@@ -43,8 +43,7 @@ impl Interpreter {
     /// # Errors
     /// The cause and the fix.
     pub(in crate::cli) async fn find(typed: Option<&Path>) -> Result<Self, String> {
-        const FIX: &str =
-            "fix: pass --python PATH of an interpreter with nemo-gym, or activate its virtual environment";
+        const FIX: &str = "fix: pass --python PATH of an interpreter with nemo-gym (Python 3.13.14 or later), or activate its virtual environment";
         let path = match typed {
             Some(typed) => program(typed).ok_or_else(|| format!("--python {}: program not found", typed.display())),
             None => default_program().ok_or_else(|| format!("no python3 found in PATH\n  {FIX}")),

@@ -226,8 +226,8 @@ impl Rollout {
 
 /// Returns a value as text. Of the calls of an episode, which can be many, the sum of each phase is left.
 fn fact(key: &str, value: &Value) -> String {
-    let phases = value.get("phases").and_then(Value::as_str).filter(|_| key == EPISODE_KEY);
-    let Some(phases) = phases.and_then(Phases::from_text) else { return value.to_string() };
+    let phases = value.get("phases").filter(|_| key == EPISODE_KEY);
+    let Some(phases) = phases.and_then(|phases| Phases::deserialize(phases).ok()) else { return value.to_string() };
     let sums = Phase::ALL.into_iter().map(|phase| (phase, phases.total(phase)));
     let sums = sums.filter(|(_, total)| !total.is_zero());
     let sums: Map<String, Value> =
@@ -280,7 +280,10 @@ impl Course {
         let text = |key: &str| course.get(key).and_then(Value::as_str).map(str::to_owned);
         Self {
             seconds: course.get("seconds").and_then(Value::as_f64),
-            phases: text("phases"),
+            phases: course
+                .get("phases")
+                .and_then(|phases| Phases::deserialize(phases).ok())
+                .map(|phases| phases.to_string()),
             truncated: text("truncated"),
             tokens: TokenUsage::deserialize(course).ok(),
         }
@@ -404,7 +407,8 @@ pub(crate) mod tests {
     #[test]
     fn a_rollout_has_its_tokens_and_its_course() {
         let row = json!({
-            "_gym_episode": {"turns": 2, "input_tokens": 9, "output_tokens": 4, "truncated": null, "phases": "model 0+7", "seconds": 1.5},
+            "_gym_episode": {"turns": 2, "input_tokens": 9, "output_tokens": 4, "truncated": null,
+                "phases": [{"phase": "model", "start_us": 0, "took_us": 7}], "seconds": 1.5},
             "response": {"output": [
                 {"type": "message", "role": "assistant", "content": "hi",
                     "generation_token_ids": [5, 6], "generation_log_probs": [-0.5, null]},

@@ -3,42 +3,8 @@
 //! Bodies are not validated deeper: the upstream engine rejects values of a wrong type.
 
 use gym_core::RawObject;
-use gym_core::server::ValidationProblem;
+use gym_core::server::{RESPONSES_KEYS, ValidationProblem};
 use serde_json::Value;
-
-/// The keys of `responses_create_params` in NeMo Gym 0.7.0.
-const RESPONSES_KEYS: &[&str] = &[
-    "background",
-    "context_management",
-    "conversation",
-    "include",
-    "input",
-    "instructions",
-    "max_output_tokens",
-    "max_tool_calls",
-    "metadata",
-    "model",
-    "moderation",
-    "parallel_tool_calls",
-    "previous_response_id",
-    "prompt",
-    "prompt_cache_key",
-    "prompt_cache_retention",
-    "reasoning",
-    "safety_identifier",
-    "service_tier",
-    "store",
-    "stream",
-    "stream_options",
-    "temperature",
-    "text",
-    "tool_choice",
-    "tools",
-    "top_logprobs",
-    "top_p",
-    "truncation",
-    "user",
-];
 
 /// The keys of a chat completion request in NeMo Gym 0.7.0.
 const CHAT_KEYS: &[&str] = &[

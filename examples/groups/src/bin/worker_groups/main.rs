@@ -37,7 +37,8 @@ async fn chapters() -> anyhow::Result<()> {
     placement::gpus()?;
     let scores = calls::batches()?;
 
-    let file = ClusterFile::read("examples/configs/worker_groups.yaml")?;
+    // Part of the program, which therefore runs from any directory.
+    let file = ClusterFile::parse(include_str!("../../../../configs/worker_groups.yaml"), "worker_groups.yaml")?;
     let cluster = VirtualCluster::new(file.cluster.clone(), Local::new(workers()))?.simulate_nodes(&[2, 1]);
     let mut asked = request("policy", None)?;
     asked.config = Some(file.group("policy")?);

@@ -72,6 +72,17 @@ impl InputSource {
         }
     }
 
+    /// Checks that the tasks can be opened. Nothing is converted.
+    ///
+    /// # Errors
+    /// As [`InputSource::open`].
+    pub(in crate::collect) fn check(&self) -> Result<(), InputError> {
+        match self {
+            Self::Lines(_) => self.open(Path::new(""), None).map(drop),
+            Self::Parquet(_) => Ok(()),
+        }
+    }
+
     /// Opens the tasks as JSON lines. Rows of Parquet files are written to an unnamed file in `folder` first, at most `limit` of them;
     /// their places are returned.
     ///
@@ -100,6 +111,9 @@ impl InputSource {
                 // Editors of Windows write it; it is no part of the first row.
                 if begins.starts_with(BYTE_ORDER_MARK) {
                     opened.consume(BYTE_ORDER_MARK.len());
+                    if opened.fill_buf().map_err(unreadable)?.is_empty() {
+                        return Err(InputError::file(file, "the file is empty; it needs a JSON object on each line"));
+                    }
                 }
                 Ok((opened, None))
             }
@@ -108,6 +122,9 @@ impl InputSource {
                     InputError::io(format!("write the rows of the input to {}", folder.display()), error)
                 })?;
                 let (spool, places) = rows(files, limit.filter(|limit| *limit > 0), spool)?;
+                if spool.metadata().is_ok_and(|spooled| spooled.len() == 0) {
+                    return Err(InputError::file(&files[0], "the input has no rows; name files that have some"));
+                }
                 Ok((BufReader::new(spool), Some(places)))
             }
         }

@@ -1,0 +1,274 @@
+//! Mistakes that NeMo Gym's loader accepts: they change what runs, or end a rollout, and nothing says so.
+
+use std::collections::BTreeSet;
+use std::path::PathBuf;
+
+use gym_core::server::{RESPONSES_KEYS, ServerKind};
+
+use crate::config::check::{FoundServer, composed_kinds, has_entrypoint, is_reserved, references_of};
+use crate::config::compose::{COPY, INHERIT};
+use crate::config::problem::{Mistake, Problem, nearest, suggest};
+use crate::config::reference::{
+    COLLECT_IGNORED_KEYS, COLLECT_KEYS, COLLECT_UNSUPPORTED_KEYS, ConfigKey, KeyType, TOP_LEVEL_KEYS,
+};
+use crate::config::yaml::node::{Map, Node, Tree};
+
+/// Returns the words of all interpolations and of all sources of inheritance. A variable whose name is not among them is used by nothing.
+pub(crate) fn used_names(root: &Node) -> BTreeSet<String> {
+    let mut used = BTreeSet::new();
+    collect_names(root, &mut used);
+    used
+}
+
+fn collect_names(node: &Node, used: &mut BTreeSet<String>) {
+    let mut add = |text: &str| {
+        let words = text.split(|letter: char| !(letter.is_alphanumeric() || matches!(letter, '_' | '-')));
+        used.extend(words.map(str::to_owned));
+    };
+    match &node.value {
+        Tree::Text(text) => text.split("${").skip(1).for_each(&mut add),
+        Tree::Map(map) => {
+            for (key, child) in &map.0 {
+                if key.text().is_some_and(|key| [INHERIT, COPY].contains(&key)) {
+                    child.as_text().into_iter().for_each(&mut add);
+                }
+            }
+            map.0.iter().for_each(|(_, child)| collect_names(child, used));
+        }
+        Tree::List(items) => items.iter().for_each(|child| collect_names(child, used)),
+        _ => {}
+    }
+}
+
+/// Returns the mistakes, and adds warnings about what has no effect. `files` are those of the command; values from elsewhere, such as
+/// `env.yaml`, serve several commands.
+pub(crate) fn check(
+    resolved: &Node,
+    servers: &[FoundServer],
+    used: &BTreeSet<String>,
+    files: &[PathBuf],
+    warnings: &mut Vec<Problem>,
+) -> Vec<Problem> {
+    let mut mistakes = Vec::new();
+    for server in servers {
+        references(server, resolved, servers, &mut mistakes);
+    }
+    let top = resolved.as_map().map(|map| map.0.as_slice()).unwrap_or_default();
+    let files: BTreeSet<String> = files.iter().map(|file| file.display().to_string()).collect();
+    let referenced = referenced(resolved, servers);
+    let (mut idle, mut unused) = (Vec::new(), Vec::new());
+    for (key, node) in top {
+        let key = key.to_string();
+        for (place, name) in named_servers(&key, node) {
+            mistakes.extend(absent(&place, name, &key, resolved, servers));
+        }
+        if let Some(known) = COLLECT_KEYS.iter().find(|known| known.name == key) {
+            mistakes.extend(count(known, node));
+        }
+        if key == "responses_create_params" {
+            mistakes.extend(unknown_params(node));
+        }
+        let of_file = node.origin.source.as_deref().is_some_and(|source| files.contains(source));
+        if is_known(&key) || !of_file || used.contains(&key) || servers.iter().any(|server| server.name == key) {
+            continue;
+        }
+        match node.as_map() {
+            // A reference to it is an error already.
+            Some(map) if is_idle(map) && !referenced.contains(&key) => idle.push((key, node)),
+            Some(_) => {}
+            None => match near_key(&key) {
+                Some(near) => mistakes.push(
+                    Problem::new(Mistake::Value, &node.origin, key.clone(), format!("unknown key '{key}'"))
+                        .fix(format!("did you mean '{near}'?")),
+                ),
+                None => unused.push((key, node)),
+            },
+        }
+    }
+    let names =
+        |keys: &[(String, &Node)]| keys.iter().map(|(key, _)| format!("'{key}'")).collect::<Vec<_>>().join(", ");
+    if let Some((first, node)) = idle.first() {
+        let what = match idle.len() {
+            1 => format!("{} has no entrypoint, so it is no server, and no file uses it", names(&idle)),
+            _ => format!("{} have no entrypoint, so they are no servers, and no file uses them", names(&idle)),
+        };
+        let fix = "add 'entrypoint: app.py' to the implementation, or remove the block";
+        warnings.push(Problem::new(Mistake::Value, &node.origin, "", what).instance(first).fix(fix));
+    }
+    if let Some((first, node)) = unused.first() {
+        let names = names(&unused);
+        let what = match unused.len() {
+            1 => format!("no file uses the variable {names}, and it is no known key"),
+            _ => format!("no file uses the variables {names}, and they are no known keys"),
+        };
+        warnings.push(
+            Problem::new(Mistake::Value, &node.origin, first.clone(), what).fix("remove it, or use it as ${name}"),
+        );
+    }
+    mistakes
+}
+
+fn is_known(key: &str) -> bool {
+    let collected = || COLLECT_KEYS.iter().map(|known| known.name);
+    is_reserved(key)
+        || collected().chain(COLLECT_IGNORED_KEYS).chain(COLLECT_UNSUPPORTED_KEYS).any(|known| known == key)
+}
+
+/// Returns the known key from which `key` differs by a typing mistake.
+fn near_key(key: &str) -> Option<&'static str> {
+    let known = TOP_LEVEL_KEYS.iter().chain(&COLLECT_KEYS).map(|known| known.name);
+    let distance = |name: &&str| strsim::damerau_levenshtein(key, name);
+    let near = known.filter(|name| name.len() >= 5).min_by_key(distance)?;
+    let allowed = if near.len() > 10 { 2 } else { 1 };
+    (distance(&near) <= allowed).then_some(near)
+}
+
+/// Returns the keys of a request that each agent rejects.
+fn unknown_params(node: &Node) -> Vec<Problem> {
+    let given = node.as_map().map(|map| map.0.as_slice()).unwrap_or_default();
+    let given = given.iter().map(|(key, node)| (key.to_string(), node));
+    given
+        .filter(|(key, _)| RESPONSES_KEYS.binary_search(&key.as_str()).is_err())
+        .map(|(key, node)| {
+            Problem::new(Mistake::Value, &node.origin, format!("responses_create_params.{key}"), "unknown key")
+                .fix(suggest(&key, RESPONSES_KEYS, "keys"))
+        })
+        .collect()
+}
+
+/// Returns the servers that a key of the collector names, each with its dotted key.
+fn named_servers<'a>(key: &str, node: &'a Node) -> Vec<(String, &'a Node)> {
+    let below = |node: &'a Node| node.as_map().map(|map| map.0.as_slice()).unwrap_or_default().iter();
+    match key {
+        "agent_name" | "environment_server_name" => vec![(key.to_owned(), node)],
+        "agent_map" | "environment_server_routes" => {
+            below(node).map(|(from, node)| (format!("{key}.{from}"), node)).collect()
+        }
+        "fan_out" => below(node)
+            .flat_map(|(from, list)| match &list.value {
+                Tree::List(items) => items.iter().map(|node| (format!("{key}.{from}"), node)).collect(),
+                _ => Vec::new(),
+            })
+            .collect(),
+        _ => Vec::new(),
+    }
+}
+
+/// Returns the mistake of a name that no server has. Without any agent in the files, they may be those of running servers.
+fn absent(place: &str, node: &Node, key: &str, resolved: &Node, servers: &[FoundServer]) -> Option<Problem> {
+    let name = node.as_text().filter(|_| !node.is_interpolation() && !node.is_missing())?;
+    let kinds: &[ServerKind] = match key {
+        "environment_server_name" | "environment_server_routes" => &[ServerKind::Environment],
+        _ => &[ServerKind::Agent, ServerKind::Environment],
+    };
+    let known: Vec<&str> =
+        servers.iter().filter(|server| kinds.contains(&server.kind)).map(|server| server.name.as_str()).collect();
+    if known.is_empty() || known.contains(&name) {
+        return None;
+    }
+    let (what, fix) = match resolved.step(name).and_then(Node::as_map) {
+        Some(block) if !servers.iter().any(|server| server.name == name) && block.contains(kinds[0].as_str()) => {
+            (format!("'{name}' has no entrypoint, so it is not a server"), "add 'entrypoint: app.py' to it".to_owned())
+        }
+        _ => (format!("there is no agent or environment server '{name}'"), suggest(name, &known, "servers")),
+    };
+    Some(Problem::new(Mistake::Value, &node.origin, place.to_owned(), what).fix(fix))
+}
+
+/// Returns the mistake of a count that allows nothing.
+fn count(known: &ConfigKey, node: &Node) -> Option<Problem> {
+    let least = match known.value {
+        KeyType::Integer(least, _) => i128::from(least),
+        KeyType::Counts => 1,
+        _ => return None,
+    };
+    let wrong = |key: String, node: &Node| {
+        let what = match &node.value {
+            Tree::Null => return None,
+            Tree::Int(int) if *int >= least => return None,
+            Tree::Float(float) if float.fract() == 0.0 && *float as i128 >= least => return None,
+            Tree::Text(text) if text.trim().parse::<i128>().is_ok_and(|int| int >= least) => return None,
+            Tree::Text(_) if node.is_interpolation() => return None,
+            Tree::Int(int) => format!("{int} is out of range"),
+            _ => format!("expected an integer, found {}", node.kind()),
+        };
+        Some(
+            Problem::new(Mistake::Value, &node.origin, key, what)
+                .fix(format!("use {least} or more, or remove the key")),
+        )
+    };
+    match (&node.value, known.value) {
+        (Tree::Map(map), KeyType::Counts) => {
+            map.0.iter().find_map(|(agent, node)| wrong(format!("{}.{agent}", known.name), node))
+        }
+        _ => wrong(known.name.to_owned(), node),
+    }
+}
+
+/// Returns `true` for a block with a kind of server that is no server.
+fn is_idle(block: &Map) -> bool {
+    let mut kinds = ServerKind::ALL.into_iter().map(ServerKind::as_str).filter(|kind| block.contains(kind)).peekable();
+    kinds.peek().is_some() && !kinds.any(|kind| has_entrypoint(block, kind))
+}
+
+/// Returns the names in the references of all servers.
+fn referenced(resolved: &Node, servers: &[FoundServer]) -> BTreeSet<String> {
+    let names = servers.iter().flat_map(|server| {
+        let block = block_of(server, resolved);
+        block.map(|block| references_of(server.kind, block)).unwrap_or_default().into_iter().map(|(_, _, name, _)| name)
+    });
+    names.collect()
+}
+
+fn block_of<'a>(server: &FoundServer, resolved: &'a Node) -> Option<&'a Node> {
+    let path = [&server.name, server.kind.as_str(), &server.implementation];
+    path.into_iter().try_fold(resolved, |node, step| node.step(step))
+}
+
+/// Checks that each reference has a type, and that of its key.
+fn references(server: &FoundServer, resolved: &Node, servers: &[FoundServer], mistakes: &mut Vec<Problem>) {
+    let path = [&server.name, server.kind.as_str(), &server.implementation];
+    let Some(block) = block_of(server, resolved) else { return };
+    for (key, node) in block.as_map().map(|map| map.0.as_slice()).unwrap_or_default() {
+        let key = key.to_string();
+        let wanted = composed_kinds(server.kind).find(|(known, _)| *known == key).map(|(_, kind)| kind);
+        let Some(map) = node.as_map() else { continue };
+        let Some(name) = map.get("name").and_then(Node::as_text) else { continue };
+        let written = map.get("type").filter(|node| !matches!(node.value, Tree::Null));
+        let (mistake, origin, what, fix) = match (written.map(|node| (node, node.python_str())), wanted) {
+            (Some((node, _)), _) if node.is_interpolation() => continue,
+            (None, Some(kind)) => {
+                let fix = format!("write {key}: {{type: {kind}, name: {name}}}");
+                (Mistake::Value, &node.origin, "the reference has no type".to_owned(), fix)
+            }
+            (Some((node, text)), Some(kind)) if ServerKind::from_key(&text).is_none() => {
+                (Mistake::Value, &node.origin, format!("unknown server kind '{text}'"), format!("write type: {kind}"))
+            }
+            // A name that no server of the written kind has is an error already.
+            (Some((node, text)), Some(kind))
+                if text != kind.as_str()
+                    && servers.iter().any(|other| other.kind.as_str() == text && other.name == name) =>
+            {
+                let what = format!("the reference is to one of the {text}, and {key} names one of the {kind}");
+                (Mistake::Reference, &node.origin, what, right_name(kind, servers))
+            }
+            // In a key of the implementation's own, a type may mean something else.
+            (Some((node, text)), None) if ServerKind::from_key(&text).is_none() => {
+                let Some(near) = nearest(&text, ServerKind::ALL.map(ServerKind::as_str)) else { continue };
+                let what = format!("unknown server kind '{text}'");
+                (Mistake::Value, &node.origin, what, format!("did you mean '{near}'?"))
+            }
+            _ => continue,
+        };
+        let key = [path.join(".").as_str(), &key].join(".");
+        mistakes.push(Problem::new(mistake, origin, key, what).instance(&server.name).fix(fix));
+    }
+}
+
+fn right_name(kind: ServerKind, servers: &[FoundServer]) -> String {
+    let names: Vec<&str> = servers.iter().filter(|other| other.kind == kind).map(|other| other.name.as_str()).collect();
+    match names.as_slice() {
+        [] => format!("write type: {kind}, and the name of such a server"),
+        names => format!("write type: {kind}, and one of the names {}", names.join(", ")),
+    }
+}
