@@ -19,7 +19,8 @@ pub struct SimpleAgentConfig {
     pub resources_server: Option<ServerRef>,
     /// The model server.
     pub model_server: ServerRef,
-    /// Maximum model calls per episode. Unlimited if absent or 0: the loop then ends when the model calls no more tools.
+    /// Maximum model calls per episode; the episode then ends, and is scored. If absent or 0, the loop ends when the model calls no more tools, and
+    /// an episode with 1,000 turns fails as `agent_run_error`, without a score.
     #[serde(default)]
     pub max_steps: Option<u32>,
     /// Maximum seconds per episode, in addition to the caller's deadline.

@@ -32,11 +32,18 @@ pub(super) const PARAMS_KEY: &str = "responses_create_params";
 /// Maximum bytes of a route that an error shows; routes are ASCII.
 const ROUTE_SHOWN_BYTES: usize = 120;
 
+/// Turns of a loop from which the error of a deadline names them: the loop may have no end.
+const LONG_LOOP_TURNS: u32 = 16;
+
+/// What ends a long loop of an agent that calls [`Episode`] itself.
+const LIMIT_IN_CODE: &str = "limit the turns in the code of the agent";
+
 /// The deadline of a request that closes a session. It is long enough for a busy server, and short enough that requests to an
 /// exited server do not accumulate. A session that was not closed expires.
 const CLOSE_DEADLINE: Duration = Duration::from_secs(30);
 
-/// An episode in progress. Dropping it closes its session in the background, verified or not.
+/// An episode in progress. Dropping it closes its session in the background, verified or not. It has no limit of turns: an agent that calls a model in a
+/// loop needs one, and names it with [`Episode::truncate`].
 ///
 /// ```
 /// use gym_server::prelude::*;
@@ -122,7 +129,8 @@ impl Episode {
             params = offered.unwrap_or(request).into();
         }
         let asked = Instant::now();
-        let answer: Message = post(self.session.calls(), &self.cx, model, "/v1/responses", params).await?;
+        let answer = post(self.session.calls(), &self.cx, model, "/v1/responses", params).await;
+        let answer: Message = answer.map_err(|error| self.course.late(error, LIMIT_IN_CODE))?;
         self.course.add(Phase::Model, asked);
         let answer = answer.head.to_object()?;
         // A response without counts is as good as one with them.
@@ -159,7 +167,7 @@ impl Episode {
         self.course.record.tool_calls = self.course.record.tool_calls.saturating_add(1);
         let rules = ToolRules { errors: self.tool_errors, limits: self.limits.as_ref() };
         let message = answer.and_then(|answer| rules.observe(&mut self.course.record, tool, answer));
-        message.map_err(|error| of_inner(error, &server, route.as_str()))
+        message.map_err(|error| self.course.late(of_inner(error, &server, route.as_str()), LIMIT_IN_CODE))
     }
 
     /// Verifies the episode: returns the row with the response and its reward.
@@ -204,6 +212,16 @@ impl Course {
         if let Some(breaks) = self.prefix.add(model, response) {
             record.prefix_breaks = Some(record.prefix_breaks.unwrap_or(0).saturating_add(breaks.into()));
         }
+    }
+
+    /// Adds the turns of a long loop to the error of a call whose deadline has passed. `fix` says what ends such a loop.
+    pub(super) fn late(&self, error: Error, fix: &str) -> Error {
+        let EpisodeRecord { turns, tool_calls, .. } = self.record;
+        if error.code() != Code::DeadlineExceeded || turns < LONG_LOOP_TURNS {
+            return error;
+        }
+        let text = format!("the episode had not ended after {turns} turns and {tool_calls} tool calls; {fix}");
+        Error::finished(error.code(), text).caused_by(error)
     }
 
     /// Adds a call that began at `call` and has just ended.

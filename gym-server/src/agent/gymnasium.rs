@@ -170,7 +170,14 @@ impl AgentServer for GymnasiumAgent {
             None => params,
         };
         let idempotent = reset.info.supports_step_idempotency == true;
-        let mut result = self.play(cx, &mut session, row, &params, idempotent, &mut course).await?;
+        let result = self.play(cx, &mut session, row, &params, idempotent, &mut course).await;
+        let max = self.config.max_steps;
+        let mut result = result.map_err(|error| {
+            course.late(
+                error,
+                &format!("the agent's `max_steps` is {max}: a lower one ends the episode in time, and scores it"),
+            )
+        })?;
         if let Err(error) = session.close().await {
             tracing::warn!(environment, %error, "the episode is complete, but its environment was not closed");
             let warning =

@@ -2,7 +2,7 @@
 //!
 //! The state is soft and bounded. After a restart of the head server, the next reports restore it, except for attempts that ended before.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -100,6 +100,13 @@ impl Collections {
     /// Returns the number of reports so far.
     pub(crate) fn version(&self) -> u64 {
         *self.0.version.borrow()
+    }
+
+    /// Returns the machines and processes of the collections that have not ended.
+    pub(crate) fn collectors(&self) -> BTreeSet<(String, u32)> {
+        let state = self.state();
+        let running = state.collections.values().map(|entry| &entry.report).filter(|report| report.end.is_none());
+        running.map(|report| (report.host.clone(), report.pid)).collect()
     }
 
     /// Waits until there were more reports than `seen`.
@@ -331,6 +338,17 @@ mod tests {
         collections.report(&cx, &first).await.unwrap();
         let (_, attempts) = collections.view(Instant::now(), 2);
         assert_eq!(attempts.iter().map(|a| a.attempt.attempt.task).collect::<Vec<_>>(), [2]);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn collectors_are_the_processes_whose_collection_has_not_ended() {
+        let (collections, cx) = (Collections::default(), CallContext::default());
+        for (id, pid, end) in [("a", 7, None), ("b", 8, Some("exhausted".to_owned())), ("c", 7, None)] {
+            let mut report = report(id, 0);
+            (report.host, report.pid, report.end) = ("h".to_owned(), pid, end);
+            collections.report(&cx, &report).await.unwrap();
+        }
+        assert_eq!(collections.collectors(), BTreeSet::from([("h".to_owned(), 7)]));
     }
 
     #[tokio::test(start_paused = true)]

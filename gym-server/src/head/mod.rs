@@ -238,7 +238,7 @@ impl HeadState {
             }
             (Verb::Get, "/ui/waits") => {
                 let (servers, members) = (self.registry.list(cx).await?, self.registry.members(cx).await?);
-                json(&*self.waits.get(servers, members).await)
+                json(&*self.waits.get(servers, members, &self.collections.collectors()).await)
             }
             (Verb::Post, REPORT_ROUTE) => {
                 json(&self.collections.report(cx, &read::<CollectionReport>(&request.message)?).await?)

@@ -38,6 +38,9 @@ pub struct SimpleAgent {
     wordless: Arc<LimitedLog>,
 }
 
+/// The turns after which an episode without `max_steps` fails: a loop without an end would otherwise run until its deadline, two hours by default.
+const TURNS_MAX: u32 = 1_000;
+
 /// Limits a line of the log that each episode may cause.
 #[derive(Debug, Default)]
 struct LimitedLog(Mutex<(Option<Instant>, u64)>);
@@ -86,13 +89,32 @@ impl SimpleAgent {
         }
     }
 
+    /// Returns the limit of turns that ends an episode with a score.
+    fn steps_max(&self) -> Option<u32> {
+        self.config.max_steps.filter(|max| *max > 0)
+    }
+
+    /// Adds the turns of a long loop to the error of its deadline.
+    fn late(&self, error: Error, course: &Course) -> Error {
+        match self.steps_max() {
+            Some(max) => course.late(
+                error,
+                &format!("the agent's `max_steps` is {max}: a lower one ends the episode in time, and scores it"),
+            ),
+            None => course.late(
+                error,
+                "the agent has no `max_steps`: add it to its block to end such an episode in time, and to score it",
+            ),
+        }
+    }
+
     /// Converts the error of an episode that reached this agent's own limit. The result is not `DeadlineExceeded`, because
     /// collectors retry that code and the next attempt would reach the same limit.
     fn of_limit(&self, error: Error, began: Instant) -> Error {
         match self.config.max_seconds {
             Some(Seconds(limit)) if error.code() == Code::DeadlineExceeded && began.elapsed() >= limit => {
                 let text = format!(
-                    "the episode did not end within the agent's `max_seconds` = {}; raise it, or limit the steps",
+                    "the episode did not end within the agent's `max_seconds` = {}; raise it, or set a lower `max_steps`",
                     limit.as_secs_f64()
                 );
                 Error::internal(text).caused_by(error).with_class(FailureClass::EpisodeTimeout)
@@ -149,9 +171,13 @@ impl SimpleAgent {
                     course.add(Phase::Tool, called);
                     conversation.tool_answered(&call.call_id, &output);
                 }
-                if self.config.max_steps.is_some_and(|max| max > 0 && course.record.turns >= max) {
-                    course.record.truncate("max_steps");
-                    return conversation.finish(&turn, None);
+                match self.steps_max() {
+                    Some(max) if course.record.turns >= max => {
+                        course.record.truncate("max_steps");
+                        return conversation.finish(&turn, None);
+                    }
+                    None if course.record.turns >= TURNS_MAX => return Err(endless(&course.record)),
+                    _ => {}
                 }
             }
         }
@@ -211,7 +237,8 @@ impl SimpleAgent {
                 Some(offered) => (offered, true),
                 None => (params, false),
             };
-            let response = self.converse(cx, session.calls(), &params, &mut course).await?;
+            let response = self.converse(cx, session.calls(), &params, &mut course).await;
+            let response = response.map_err(|error| self.late(error, &course))?;
             let row = row.edit();
             // The request as the model received it, so that its prompt can be rendered again.
             let row = if offered { row.set_object(PARAMS_KEY, params) } else { row };
@@ -249,7 +276,7 @@ impl AgentServer for SimpleAgent {
         }
         let mut course = Course::begin();
         let answer = self.converse(&self.context(cx), &mut session, body, &mut course).await;
-        let answer = answer.map_err(|error| self.of_limit(error, course.began))?;
+        let answer = answer.map_err(|error| self.of_limit(self.late(error, &course), course.began))?;
         let mut response = recorded(Response::json(answer.0), &course.record);
         for server in resources.into_iter().chain([self.config.model_server.name.as_str()]) {
             return_cookies(&mut response, session.jar(server));
@@ -264,6 +291,16 @@ impl AgentServer for SimpleAgent {
         }
         aggregate(cx, &self.client, self.resources()?, body).await
     }
+}
+
+/// Returns the error of an episode that nothing ended.
+fn endless(record: &EpisodeRecord) -> Error {
+    let text = format!(
+        "the episode had not ended after {} turns and {} tool calls, the most without `max_steps`; add it to the agent's block: `max_steps: 50` \
+         ends an episode after 50 turns, and scores it; a larger number than {TURNS_MAX} allows longer ones",
+        record.turns, record.tool_calls
+    );
+    Error::internal(text).with_class(FailureClass::AgentRunError)
 }
 
 /// Returns the request for the model of a row, or the 422 of a row without a valid one.

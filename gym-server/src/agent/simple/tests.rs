@@ -382,6 +382,52 @@ async fn the_loop_ends_at_max_steps_and_where_the_model_ran_out_of_tokens() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn without_max_steps_an_episode_of_a_thousand_turns_fails_and_is_not_scored() {
+    for max_steps in [None, Some(0)] {
+        let call = asks("echo", "{}");
+        let stack = stack(|config| config.max_steps = max_steps, &vec![&*call; 1_000]);
+        let answer = stack.post("relay", "/run", ROW).await;
+        assert_eq!(answer.status, Status(500));
+        assert!(!stack.calls().contains(&"verify".to_owned()));
+        let error = answer.into_result().unwrap_err();
+        assert_eq!(error.failure_class(), FailureClass::AgentRunError);
+        let said = error.to_string();
+        for words in ["after 1000 turns and 1000 tool calls", "`max_steps: 50`", "agent's block"] {
+            assert!(said.contains(words), "{said}");
+        }
+    }
+    let call = asks("echo", "{}");
+    let mut answers = vec![&*call; 1_000];
+    answers.push(DONE);
+    let longer = stack(|config| config.max_steps = Some(2_000), &answers);
+    assert_eq!(record(&longer.post("relay", "/run", ROW).await).turns, 1_001);
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_deadline_of_a_long_loop_names_its_turns_and_max_steps() {
+    let (quick, slow) = (asks("echo", "{}"), asks("slow", "{}"));
+    for (turns, max_steps, words) in [
+        (2, None, None),
+        (40, None, Some("after 41 turns and 41 tool calls; the agent has no `max_steps`: add it to its block")),
+        (40, Some(90), Some("after 41 turns and 41 tool calls; the agent's `max_steps` is 90")),
+    ] {
+        let mut answers = vec![&*quick; turns];
+        answers.push(&slow);
+        let stack = stack(|config| config.max_steps = max_steps, &answers);
+        let cx = CallContext::within(Duration::from_secs(5));
+        let request = Request::post(cx, "/run", ROW.to_owned());
+        let answer = stack.client.send("agent", &request, CallOptions::default()).await;
+        let error = answer.and_then(Response::into_result).unwrap_err();
+        let said = error.to_string();
+        assert_eq!(error.code(), Code::DeadlineExceeded, "{said}");
+        match words {
+            Some(words) => assert!(said.contains(words) && said.contains("POST env/slow"), "{said}"),
+            None => assert!(!said.contains("turns"), "{said}"),
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
 async fn an_answer_of_nothing_is_marked_incomplete() {
     for (output, reason) in [("[]", "empty_output"), (r#"[{"type":"reasoning","summary":[]}]"#, "incomplete_reasoning")]
     {

@@ -39,10 +39,19 @@ pub(super) fn report(snapshot: &ProgressSnapshot) -> Option<String> {
 
 /// Formats a cause in one line, when it occurs for the first time.
 pub(super) fn line(cause: &FailureCause) -> String {
-    let innermost = cause.causes.last().map(ErrorLink::to_string).unwrap_or_default();
-    let mut why = innermost.split_whitespace().collect::<Vec<_>>().join(" ");
+    let FailureCause { class, server, route, causes, .. } = cause;
+    format!("failed: {}: {class} in {server}{route}: {}", example(cause), why(causes))
+}
+
+/// Returns the innermost cause, and what the callers of its call add, such as the number of turns.
+fn why(causes: &[ErrorLink]) -> String {
+    let mut links = causes.iter().rev();
+    let innermost = links.next().map(ErrorLink::to_string).unwrap_or_default();
+    let added = links.map(|link| link.message.clone()).filter(|message| !message.is_empty());
+    let why = std::iter::once(innermost).chain(added).collect::<Vec<_>>().join("; ");
+    let mut why = why.split_whitespace().collect::<Vec<_>>().join(" ");
     shorten(&mut why, LINE_CHARS_MAX);
-    format!("failed: {}: {} in {}{}: {why}", example(cause), cause.class, cause.server, cause.route)
+    why
 }
 
 fn example(cause: &FailureCause) -> String {
@@ -53,4 +62,23 @@ fn example(cause: &FailureCause) -> String {
     };
     let input = cause.input.as_ref().map(|place| format!(" ({place})")).unwrap_or_default();
     format!("task {}, repeat {}{attempt}{input}", key.task_index, key.rollout_index)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_line_of_a_cause_has_what_the_callers_of_its_call_add() {
+        let link =
+            |subject: &str, message: &str| ErrorLink { subject: subject.to_owned(), message: message.to_owned() };
+        let causes = [
+            link("POST agent/run", ""),
+            link("", "the episode had not ended after 412 turns"),
+            link("POST env/slow", ""),
+            link("", "the deadline\nhas passed"),
+        ];
+        assert_eq!(why(&causes), "the deadline has passed; the episode had not ended after 412 turns");
+        assert_eq!(why(&[]), "");
+    }
 }

@@ -61,6 +61,7 @@ pub(in crate::cli) async fn stuck(
     let wanted = WaitsWanted {
         rollout: args.rollout.as_deref(),
         older: args.older,
+        collectors: None,
         limit: usize::try_from(args.limit).unwrap_or(usize::MAX),
     };
     let waits = follow(&transports, &asked_at, &workers, wanted).await;

@@ -202,7 +202,9 @@ fn collection(out: &mut String, view: &CollectionView, waits: &Waits, width: usi
     let report = &view.report;
     let (done, total) = (report.completed + report.already_completed, report.rollouts);
     let word = match &report.end {
-        Some(end) => end.clone(),
+        // Every row was tried.
+        Some(end) if end == "exhausted" => "finished".to_owned(),
+        Some(end) => end.replace('_', " "),
         None if view.silent => format!("no report for {} s", view.silent_ms / 1_000),
         None => "running".to_owned(),
     };
@@ -293,5 +295,9 @@ mod tests {
         let wait = json!({"rollout": "17-3-a1", "phase": "model", "phase_ms": 40_200, "leaf": "waits for `/v1/responses` of `m`"});
         let waits = Waits::from([("17-3-a1".to_owned(), serde_json::from_value(wait).unwrap())]);
         assert_eq!(text(&state, &waits, "http://h:11000", 140), expected);
+        let mut ended = state;
+        ended.collections[0].report.end = Some("exhausted".to_owned());
+        let shown = text(&ended, &Waits::new(), "http://h:11000", 140);
+        assert!(shown.contains("results/a.jsonl  finished  h, pid 7"), "{shown}");
     }
 }

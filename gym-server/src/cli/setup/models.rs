@@ -182,7 +182,7 @@ impl ModelWatch {
         let listed = self.client.registry().list(&cx).await.unwrap_or_default();
         let addresses =
             listed.into_iter().map(Address::of).take(ASKED_MAX).chain(of_this_machine()).collect::<Vec<_>>();
-        let wanted = WaitsWanted { rollout: None, older: Duration::ZERO, limit: RESTS_SHOWN };
+        let wanted = WaitsWanted { rollout: None, older: Duration::ZERO, collectors: None, limit: RESTS_SHOWN };
         let waits = follow(&self.client.transports().aside(), &addresses, &BTreeMap::new(), wanted).await;
         if !waits.all_rest(rollouts) {
             return None;

@@ -184,6 +184,24 @@ mod tests {
         assert_eq!(PAGE.matches("__DATA__").count(), 1);
     }
 
+    /// What the script reads by these names would silently be missing.
+    #[test]
+    fn the_page_reads_keys_that_the_head_server_sends() {
+        let mut report = gym_client::collect::monitor::CollectionReport::default();
+        report.end = Some("exhausted".to_owned());
+        let report = serde_json::to_value(report).unwrap();
+        let keys = PAGE.match_indices(" c.").map(|(at, _)| &PAGE[at + 3..]);
+        let read = keys.map(|rest| rest.split(|c: char| !c.is_ascii_alphanumeric() && c != '_').next().unwrap());
+        let of_view = ["silent", "silent_ms", "history"];
+        // The script also has lists of columns by this name.
+        let unknown: Vec<&str> =
+            read.filter(|key| key.contains('_') && report.get(key).is_none() && !of_view.contains(key)).collect();
+        assert_eq!(unknown, [""; 0]);
+        for word in ["exhausted: \"finished\"", "failed_fast:", "error:"] {
+            assert!(PAGE.contains(word), "{word}");
+        }
+    }
+
     #[test]
     fn the_live_page_has_a_policy_that_loads_nothing() {
         let page = live_page();

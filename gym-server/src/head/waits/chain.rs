@@ -80,14 +80,25 @@ impl<'a> Cluster<'a> {
         waits
     }
 
-    /// Returns the traces of the oldest rollouts and calls, which are asked for once more.
-    pub(super) fn oldest(&self, rollout: Option<&str>, limit: usize) -> Vec<String> {
+    /// Returns the traces of the oldest rollouts and calls, which are asked for once more. Those of other collectors than these are left out.
+    pub(super) fn oldest(
+        &self,
+        rollout: Option<&str>,
+        collectors: Option<&BTreeSet<(String, u32)>>,
+        limit: usize,
+    ) -> Vec<String> {
+        let waits = self.waits();
+        let is_foreign = |(process, wait): &&Found<'a>| {
+            matches!(wait.kind, WaitKind::Attempt | WaitKind::AttemptBackoff)
+                && collectors.is_some_and(|known| !known.contains(&(process.host.clone(), process.pid)))
+        };
+        let foreign: BTreeSet<&str> = waits.iter().filter(is_foreign).map(|(_, wait)| &*wait.trace).collect();
         let mut traces: Vec<String> = Vec::new();
         let wanted = |wait: &WaitReport| match rollout {
             None => true,
             Some(wanted) => wait.rollout.as_deref().is_some_and(|name| is_of(name, wanted)),
         };
-        for (_, wait) in self.waits() {
+        for (_, wait) in waits.iter().filter(|(_, wait)| !foreign.contains(&*wait.trace)) {
             if traces.len() < limit && !wait.trace.is_empty() && wanted(wait) && !traces.contains(&wait.trace) {
                 traces.push(wait.trace.clone());
             }
@@ -346,7 +357,7 @@ mod tests {
         let all = [asked("environment", 1, waits)];
         let workers = BTreeMap::new();
         let cluster = Cluster::new(&all, &workers);
-        let chains = cluster.chains(&cluster.oldest(None, 10), None, 10);
+        let chains = cluster.chains(&cluster.oldest(None, None, 10), None, 10);
         let texts: Vec<&str> = chains[0].hops.iter().map(|hop| &*hop.text).collect();
         assert!(texts[0].contains("`/run` of `environment`"), "{texts:?}");
         assert_eq!(texts[1..].iter().filter(|text| text.contains("runs")).count(), 3);
@@ -373,7 +384,28 @@ mod tests {
     fn chains(asked: &[Asked]) -> Vec<Chain> {
         let workers = BTreeMap::new();
         let cluster = Cluster::new(asked, &workers);
-        cluster.chains(&cluster.oldest(None, 10), None, 10)
+        cluster.chains(&cluster.oldest(None, None, 10), None, 10)
+    }
+
+    #[test]
+    fn rollouts_of_a_collector_that_reports_elsewhere_take_no_place() {
+        // Two collectors of one machine, of which the other one has the older rollouts, with the same names.
+        let attempt = |trace, age, rollout: &str| WaitReport {
+            rollout: Some(rollout.to_owned()),
+            ..WaitReport::new(WaitKind::Attempt, trace, Duration::from_millis(age))
+        };
+        let handler = |trace, age| WaitReport::new(WaitKind::Handler, trace, Duration::from_millis(age));
+        let all = [
+            asked("", 1, vec![attempt(1, 5_000, "0-0"), attempt(2, 4_000, "0-1")]),
+            asked("", 2, vec![attempt(3, 900, "0-0")]),
+            asked("agent", 3, vec![handler(1, 5_100), handler(2, 4_100), handler(3, 800)]),
+        ];
+        let workers = BTreeMap::new();
+        let cluster = Cluster::new(&all, &workers);
+        let ours = BTreeSet::from([("node-1".to_owned(), 2)]);
+        let chains = cluster.chains(&cluster.oldest(None, Some(&ours), 1), None, 1);
+        assert_eq!((chains.len(), chains[0].age_ms), (1, 900));
+        assert_eq!(cluster.oldest(None, None, 10).len(), 3);
     }
 
     #[test]

@@ -9,7 +9,7 @@
 pub(crate) mod chain;
 pub(crate) mod process;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -23,10 +23,11 @@ use tokio::time::Instant;
 use crate::head::waits::chain::{Chain, Cluster};
 use crate::head::waits::process::{Address, NoAnswer, ask, of_this_machine};
 
-/// Rollouts that the page explains: those that a collector reports as its oldest.
-const SHOWN_MAX: usize = 50;
+/// Rollouts that the page explains: those that a collector reports as its oldest, and some that are among them when it reports next. One request
+/// names no more.
+const SHOWN_MAX: usize = 64;
 /// Age of the waits that the page asks for. Younger ones often end between two questions, so their chains would break off.
-const SHOWN_OLDER: Duration = Duration::from_secs(1);
+const SHOWN_OLDER: Duration = Duration::from_millis(100);
 /// Age of an answer that several viewers share, at least.
 const SHARED_FOR: Duration = Duration::from_secs(1);
 /// Further time for each address: a process needs about a millisecond for thousands of waits, and the head server as much to read them.
@@ -39,6 +40,8 @@ pub(crate) struct WaitsWanted<'a> {
     pub(crate) rollout: Option<&'a str>,
     /// Only those that have lasted this long.
     pub(crate) older: Duration,
+    /// Only rollouts of these collectors, by machine and process, and what belongs to no rollout. `None` for those of all collectors.
+    pub(crate) collectors: Option<&'a BTreeSet<(String, u32)>>,
     /// Maximum chains.
     pub(crate) limit: usize,
 }
@@ -62,9 +65,9 @@ pub(crate) async fn follow(
     workers: &BTreeMap<String, u32>,
     wanted: WaitsWanted<'_>,
 ) -> FollowedWaits {
-    let WaitsWanted { rollout, older, limit } = wanted;
+    let WaitsWanted { rollout, older, collectors, limit } = wanted;
     let first = ask(transports, addresses, &format!("older_ms={}", older.as_millis())).await;
-    let traces = Cluster::new(&first, workers).oldest(rollout, limit);
+    let traces = Cluster::new(&first, workers).oldest(rollout, collectors, limit);
     // Asked once more: the leaf of an old rollout can be young, and a process leaves out its youngest waits.
     let mut all = first;
     if !traces.is_empty() {
@@ -135,8 +138,14 @@ impl ShownWaits {
         Self { transports: Some(transports), answer: Mutex::default() }
     }
 
-    /// Returns the waits of the oldest rollouts, a little old if others have just asked.
-    pub(crate) async fn get(&self, servers: Vec<Instance>, members: Vec<Member>) -> Arc<FollowedWaits> {
+    /// Returns the waits of the oldest rollouts of these collectors, a little old if others have just asked. Other collectors of this machine, which
+    /// report to other head servers, have rollouts of the same names.
+    pub(crate) async fn get(
+        &self,
+        servers: Vec<Instance>,
+        members: Vec<Member>,
+        collectors: &BTreeSet<(String, u32)>,
+    ) -> Arc<FollowedWaits> {
         // Held while the processes are asked: whoever asks meanwhile gets the same answer.
         let mut answer = self.answer.lock().await;
         let now = Instant::now();
@@ -145,7 +154,7 @@ impl ShownWaits {
         }
         let Some(transports) = &self.transports else { return Arc::default() };
         let addresses: Vec<Address> = servers.into_iter().map(Address::of).chain(of_this_machine()).collect();
-        let wanted = WaitsWanted { rollout: None, older: SHOWN_OLDER, limit: SHOWN_MAX };
+        let wanted = WaitsWanted { rollout: None, older: SHOWN_OLDER, collectors: Some(collectors), limit: SHOWN_MAX };
         let waits = Arc::new(follow(transports, &addresses, &processes(members), wanted).await);
         let shared = SHARED_FOR.max(SHARED_FOR_EACH * u32::try_from(addresses.len()).unwrap_or(u32::MAX));
         *answer = Some(SharedAnswer { until: Instant::now() + shared, waits: Arc::clone(&waits) });

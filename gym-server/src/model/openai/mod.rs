@@ -15,11 +15,14 @@ use tokio::sync::Semaphore;
 
 use crate::model::extra;
 use crate::model::limits::TokenLimits;
+use crate::model::openai::pace::{Pace, PacedCall};
 use crate::model::overflow;
 use crate::model::secret::Secret;
 use crate::model::upstream::retry::{self, EndpointRetries, RetryKeys};
 use crate::model::upstream::{EndpointKeys, EndpointResponse, Upstream, UpstreamOptions};
 use crate::model::vllm::{empty, overflowed, trial};
+
+mod pace;
 
 const RESPONSES_ROUTE: &str = "/responses";
 
@@ -41,7 +44,8 @@ pub struct OpenAiModelConfig {
     #[serde(default)]
     #[cfg_attr(feature = "schemars", schemars(extend("default" = {})))]
     pub openai_default_headers: BTreeMap<String, Secret>,
-    /// Maximum concurrent requests at the endpoint; further requests wait. Unlimited by default.
+    /// Maximum concurrent requests at the endpoint; further requests wait. Unlimited by default: a hint then says when many requests wait at the
+    /// endpoint.
     #[serde(default)]
     pub max_concurrent_requests: Option<usize>,
     /// Removes `reasoning` items from the input, for endpoints that reject their own. Off by default.
@@ -99,6 +103,7 @@ pub struct OpenAiModel {
     extra_body: Arc<Map<String, Value>>,
     drop_reasoning: bool,
     permits: Option<Arc<Semaphore>>,
+    pace: Arc<Pace>,
 }
 
 impl OpenAiModel {
@@ -137,11 +142,17 @@ impl OpenAiModel {
             extra_body: Arc::new(config.extra_body),
             drop_reasoning: config.drop_input_reasoning_items,
             permits,
+            pace: Arc::default(),
         })
     }
 
-    /// Sends a request. Returns the limits of its response, and the response.
-    async fn ask(&self, cx: &CallContext, path: &str, request: &RawObject) -> Result<(TokenLimits, EndpointResponse)> {
+    /// Sends a request. Returns the limits of its response, the response, and the call to measure if nothing limits their number.
+    async fn ask(
+        &self,
+        cx: &CallContext,
+        path: &str,
+        request: &RawObject,
+    ) -> Result<(TokenLimits, EndpointResponse, Option<PacedCall<'_>>)> {
         let (limits, body) = self.request(request)?;
         let _permit = match &self.permits {
             None => None,
@@ -152,8 +163,15 @@ impl OpenAiModel {
                 .await?,
             ),
         };
+        let call = self.permits.is_none().then(|| self.pace.begin());
         let answer = self.upstream.post(cx, path, body).await?;
-        Ok((limits, answer))
+        Ok((limits, answer, call))
+    }
+
+    fn measured(&self, call: Option<PacedCall<'_>>, response: &RawObject) {
+        if let Some(call) = call {
+            call.answered(|| self.upstream.report().url, response);
+        }
     }
 
     /// Returns the request for the endpoint, and the limits of its response.
@@ -182,20 +200,25 @@ impl OpenAiModel {
 
 impl ModelServer for OpenAiModel {
     async fn responses(&self, cx: &CallContext, _: &SessionId, body: &RawObject) -> Result<ModelResponse> {
-        let (limits, answer) = self.ask(cx, RESPONSES_ROUTE, body).await?;
+        let (limits, answer, call) = self.ask(cx, RESPONSES_ROUTE, body).await?;
         if let Some(message) = overflow::of(&answer, limits.output()) {
             return overflowed(body, &self.name, message, &self.world);
         }
         let response = self.upstream.object(RESPONSES_ROUTE, answer, "output")?;
+        self.measured(call, &response);
         Ok(ModelResponse(limits.cut(&response)?.unwrap_or(response)))
     }
 
     async fn chat_completions(&self, cx: &CallContext, _: &SessionId, body: &RawObject) -> Result<RawObject> {
         const ROUTE: &str = "/chat/completions";
-        let (limits, answer) = self.ask(cx, ROUTE, body).await?;
+        let (limits, answer, call) = self.ask(cx, ROUTE, body).await?;
         match overflow::of(&answer, limits.output()) {
             Some(_) => empty(&self.name, "length", &self.world),
-            None => self.upstream.object(ROUTE, answer, "choices"),
+            None => {
+                let chat = self.upstream.object(ROUTE, answer, "choices")?;
+                self.measured(call, &chat);
+                Ok(chat)
+            }
         }
     }
 
