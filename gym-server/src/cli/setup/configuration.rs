@@ -189,7 +189,8 @@ pub(in crate::cli) async fn load_over(
             }
         }
     };
-    let problems = problems.iter().map(ToString::to_string).chain(no_python).collect();
+    let problems =
+        problems.iter().map(ToString::to_string).chain(no_python).chain(beyond_this_build(&config)).collect();
     let installed = python.iter().flat_map(|python| python.roots.iter().cloned());
     let roots = searched.iter().cloned().chain([working_dir.clone()]).chain(installed).collect();
     let loaded = LoadedConfig { config, python, roots, searched, problems };
@@ -203,11 +204,22 @@ pub(in crate::cli) async fn load_over(
         // All servers that cannot start are reported together, before any server starts.
         let (_, mut problems) = locations(&loaded, servers, wanted);
         problems.extend(unfit(&loaded.config, servers, wanted));
+        problems.extend(beyond_this_build(&loaded.config));
         if !problems.is_empty() {
             return Err(Failure::Usage(problems.join("\n")));
         }
     }
     Ok(loaded)
+}
+
+/// Returns what the configuration asks for and this build does not have. A transport and https are refused by those who would use them.
+fn beyond_this_build(config: &GymConfig) -> Option<String> {
+    let ray = config.ray.as_ref().filter(|_| cfg!(not(feature = "ray")))?;
+    let what = "ray_head_node_address: this program was built without Ray";
+    Some(format!(
+        "{}: {what}\n  fix: build it with the feature `ray` of gym-server (`full` has it), or remove the key",
+        ray.origin
+    ))
 }
 
 /// Returns the references of native servers to servers that they cannot call.
@@ -369,6 +381,16 @@ mod tests {
         let overrides = Overrides::parse(shorthands(&sources)).unwrap();
         let config = ConfigLoader::new(folder.path()).load(&["a.yaml"], &overrides).unwrap();
         assert_eq!(config.transport_policy.unwrap().to_string(), "shm, http, at least shm");
+    }
+
+    #[test]
+    #[cfg(not(feature = "ray"))]
+    fn a_key_of_ray_is_refused_by_a_build_without_it() {
+        let overrides = Overrides::parse(["+ray_head_node_address=ray://h:10001".to_owned()]).unwrap();
+        let loaded = ConfigLoader::new(Path::new(".")).load(&[] as &[&str], &overrides);
+        let text = beyond_this_build(&loaded.unwrap()).unwrap();
+        assert!(text.contains("ray_head_node_address: this program was built without Ray"), "{text}");
+        assert!(text.contains("the feature `ray` of gym-server"), "{text}");
     }
 
     #[test]
