@@ -159,7 +159,7 @@ def play(program, folder, shot, running):
     until("the figures move", lambda: browser.run("return document.querySelector('.figures b').textContent") != first)
     browser.shows("#overview", "Ended last", "queue and network")
     check("a lane for each rollout", until("lanes", lambda: browser.run("return document.querySelectorAll('.lane i.seed').length > 3 && document.querySelectorAll('.lane i.model').length > 3 && document.querySelectorAll('.lane i.verify').length > 3")))
-    wait = until("what a rollout waits on", lambda: browser.run("return [...document.querySelectorAll('.wait')].find(e => e.textContent.includes('policy_model'))?.closest('tr').innerText"))
+    wait = until("what a rollout waits on", lambda: browser.run("return [...document.querySelectorAll('#overview tr')].find(e => e.innerText.includes('policy_model'))?.innerText"))
     check("the phase of a rollout and what it waits on", re.search(r"\tmodel [0-9.]+ m?s", wait), wait)
     browser.screenshot(shot("load.png"))
     check("a running collection", collect.poll() is None)
@@ -191,7 +191,7 @@ def play(program, folder, shot, running):
 
     collect.wait(2 * LIMIT)
     browser.click("#tabs a", "Overview")
-    found = browser.shows("#overview", "exhausted", "Failed attempts (no reward)")
+    found = browser.shows("#overview", "finished, 8 failed", "Failed attempts (no reward)")
     failed = next(iter(state(head)["collections"]))["failures"]
     check("failures apart from rewards, with their causes", failed and all(name in found for name in failed) and " × " in found, found)
     browser.click("details > summary")
