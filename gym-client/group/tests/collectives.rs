@@ -24,6 +24,12 @@ fn in_memory() -> Ranked {
     Ranked::new(network.into(), |rank| ListenOptions::named(format!("rank-{rank}")))
 }
 
+#[cfg(feature = "http")]
+fn over_sockets_in(folder: &std::path::Path) -> Ranked {
+    let path = folder.to_owned();
+    Ranked::new(Transports::standard(), move |rank| ListenOptions::default().socket(path.join(format!("rank-{rank}"))))
+}
+
 #[tokio::test(start_paused = true)]
 async fn in_one_thread_under_a_paused_clock() {
     suite(in_memory(), 1).await;
@@ -43,9 +49,7 @@ async fn in_shared_memory() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn over_unix_sockets() {
     let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().to_owned();
-    let options = move |rank| ListenOptions::default().socket(path.join(format!("rank-{rank}")));
-    suite(Ranked::new(Transports::standard(), options), 3).await;
+    suite(over_sockets_in(folder.path()), 3).await;
 }
 
 #[cfg(feature = "http")]
@@ -59,8 +63,6 @@ async fn over_tcp() {
 async fn memory_of_gpus_over_unix_sockets_and_in_shared_memory() {
     use gym_core::testing::conformance::collectives;
     let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().to_owned();
-    let options = move |rank| ListenOptions::default().socket(path.join(format!("rank-{rank}")));
-    collectives(&on_devices::OnDevices::new(Ranked::new(Transports::standard(), options)), 5).await;
+    collectives(&on_devices::OnDevices::new(over_sockets_in(folder.path())), 5).await;
     collectives(&on_devices::OnDevices::new(in_memory().in_shared_memory()), 6).await;
 }

@@ -18,10 +18,10 @@ use serde::{Deserialize, Serialize};
 use crate::machine::LoadOptions;
 use crate::nccl::cuda::CudaDevice;
 use crate::nccl::engine::Engine;
-use crate::nccl::failure::again;
+use crate::nccl::failure::{again, no_gpu};
 use crate::nccl::path::{NcclPath, RankDevice};
 use crate::nccl::raw::Communication;
-use crate::nccl::{NcclVersion, UniqueId};
+use crate::nccl::{NcclError, NcclVersion, UniqueId};
 
 /// Which libraries and which GPU a rank uses.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -71,7 +71,7 @@ enum Needed {
 
 type Options = dyn Fn() -> Option<NcclOptions> + Send + Sync;
 
-/// What a rank tells the others when it joins.
+/// Facts that a rank tells the others when it joins.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 enum Facts {
@@ -170,11 +170,9 @@ impl fmt::Debug for Gpu {
 
 impl RankDevice {
     fn open(options: &NcclOptions) -> Result<Arc<Self>> {
-        let cannot = |why: String| Error::not_started(Code::FailedPrecondition, why);
-        let communication = Communication::load(&options.nccl).map_err(|error| cannot(error.to_string()))?;
-        let device = CudaDevice::open(&options.cuda, options.device).map_err(|error| {
-            cannot(format!("no GPU {}: {error}; `rgym doctor` says what is missing", options.device))
-        })?;
+        let cannot = |error: NcclError| Error::not_started(Code::FailedPrecondition, error.to_string());
+        let communication = Communication::load(&options.nccl).map_err(cannot)?;
+        let device = CudaDevice::open(&options.cuda, options.device).map_err(|error| no_gpu(options.device, &error))?;
         let engine = Engine::start(device.clone(), communication.clone())?;
         let (settings, share_gpu) = (options.settings.clone(), options.share_gpu);
         let numbers = AtomicU64::new(1);

@@ -17,11 +17,11 @@ use tokio::time::Instant;
 
 use crate::nccl::cuda::{CudaDevice, CudaMemory};
 use crate::nccl::engine::{Command, Engine, Run};
-use crate::nccl::failure::failed;
+use crate::nccl::failure::{again, failed};
 use crate::nccl::raw::{Communication, Operation, nccl_type};
 use crate::nccl::{NcclError, UniqueId};
 
-/// What a rank has, whatever it joins.
+/// The libraries and the device of a rank, whatever it joins.
 #[derive(Debug)]
 pub(super) struct RankDevice {
     pub(super) communication: Communication,
@@ -178,7 +178,7 @@ impl NcclPath {
         self.rank.engine.tell(Command::Copy(Box::new(from), Box::new(to))).map_err(|(command, error)| {
             let Command::Copy(from, to) = command else { unreachable!("the engine returns what it was told") };
             let (run, other) = if sends { (from, to) } else { (to, from) };
-            other.end(Err(Error::new(error.code(), error.execution(), error.message().to_owned())));
+            other.end(Err(again(&error)));
             (*run, error)
         })
     }

@@ -1,4 +1,4 @@
-//! What a build without the feature `nccl` says of it.
+//! The backend `nccl` of a build without the feature: the error that names it.
 
 use std::sync::Arc;
 

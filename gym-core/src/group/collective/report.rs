@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
@@ -67,10 +68,10 @@ impl CollectiveReport {
 }
 
 impl WaitingOperation {
-    /// Creates the report of an operation.
+    /// Creates the report of an operation that was called so long ago.
     #[must_use]
-    pub fn new(operation: String, elapsed_ms: u64, missing: Vec<Rank>) -> Self {
-        Self { operation, elapsed_ms, missing }
+    pub fn new(operation: String, elapsed: Duration, missing: Vec<Rank>) -> Self {
+        Self { operation, elapsed_ms: u64::try_from(elapsed.as_millis()).unwrap_or(u64::MAX), missing }
     }
 }
 

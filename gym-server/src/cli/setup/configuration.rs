@@ -24,7 +24,8 @@ pub(in crate::cli) struct LoadedConfig {
     pub(in crate::cli) roots: Vec<PathBuf>,
     /// The directories from `--search-dir` and `NEMO_GYM_EXTRA_ROOTS`, which are among `roots`.
     pub(in crate::cli) searched: Vec<PathBuf>,
-    /// Mistakes of servers that `config` does not contain. Empty except for [`Need::Locations`]; all others are refused with them.
+    /// Mistakes of servers that `config` does not contain, for [`Need::Locations`] alone, and what this build lacks. A command that starts servers is refused
+    /// with them.
     pub(in crate::cli) problems: Vec<String>,
 }
 
@@ -204,7 +205,7 @@ pub(in crate::cli) async fn load_over(
         // All servers that cannot start are reported together, before any server starts.
         let (_, mut problems) = locations(&loaded, servers, wanted);
         problems.extend(unfit(&loaded.config, servers, wanted));
-        problems.extend(beyond_this_build(&loaded.config));
+        problems.extend(loaded.problems.iter().cloned());
         if !problems.is_empty() {
             return Err(Failure::Usage(problems.join("\n")));
         }

@@ -26,6 +26,7 @@ use gym_core::{Code, Error, Result};
 
 use crate::nccl::NcclOptions;
 use crate::nccl::cuda::{CudaDevice, CudaError, CudaMemory};
+use crate::nccl::failure::no_gpu;
 
 /// `CUDA_ERROR_OUT_OF_MEMORY`.
 const OUT_OF_MEMORY: i32 = 2;
@@ -55,10 +56,7 @@ impl CudaDevices {
         if let Some(device) = open.get(&number) {
             return Ok(device.clone());
         }
-        let device = CudaDevice::open(&self.options.cuda, number).map_err(|error| {
-            let why = format!("no GPU {number}: {error}; `rgym doctor` says what is missing");
-            Error::not_started(Code::FailedPrecondition, why)
-        })?;
+        let device = CudaDevice::open(&self.options.cuda, number).map_err(|error| no_gpu(number, &error))?;
         open.insert(number, device.clone());
         Ok(device)
     }

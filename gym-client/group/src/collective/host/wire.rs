@@ -54,7 +54,7 @@ pub(super) struct Join {
     /// The number of the meeting at the sender. It is higher if the sender has given up a join and joins again.
     pub(super) id: u64,
     pub(super) seats: Vec<(Rank, Incarnation)>,
-    /// What the sender tells of itself.
+    /// Facts that the sender tells.
     pub(super) facts: String,
 }
 

@@ -29,7 +29,7 @@ pub struct Meeting {
     pub rank: Rank,
     /// The ranks, ascending. The index of a seat is the position of its rank.
     pub seats: Arc<[Seat]>,
-    /// What the caller tells the other ranks when it joins, for backends on top of another one: [`Communicator::facts`](super::Communicator::facts). Empty at first.
+    /// Facts that the caller tells the other ranks when it joins, for backends on top of another one: [`Communicator::facts`](super::Communicator::facts). Empty at first.
     pub facts: Arc<str>,
     position: usize,
 }

@@ -33,7 +33,7 @@ pub(super) struct Room {
 
 struct State {
     presence: Vec<Presence>,
-    /// What each rank has told when it joined.
+    /// Facts that each rank has told when it joined.
     facts: Vec<Arc<str>>,
     /// The number of collective operations that each rank has called.
     called: Vec<u64>,
@@ -178,14 +178,12 @@ impl Room {
         let state = self.lock();
         let own = state.places().filter_map(|place| {
             let waiting = state.waiting(place).filter(|waiting| waiting.position == position)?;
-            let elapsed = waiting.deposit.began.elapsed().as_millis();
             let missing = self.ranks_at(state.missing(place));
-            Some(WaitingOperation::new(waiting.subject.clone(), u64::try_from(elapsed).unwrap_or(u64::MAX), missing))
+            Some(WaitingOperation::new(waiting.subject.clone(), waiting.deposit.began.elapsed(), missing))
         });
-        let underway = state.moving.values().filter(|moving| moving.position == position).map(|moving| {
-            let elapsed = u64::try_from(moving.began.elapsed().as_millis()).unwrap_or(u64::MAX);
-            WaitingOperation::new(moving.subject.clone(), elapsed, Vec::new())
-        });
+        let underway = state.moving.values().filter(|moving| moving.position == position);
+        let underway =
+            underway.map(|moving| WaitingOperation::new(moving.subject.clone(), moving.began.elapsed(), Vec::new()));
         own.chain(underway).collect()
     }
 

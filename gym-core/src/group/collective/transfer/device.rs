@@ -12,7 +12,7 @@ use crate::group::collective::buffer::{Buffer, DeviceMemory, Memory};
 use crate::group::collective::cause::FirstCause;
 use crate::group::collective::operation::{Call, Collective};
 
-/// What moves memory of devices for one rank of a meeting, such as NCCL. [`Communicator::set_device_path`](crate::group::collective::Communicator::set_device_path)
+/// A way of moving memory of devices for one rank of a meeting, such as NCCL. [`Communicator::set_device_path`](crate::group::collective::Communicator::set_device_path)
 /// takes it.
 ///
 /// The communicator keeps the order, the deadlines and the failures, for host and device memory alike: it compares the calls of all ranks, and starts a transfer
@@ -46,11 +46,11 @@ pub trait DevicePath: fmt::Debug + Send + Sync + 'static {
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Agreed {
-    /// What this rank calls.
+    /// The call of this rank.
     pub call: Call,
     /// The number of elements of each rank, by position; empty for a send and a receive, whose ranks have equal numbers.
     pub elements: Vec<usize>,
-    /// What the sender has told, at the receiver of a pair; empty otherwise.
+    /// The words of the sender, at the receiver of a pair; empty otherwise.
     pub note: Bytes,
 }
 
@@ -107,7 +107,7 @@ impl DevicePathSlot {
 /// A call on device memory that a path has accepted, for backends.
 #[derive(Debug)]
 pub struct OnDevice {
-    /// What this rank calls.
+    /// The call of this rank.
     pub call: Call,
     memory: Box<dyn DeviceMemory>,
     path: Arc<dyn DevicePath>,

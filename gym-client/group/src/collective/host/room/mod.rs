@@ -119,7 +119,7 @@ pub(super) struct SeatState {
     left: Option<Called>,
     /// The newest number under which the rank has joined.
     joined: Option<u64>,
-    /// What it has told of itself, with the newest number that came with it.
+    /// Facts that the rank has told, with the newest number that came with them.
     facts: Option<(u64, Arc<str>)>,
     /// The newest number under which the rank has given up its join, before this one has met all.
     gave_up: Option<u64>,

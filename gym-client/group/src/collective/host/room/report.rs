@@ -51,11 +51,10 @@ impl Room {
         let state = self.lock();
         let waiting = state.running.iter().map(|running| {
             let subject = self.meeting.subject(running.operation, running.place.number());
-            let elapsed = u64::try_from(running.began.elapsed().as_millis()).unwrap_or(u64::MAX);
             let mut missing: Vec<Rank> =
                 self.unheard(&state, running.place).into_iter().map(|position| self.rank_at(position)).collect();
             missing.sort_unstable();
-            WaitingOperation::new(subject, elapsed, missing)
+            WaitingOperation::new(subject, running.began.elapsed(), missing)
         });
         waiting.collect()
     }
