@@ -194,6 +194,11 @@ fn what_the_loader_accepts_and_cannot_run_is_listed() {
             "main.yaml:11: agent_name: there is no agent or environment server 'my_agnet'\n  fix: did you mean 'my_agent'?",
             "",
         ),
+        (
+            format!("{MODEL}{}agent_name: my_agent\n", AGENT.replace("      entrypoint: app.py\n", "")),
+            "main.yaml:10: agent_name: 'my_agent' has no entrypoint, so it is not a server\n  fix: add 'entrypoint: app.py' to it",
+            "main.yaml:7: my_agent: 'my_agent' has no entrypoint",
+        ),
         (format!("{MODEL}{AGENT}agent_name: my_agent\nagent_map: {{_default: my_agent}}\n"), "", ""),
         (format!("{MODEL}agent_name: of_another_file\n"), "", ""),
         (
@@ -204,6 +209,66 @@ fn what_the_loader_accepts_and_cannot_run_is_listed() {
         (
             format!("{MODEL}responses_create_params: {{temprature: 1, top_p: 1}}\n"),
             "main.yaml:6: responses_create_params.temprature: unknown key\n  fix: did you mean 'temperature'?",
+            "",
+        ),
+        // An entrypoint on another level than the third one.
+        (
+            format!("{MODEL}my_agent:\nresponses_api_agents:\n  simple_agent: {{entrypoint: app.py}}\n"),
+            "main.yaml:8: responses_api_agents: 'responses_api_agents' is a kind of server, and stands at the top level\n  fix: indent it, \
+             and the lines below it, under 'my_agent'",
+            "",
+        ),
+        (
+            format!("{MODEL}my_agent:\n  responses_api_agents:\n  simple_agent: {{entrypoint: app.py}}\n"),
+            "main.yaml:8: my_agent.simple_agent: 'simple_agent' stands beside 'responses_api_agents', not below it\n  fix: indent it, and \
+             the lines below it, under 'responses_api_agents'",
+            "",
+        ),
+        (
+            format!("{MODEL}my_agent: {{simple_agent: {{entrypoint: app.py, model_server: {{}}}}}}\n"),
+            "my_agent.simple_agent: there is no kind of server above 'simple_agent'\n  fix: write my_agent: {responses_api_agents: \
+             {simple_agent: {entrypoint: app.py, …}}}",
+            "",
+        ),
+        (
+            format!("{MODEL}my_agent: {{responses_api_agents: {{entrypoint: app.py}}}}\n"),
+            "there is no implementation between 'responses_api_agents' and 'entrypoint'\n  fix: write responses_api_agents: \
+             {IMPLEMENTATION: {entrypoint: app.py, …}}",
+            "",
+        ),
+        (
+            format!("{MODEL}shop: {{entrypoint: app.py, domain: math}}\n"),
+            "shop: the entrypoint stands directly in the block, so the block is no server\n  fix: write shop: {resources_servers: \
+             {IMPLEMENTATION: {entrypoint: app.py, …}}}",
+            "",
+        ),
+        (
+            format!("{MODEL}shop: {{tools: {{shop: {{entrypoint: app.py}}}}}}\n"),
+            "shop.tools: 'tools' is no kind of server\n  fix: write one of responses_api_models",
+            "",
+        ),
+        (
+            format!(
+                "base: {{m: {{entrypoint: app.py}}}}\n{MODEL}other: {{responses_api_models: {{m: {{_copy: base.m}}}}}}\n"
+            ),
+            "",
+            "",
+        ),
+        (
+            format!("{MODEL}concurrency: 4\n"),
+            "main.yaml:6: concurrency: unknown key 'concurrency'\n  fix: did you mean 'num_samples_in_parallel'?",
+            "",
+        ),
+        (format!("{MODEL}temperature: 0.5\n"), "did you mean 'responses_create_params.temperature'?", ""),
+        (
+            format!("{MODEL}head_server: {{prot: 18820}}\n"),
+            "main.yaml:6: head_server.prot: unknown key 'prot'\n  fix: did you mean 'port'?",
+            "",
+        ),
+        (
+            format!("{MODEL}{}", AGENT.replace("{type: responses_api_models, name: policy_model}", "policy_model")),
+            "main.yaml:10: my_agent.responses_api_agents.simple_agent.model_server: expected a reference, found the string \
+             \"policy_model\"\n  fix: write {type: responses_api_models, name: policy_model}",
             "",
         ),
         (own, "judge: unknown server kind 'responses_api_model'\n  fix: did you mean 'responses_api_models'?", ""),
@@ -217,6 +282,23 @@ fn what_the_loader_accepts_and_cannot_run_is_listed() {
         let (mistakes, warnings) = (texts(&config.mistakes), texts(&config.warnings));
         for (expected, said) in [(mistake, &mistakes), (warning, &warnings)] {
             assert!(said.contains(expected.trim_end()) && said.is_empty() == expected.is_empty(), "{text}: {said}");
+        }
+    }
+    // Overrides are for this command alone.
+    for (argument, mistake, warning) in [
+        ("+num_repeat=4", "command line: num_repeat: unknown key 'num_repeat'\n  fix: did you mean 'num_repeats'?", ""),
+        ("+colour=red", "", "command line: colour: no file uses this variable"),
+        (
+            "++policy_modle.responses_api_models.openai_model.x=1",
+            "",
+            "command line: policy_modle: no server has the name 'policy_modle'\n  fix: did you mean 'policy_model'?",
+        ),
+        ("+num_repeats=4", "", ""),
+    ] {
+        let config = Case::main(MODEL).arg(argument).load().unwrap();
+        for (expected, problems) in [(mistake, &config.mistakes), (warning, &config.warnings)] {
+            let said = problems.iter().map(ToString::to_string).collect::<String>();
+            assert!(said.contains(expected) && said.is_empty() == expected.is_empty(), "{argument}: {said}");
         }
     }
     // The file serves several commands, and its variables are for those that need them.
@@ -427,6 +509,45 @@ fn typed_settings_name_instance_line_and_key() {
     assert!(error.contains("fix: add 'max_steps: …'"), "{error}");
     let error = config.require("my_agnet").unwrap_err().to_string();
     assert!(error.contains("did you mean 'my_agent'?"), "{error}");
+}
+
+#[test]
+fn a_host_that_no_machine_has_names_the_line() {
+    for (text, what) in [
+        (format!("default_host: 0.0.0.0.0\n{MODEL}"), "main.yaml:1: default_host: '0.0.0.0.0' is no IPv4 address"),
+        (format!("head_server: {{host: 'http://h'}}\n{MODEL}"), "main.yaml:1: head_server.host: 'http://h' is a URL"),
+        (
+            format!("{MODEL}      host: 10.0.0.1:80\n"),
+            "main.yaml:6: policy_model.responses_api_models.openai_model.host: '10.0.0.1:80' has a port",
+        ),
+        (
+            format!("head_server: 18820\n{MODEL}"),
+            "main.yaml:1: head_server: expected a mapping, found an integer\n  fix: write head_server: {host: 127.0.0.1, port: 18820}",
+        ),
+    ] {
+        Case::main(&text).says(&[what]);
+    }
+    Case::main(&format!("head_server: null\ndefault_host: my_host\n{MODEL}")).load().unwrap();
+}
+
+#[test]
+fn a_reference_to_another_kind_than_its_key_names_the_servers_of_that_kind() {
+    let shop = "shop: {resources_servers: {shop: {entrypoint: app.py, domain: math}}}\n";
+    Case::main(&format!("{MODEL}{shop}{}", AGENT.replace("name: policy_model", "name: shop"))).says(&[
+        "the reference names 'shop' of responses_api_models",
+        "fix: 'shop' is one of the resources_servers; write {type: responses_api_models, name: policy_model}",
+    ]);
+}
+
+#[test]
+fn two_files_that_define_a_block_are_both_named() {
+    let other = MODEL.replace("openai_model", "vllm_model");
+    Case::files(&[("a.yaml", MODEL), ("b.yaml", &other)]).says(&[
+        "openai_model (",
+        "a.yaml:4)",
+        "vllm_model (",
+        "b.yaml:4)",
+    ]);
 }
 
 #[test]

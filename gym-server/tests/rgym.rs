@@ -317,6 +317,49 @@ fn a_key_that_only_nemo_gym_reads_is_a_warning_with_its_line() {
     assert_eq!(output.status.code(), Some(0), "{:?}", texts(&output));
 }
 
+#[test]
+fn an_option_for_the_model_that_no_server_reads_is_an_error() {
+    let folder = folder();
+    let openai = "policy_model:\n  responses_api_models:\n    openai_model: {entrypoint: app.py, openai_base_url: URL, openai_api_key: k, openai_model: m}\n";
+    let literal = openai.replace("URL", "http://127.0.0.1:9/v1");
+    let scripted = "policy_model: {responses_api_models: {scripted_model: {entrypoint: app.py}}}\n";
+    let check = ["config", "check", "main.yaml", "--model-url", "http://127.0.0.1:8/v1"];
+    for (yaml, arguments, parts) in [
+        (
+            literal.as_str(),
+            &check[..],
+            &[
+                "--model-url has no effect: no file uses ${policy_base_url}",
+                "main.yaml:3 sets openai_base_url: write openai_base_url: ${policy_base_url} there",
+                "++policy_model.responses_api_models.openai_model.openai_base_url=VALUE",
+            ][..],
+        ),
+        (scripted, &check, &["remove the option; policy_model is a scripted_model, which has no such setting"]),
+        (
+            scripted,
+            &["collect", "--config", "main.yaml", "--model-api-key", "k", "--input", "t.jsonl", "--output", "o.jsonl"],
+            &["--model-api-key has no effect"],
+        ),
+        (
+            scripted,
+            &["collect", "--no-serve", "--model", "m", "--input", "t.jsonl", "--output", "o.jsonl"],
+            &["--model has no effect", "running servers keep their model"],
+        ),
+    ] {
+        std::fs::write(folder.path().join("main.yaml"), yaml).unwrap();
+        let output = rgym(folder.path(), arguments);
+        let (_, error) = texts(&output);
+        assert_eq!(output.status.code(), Some(2), "{arguments:?}: {error}");
+        for part in parts {
+            assert!(error.contains(part), "{arguments:?}: '{part}' is not in:\n{error}");
+        }
+        assert!(!error.contains("warning: command line: policy_"), "said once: {error}");
+    }
+    std::fs::write(folder.path().join("main.yaml"), openai.replace("URL", "\"${policy_base_url}\"")).unwrap();
+    let output = rgym(folder.path(), &check);
+    assert_eq!(output.status.code(), Some(0), "{}", texts(&output).1);
+}
+
 /// What cannot run: a file, and what `config check` says of it.
 #[test]
 fn a_check_never_says_ok_of_what_cannot_run() {

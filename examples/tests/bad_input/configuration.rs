@@ -72,14 +72,14 @@ pub(crate) fn cases() -> Vec<Case> {
              responses_api_agents, name: my_agent}}\npolicy_model: {responses_api_models: {scripted_model: {entrypoint: \
              app.py}}}\nmy_agent:\n  responses_api_agents:\n    simple_agent:\n      entrypoint: app.py\n      \
              model_server: {type: responses_api_models, name: policy_model}\n",
-            &["start my_pool", "main.yaml:3", "rollouts_max", "nonzero"],
+            &["main.yaml:3: my_pool.environment_servers.pool.rollouts_max: ", "a whole number of at least 1, found 0"],
         ),
         config(
             "an unknown key",
             "policy_model: {responses_api_models: {scripted_model: {entrypoint: app.py}}}\nmy_agent:\n  responses_api_agents:\n    \
              simple_agent:\n      entrypoint: app.py\n      max_step: 4\n      model_server: {type: responses_api_models, name: \
              policy_model}\n",
-            &["start my_agent", "main.yaml:6", "unknown key 'max_step'", "did you mean 'max_steps'?"],
+            &["main.yaml:6", "unknown key 'max_step'", "did you mean 'max_steps'?"],
         ),
         config(
             "a misspelled domain",
@@ -90,7 +90,7 @@ pub(crate) fn cases() -> Vec<Case> {
             "an unknown rule for errors of tools",
             "a:\n  responses_api_agents:\n    simple_agent:\n      entrypoint: app.py\n      model_server: {type: responses_api_models, name: \
              m}\n      tool_errors: maybe\nm:\n  responses_api_models:\n    scripted_model: {entrypoint: app.py}\n",
-            &["main.yaml:6", "tool_errors", "`maybe`", "`auto`, `fail`, `to_model`"],
+            &["main.yaml:6", "tool_errors: unknown value 'maybe'", "available values: auto, fail, to_model"],
         ),
         config(
             "outputs of tools without a byte",

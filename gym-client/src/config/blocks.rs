@@ -55,7 +55,7 @@ impl BlockFile {
                 .into());
         };
         Ok(read(node, node.to_json())
-            .map_err(|slip| slip.at(&self.0.origin, &[name], "correct the value in the file"))?)
+            .map_err(|slip| slip.at(&self.0.origin, &[name], |_| "correct the value in the file".to_owned()))?)
     }
 
     /// Adds the position to an error of a block's own check. The message of the error begins with the key, and its fix follows a semicolon.

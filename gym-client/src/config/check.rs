@@ -1,5 +1,6 @@
 //! Finds the servers among the top-level blocks of the merged tree and checks each of them.
 
+use crate::config::address::host_mistake;
 use crate::config::problem::{Mistake, Origin, Problem, nearest, suggest};
 use crate::config::reference::{DATASET_TYPES, DOMAINS, LICENSES, TOP_LEVEL_KEYS, composition_keys};
 use crate::config::yaml::node::{Map, Node, Tree};
@@ -96,7 +97,8 @@ fn server(name: &str, kind: ServerKind, block: &Map, found: &mut Vec<FoundServer
     }
     let implementations = inner.as_map().map(|map| map.0.as_slice()).unwrap_or_default();
     let [(implementation, settings)] = implementations else {
-        let names = implementations.iter().map(|(key, _)| key.to_string()).collect::<Vec<_>>().join(", ");
+        let each = implementations.iter().map(|(key, node)| format!("{key} ({})", node.origin));
+        let names = each.collect::<Vec<_>>().join(", ");
         problems.push(
             Problem::new(
                 Mistake::Value,
@@ -105,7 +107,7 @@ fn server(name: &str, kind: ServerKind, block: &Map, found: &mut Vec<FoundServer
                 format!("expected one implementation, found {}: {names}", implementations.len()),
             )
             .instance(name)
-            .fix("keep one; remove an inherited implementation with _delete_key"),
+            .fix("keep one of them; files that give a block the same name are merged; _delete_key removes an inherited implementation"),
         );
         return;
     };
@@ -135,7 +137,13 @@ impl Checker<'_> {
     fn settings(&mut self, kind: ServerKind, map: &Map, origin: &Origin) {
         for key in ["entrypoint", "host"] {
             match map.get(key) {
-                Some(node) if node.as_text().is_some() => {}
+                Some(node) if node.as_text().is_some() => {
+                    if key == "host"
+                        && let Some(mistake) = host_mistake(&format!("{}.host", self.prefix), node)
+                    {
+                        self.problems.push(mistake.instance(self.name));
+                    }
+                }
                 Some(node) if key == "host" && matches!(node.value, Tree::Null) => {}
                 Some(node) => {
                     let what = format!("expected a string, found {}", node.kind());
@@ -356,5 +364,15 @@ pub(crate) fn missing(node: &Node, path: &str, out: &mut Vec<(String, Origin)>) 
             }
         }
         _ => {}
+    }
+}
+
+/// Returns the fix of a reference to another kind of server than its key names.
+pub(crate) fn right_name(kind: ServerKind, servers: &[FoundServer]) -> String {
+    let names: Vec<&str> = servers.iter().filter(|other| other.kind == kind).map(|other| other.name.as_str()).collect();
+    match names.as_slice() {
+        [] => format!("write type: {kind}, and the name of such a server"),
+        [name] => format!("write {{type: {kind}, name: {name}}}"),
+        names => format!("write type: {kind}, and one of the names {}", names.join(", ")),
     }
 }

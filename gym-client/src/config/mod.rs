@@ -13,6 +13,7 @@
 //! Mistakes that they reject are rejected here with file, line, key and fix. Mistakes that they ignore, such as a
 //! misspelled server kind, are rejected or listed in [`GymConfig::warnings`].
 
+mod address;
 mod blocks;
 mod check;
 mod compose;

@@ -57,8 +57,7 @@ pub(crate) fn try_build(instance: &InstanceConfig, servers: &Servers, world: &Wo
     let registry = Arc::new(MemoryRegistry::new());
     let client = ServerClient::new(registry, Transports::from_features(InProcess::new()), world);
     let context = ServerContext::new(&instance.name, &instance.implementation, world);
-    let made = servers.make(Build::new(instance, &context, &client));
-    made.transpose().map_err(|error| error.about(format!("start {}", instance.name)))
+    servers.make(Build::new(instance, &context, &client)).transpose()
 }
 
 /// Returns the error of a stock agent whose resources server plays another way than the agent does: with tools, or by replying as a user.

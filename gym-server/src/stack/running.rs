@@ -289,8 +289,7 @@ impl Stack {
             context.draining = self.stages[stage_of(instance.kind)].drain.clone();
             match servers.make(Build::new(instance, &context, &self.client)) {
                 Some(made) => {
-                    let Made { handler, task_check, joins_runs, ignored } =
-                        made.map_err(|error| error.about(format!("start {}", instance.name)))?;
+                    let Made { handler, task_check, joins_runs, ignored } = made?;
                     ignored.iter().for_each(|ignored| tracing::warn!(server = instance.name, "{ignored}"));
                     if let Some(check) = task_check {
                         self.names.add_task_check(&instance.name, check);

@@ -1,6 +1,6 @@
 //! The implementations that run in this process, by kind and name.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::Arc;
@@ -34,6 +34,8 @@ pub struct Build<'a> {
     pub client: &'a ServerClient,
     /// The ignored keys of the block; `None` until the factory has read the block.
     ignored: RefCell<Option<Vec<Problem>>>,
+    /// The block could not be read: the error has file, line and key.
+    is_misfit: Cell<bool>,
 }
 
 /// The settings of an implementation that reads none.
@@ -44,7 +46,7 @@ impl<'a> Build<'a> {
     /// Creates the input of a factory.
     #[must_use]
     pub fn new(instance: &'a InstanceConfig, context: &'a ServerContext, client: &'a ServerClient) -> Self {
-        Self { instance, context, client, ignored: RefCell::new(None) }
+        Self { instance, context, client, ignored: RefCell::new(None), is_misfit: Cell::new(false) }
     }
 
     /// Deserializes the block. The fields of the type are the keys that the implementation reads; another key is an error. If a
@@ -54,9 +56,26 @@ impl<'a> Build<'a> {
     /// `InvalidArgument` with file, line and key of a value that does not fit and of every unknown key, with the nearest name.
     pub fn settings<T: DeserializeOwned>(&self) -> Result<T> {
         let read = self.instance.settings_and_ignored();
-        let (settings, ignored) = read.map_err(|error| Error::invalid(error.to_string()))?;
+        let (settings, ignored) = read.map_err(|error| {
+            self.is_misfit.set(true);
+            Error::invalid(error.to_string())
+        })?;
         *self.ignored.borrow_mut() = Some(ignored);
         Ok(settings)
+    }
+
+    /// Adds file, line and key to the error of a factory that has none. The key is the first one of the block that the message quotes.
+    fn locate(&self, error: Error) -> Error {
+        if self.is_misfit.get() || !error.subject().is_empty() {
+            return error;
+        }
+        let InstanceConfig { name, kind, implementation, .. } = self.instance;
+        let key = error.message().split('`').skip(1).step_by(2).find(|quoted| self.instance.has_key(quoted));
+        let place = match key {
+            Some(key) => format!("{}: {name}.{kind}.{implementation}.{key}", self.instance.origin_of(key)),
+            None => format!("{}: {name}.{kind}.{implementation}", self.instance.origin),
+        };
+        error.about(place)
     }
 
     /// Returns the keys of the block that NeMo Gym's own server reads and this implementation does not.
@@ -429,11 +448,12 @@ impl Servers {
         nearest_name(wanted, self.names(kind))
     }
 
-    /// Creates an instance; `None` if there is no such implementation.
+    /// Creates an instance; `None` if there is no such implementation. The error names file and line.
     pub(crate) fn make(&self, build: Build<'_>) -> Option<Result<Made>> {
         let key = (build.instance.kind, build.instance.implementation.clone());
         let factory = self.factories.get(&key)?;
-        Some(factory(&build).and_then(|BuiltServer { handler, task_check, joins_runs }| {
+        let built = factory(&build).map_err(|error| build.locate(error));
+        Some(built.and_then(|BuiltServer { handler, task_check, joins_runs }| {
             Ok(Made { handler, task_check, joins_runs, ignored: build.into_ignored()? })
         }))
     }

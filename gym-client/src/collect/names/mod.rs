@@ -30,6 +30,8 @@ pub struct ServerNames {
     servers: Arc<BTreeMap<String, ServerEntry>>,
     /// The block of each server, also of those that were left out of `servers`.
     blocks: Arc<BTreeMap<String, Value>>,
+    /// The blocks that look like servers and are none, because they have no `entrypoint`.
+    idle: Arc<BTreeSet<String>>,
     /// The checks of rows, by resources server of this process.
     task_checks: Arc<BTreeMap<String, TaskCheck>>,
 }
@@ -55,7 +57,11 @@ impl ServerNames {
     /// Returns the servers of a loaded configuration.
     #[must_use]
     pub fn of_config(config: &GymConfig) -> Self {
-        Self::of_merged(&config.merged)
+        let mut names = Self::of_merged(&config.merged);
+        let idle = |name: &String| config.instance(name).is_none();
+        names.idle = Arc::new(names.servers.keys().filter(|name| idle(name)).cloned().collect());
+        Arc::make_mut(&mut names.servers).retain(|name, _| !idle(name));
+        names
     }
 
     /// Returns the servers of a merged configuration, which `/global_config_dict_yaml` serves.
@@ -80,7 +86,7 @@ impl ServerNames {
             servers.insert(name.clone(), ServerEntry { kind, implementation, address, agent, resources, pins });
             blocks.insert(name.clone(), block.clone());
         }
-        Self { servers: Arc::new(servers), blocks: Arc::new(blocks), task_checks: Arc::default() }
+        Self { servers: Arc::new(servers), blocks: Arc::new(blocks), idle: Arc::default(), task_checks: Arc::default() }
     }
 
     /// Returns the settings of the servers that run the rows of these agents and environment servers.
@@ -153,7 +159,7 @@ impl ServerNames {
             Some((name, known)) => Ok((name.clone(), known.implementation.clone())),
             None => {
                 let agents = self.servers.iter().filter(|(_, known)| known.kind == ServerKind::Agent);
-                Err(unknown("agent", agent, agents.map(|(name, _)| name.as_str())))
+                Err(self.unknown("agent", agent, agents.map(|(name, _)| name.as_str())))
             }
         }
     }
@@ -167,7 +173,7 @@ impl ServerNames {
             Some(known) if known.kind == ServerKind::Environment => Ok(known.implementation.clone()),
             _ => {
                 let all = self.servers.iter().filter(|(_, known)| known.kind == ServerKind::Environment);
-                Err(unknown("environment server", server, all.map(|(name, _)| name.as_str())))
+                Err(self.unknown("environment server", server, all.map(|(name, _)| name.as_str())))
             }
         }
     }
@@ -185,6 +191,19 @@ impl ServerNames {
     /// `NotFound`, with the closest name as a suggestion.
     pub fn check_target(&self, target: &str) -> Result<()> {
         if self.environment(target).is_ok() { Ok(()) } else { self.server_of_agent(target).map(drop) }
+    }
+
+    fn unknown<'a>(&self, what: &str, name: &str, known: impl Iterator<Item = &'a str>) -> Error {
+        let known: Vec<&str> = known.collect();
+        let hint = match nearest_name(name, known.iter().copied()) {
+            _ if self.idle.contains(name) => {
+                "its block has no entrypoint, so it is no server: add 'entrypoint: app.py' to it".to_owned()
+            }
+            Some(near) => format!("did you mean `{near}`?"),
+            None if known.is_empty() => format!("the configuration has no {what}"),
+            None => format!("the configuration has {}", known.join(", ")),
+        };
+        Error::not_started(Code::NotFound, format!("there is no {what} `{name}`; {hint}"))
     }
 
     /// Returns a registry with fixed addresses, for head servers without leases.
@@ -205,16 +224,6 @@ impl ServerNames {
         });
         StaticRegistry::new(instances.collect())
     }
-}
-
-fn unknown<'a>(what: &str, name: &str, known: impl Iterator<Item = &'a str>) -> Error {
-    let known: Vec<&str> = known.collect();
-    let hint = match nearest_name(name, known.iter().copied()) {
-        Some(near) => format!("did you mean `{near}`?"),
-        None if known.is_empty() => format!("the configuration has no {what}"),
-        None => format!("the configuration has {}", known.join(", ")),
-    };
-    Error::not_started(Code::NotFound, format!("there is no {what} `{name}`; {hint}"))
 }
 
 impl AgentNames for ServerNames {

@@ -31,7 +31,12 @@ pub(super) fn dangling(
             }
             let same: Vec<&str> = servers.iter().filter(|s| s.kind == kind).map(|s| s.name.as_str()).collect();
             let other = servers.iter().find(|other| other.name == name);
+            let composed = check::composed_kinds(server.kind).find(|(key, _)| *key == field).map(|(_, kind)| kind);
             let fix = match other {
+                // The key says which kind is meant, and the name is of another one.
+                Some(other) if composed.is_some_and(|wanted| wanted == kind && wanted != other.kind) => {
+                    format!("'{name}' is one of the {}; {}", other.kind, check::right_name(kind, servers))
+                }
                 Some(other) => format!("'{name}' belongs to {}; write type: {}", other.kind, other.kind),
                 None if resolved.step(&name).is_some() => {
                     let others = match same.as_slice() {

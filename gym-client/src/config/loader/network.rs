@@ -1,5 +1,6 @@
 //! Hosts and ports: of the head server, and of each instance that names none.
 
+use crate::config::address::host_mistake;
 use crate::config::check;
 use crate::config::loader::ConfigLoader;
 use crate::config::loader::tree::{at, place, port_at, set, set_default, settings_mut, text_or, truthy};
@@ -38,6 +39,20 @@ impl ConfigLoader {
                 .map_or_else(|| "127.0.0.1".to_owned(), |host| bare_host(&host).to_owned())
         };
         set_default(root, "use_absolute_ip", Tree::Bool(false));
+        for (key, path) in [("default_host", &["default_host"][..]), ("head_server.host", &["head_server", "host"])] {
+            if let Some(mistake) = at(resolved, path).and_then(|node| host_mistake(key, node)) {
+                return Err(mistake.into());
+            }
+        }
+        if let Some(node) =
+            resolved.step("head_server").filter(|node| node.as_map().is_none() && !node.is_interpolation())
+            && !matches!(node.value, Tree::Null)
+        {
+            let port = if let Tree::Int(port) = node.value { port } else { i128::from(HEAD_PORT) };
+            return Err(place(resolved, "head_server", format!("expected a mapping, found {}", node.kind()))
+                .fix(format!("write head_server: {{host: 127.0.0.1, port: {port}}}"))
+                .into());
+        }
         let head_host = text_or(resolved, &["head_server", "host"], &default_host)?;
         let head_port = port_at(resolved, &["head_server", "port"])?;
         let low = port_at(resolved, &["port_range_low"])?.unwrap_or(10_001);

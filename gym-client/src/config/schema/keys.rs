@@ -79,13 +79,31 @@ impl UnreadKeys {
         let reader = if path.len() == 1 { instance.implementation.as_str() } else { "its block" };
         let near = nearest(key, names.iter().copied());
         let near = near.and_then(|near| names.iter().copied().find(|name| *name == near));
+        let near = near.or_else(|| own.iter().copied().find(|name| is_part(key, name)));
         let fix = match near {
             Some(near) => format!("did you mean '{near}'?"),
             None if own.is_empty() => format!("remove it; {reader} reads no keys of its own"),
-            None => format!("remove it; {reader} reads {}", own.join(", ")),
+            None => format!("remove it; {reader} reads {}", listed(own)),
         };
         self.meant.extend(near);
         self.errors.push(located(instance, path, format!("unknown key '{key}'")).fix(fix));
+    }
+}
+
+/// Returns `true` if one name is the other with words before it: `base_url` and `openai_base_url`.
+fn is_part(one: &str, other: &str) -> bool {
+    let ends = |long: &str, short: &str| long.strip_suffix(short).is_some_and(|before| before.ends_with('_'));
+    ends(one, other) || ends(other, one)
+}
+
+/// Lists names, of which a reader wants only the first.
+fn listed(names: &[&str]) -> String {
+    const SHOWN: usize = 8;
+    match names.get(..SHOWN) {
+        Some(first) if names.len() > SHOWN + 2 => {
+            format!("{}, and {} more; `config schema` has them all", first.join(", "), names.len() - SHOWN)
+        }
+        _ => names.join(", "),
     }
 }
 

@@ -10,8 +10,10 @@ use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
+use crate::config::check;
 use crate::config::problem::{ConfigError, Mistake, Origin, Problem, nearest, suggest};
 use crate::config::schema::keys::UnreadKeys;
+use crate::config::strict;
 use crate::config::yaml::deserialize::{self, TypeMismatch};
 use crate::config::yaml::node::{Key, Node, Tree};
 use crate::config::yaml::writer;
@@ -498,6 +500,12 @@ impl InstanceConfig {
         self.node.step(key).map_or(&self.origin, |node| &node.origin)
     }
 
+    /// Returns `true` if the block has this key.
+    #[must_use]
+    pub fn has_key(&self, key: &str) -> bool {
+        self.node.step(key).is_some()
+    }
+
     /// Returns `kind/implementation`, the directory of a Python server of this block.
     #[must_use]
     pub fn folder(&self) -> PathBuf {
@@ -514,7 +522,14 @@ impl InstanceConfig {
     fn mismatch(&self, mismatch: TypeMismatch, at: &[&str]) -> Problem {
         let mut before = vec![self.name.as_str(), self.kind.as_str(), self.implementation.as_str()];
         before.extend(at);
-        let fix = "correct the value in the file, or override it with ++key=value";
-        mismatch.at(&self.origin, &before, fix).instance(&self.name)
+        let fix = |key: &str| format!("correct the value in the file, or override it with ++{key}=VALUE");
+        let problem = mismatch.at(&self.origin, &before, fix).instance(&self.name);
+        // A reference that is only a name has a better fix than its type knows.
+        let reference = check::composed_kinds(self.kind).find_map(|(key, kind)| {
+            let path = [self.name.as_str(), self.kind.as_str(), &self.implementation, key].join(".");
+            let text = self.node.step(key).and_then(Node::as_text)?;
+            (problem.key.as_deref() == Some(&path)).then(|| strict::bare_reference(kind, text, path, &problem.origin))
+        });
+        reference.map_or(problem, |reference| reference.instance(&self.name))
     }
 }

@@ -54,6 +54,9 @@ pub(super) async fn collect(
     }
     let need = if serves { Need::OwnServers } else { Need::Values };
     let loaded = load(&args.sources, overrides, servers, need).await?;
+    if !loaded.idle.is_empty() {
+        return Err(Failure::Usage(loaded.idle.join("\n")));
+    }
     if serves && loaded.config.instances.is_empty() {
         return Err(nothing_named("serve", &loaded.config.files));
     }

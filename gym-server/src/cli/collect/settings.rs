@@ -250,8 +250,14 @@ mod tests {
         let folder = tempfile::tempdir().expect("a folder");
         let overrides = Overrides::parse(&typed.overrides)?;
         let config = ConfigLoader::new(folder.path()).load(&[] as &[&str], &overrides)?;
-        let loaded =
-            LoadedConfig { config, python: None, roots: Vec::new(), searched: Vec::new(), problems: Vec::new() };
+        let loaded = LoadedConfig {
+            config,
+            python: None,
+            roots: Vec::new(),
+            searched: Vec::new(),
+            problems: Vec::new(),
+            idle: Vec::new(),
+        };
         let mut warnings = Vec::new();
         let options = read(&args, &loaded, &typed.overrides, |warning| warnings.push(warning))?;
         Ok((options, warnings))

@@ -44,7 +44,8 @@ async fn show(args: ShowArgs, overrides: &[String], servers: &Servers, console: 
         return Ok(ExitCode::SUCCESS);
     }
     let sources = with_named(args.sources, args.named);
-    let LoadedConfig { config, .. } = load(&sources, overrides, servers, Need::Values).await?;
+    let LoadedConfig { config, idle, .. } = load(&sources, overrides, servers, Need::Values).await?;
+    idle.iter().for_each(|idle| console.warn(idle));
     config.warnings.iter().chain(&config.mistakes).for_each(|warning| console.warn(warning));
     let text = match args.format {
         // Comments, so that programs which read the configuration read only that.
@@ -97,6 +98,9 @@ async fn check(
         }
     };
     warnings.iter().for_each(|warning| console.warn(warning));
+    // A mistake of a block can be found by the loader and by the server.
+    let mut said = BTreeSet::new();
+    problems.retain(|problem| said.insert(problem.clone()));
     if !problems.is_empty() {
         return Err(Failure::Usage(problems.join("\n")));
     }

@@ -27,6 +27,8 @@ pub(in crate::cli) struct LoadedConfig {
     /// Mistakes of servers that `config` does not contain, for [`Need::Locations`] alone, and what this build lacks. A command that starts servers is refused
     /// with them.
     pub(in crate::cli) problems: Vec<String>,
+    /// Errors of options for the model that no server reads; also among `problems`.
+    pub(in crate::cli) idle: Vec<String>,
 }
 
 /// The parts of the configuration that a command needs.
@@ -190,11 +192,18 @@ pub(in crate::cli) async fn load_over(
             }
         }
     };
-    let problems =
-        problems.iter().map(ToString::to_string).chain(no_python).chain(beyond_this_build(&config)).collect();
+    let mut config = config;
+    let idle = idle_options(sources, &mut config);
+    let problems = problems
+        .iter()
+        .map(ToString::to_string)
+        .chain(idle.iter().cloned())
+        .chain(no_python)
+        .chain(beyond_this_build(&config))
+        .collect();
     let installed = python.iter().flat_map(|python| python.roots.iter().cloned());
     let roots = searched.iter().cloned().chain([working_dir.clone()]).chain(installed).collect();
-    let loaded = LoadedConfig { config, python, roots, searched, problems };
+    let loaded = LoadedConfig { config, python, roots, searched, problems, idle };
     let starts: Option<&[String]> = match need {
         Need::Servers(only) => Some(only),
         Need::OwnServers | Need::Worker => Some(&[]),
@@ -306,16 +315,65 @@ fn search_dirs(sources: &Sources) -> Vec<PathBuf> {
     all.map(|folder| std::path::absolute(&folder).unwrap_or(folder)).collect()
 }
 
+/// An option of the command line for the model, and the variable that it sets.
+struct ModelOption<'a> {
+    option: &'static str,
+    variable: &'static str,
+    /// The keys of model servers that usually have the value of the variable.
+    keys: [&'static str; 2],
+    value: Option<&'a str>,
+}
+
+fn model_options(sources: &Sources) -> [ModelOption<'_>; 3] {
+    let option = |option, variable, keys, value| ModelOption { option, variable, keys, value };
+    [
+        option("--model", "policy_model_name", ["openai_model", "model"], sources.model.as_deref()),
+        option("--model-url", "policy_base_url", ["openai_base_url", "base_url"], sources.model_url.as_deref()),
+        option("--model-api-key", "policy_api_key", ["openai_api_key", "api_key"], sources.model_api_key.as_deref()),
+    ]
+}
+
 /// Returns the overrides that `--model` and similar options stand for.
 fn shorthands(sources: &Sources) -> impl Iterator<Item = String> {
-    [
-        ("policy_model_name", &sources.model),
-        ("policy_base_url", &sources.model_url),
-        ("policy_api_key", &sources.model_api_key),
-    ]
-    .into_iter()
-    .filter_map(|(key, value)| Some(format!("+{key}={}", Value::from(value.as_deref()?))))
-    .chain(transport(sources))
+    let set = |option: ModelOption<'_>| Some(format!("+{}={}", option.variable, Value::from(option.value?)));
+    model_options(sources).into_iter().filter_map(set).chain(transport(sources))
+}
+
+/// Returns the errors of options for the model that no server reads. The loader's warnings about their variables are removed.
+fn idle_options(sources: &Sources, config: &mut GymConfig) -> Vec<String> {
+    let mut idle = Vec::new();
+    for ModelOption { option, variable, keys, .. } in
+        model_options(sources).into_iter().filter(|one| one.value.is_some())
+    {
+        let known = config.warnings.len();
+        config
+            .warnings
+            .retain(|warning| warning.mistake != Mistake::Override || warning.key.as_deref() != Some(variable));
+        if config.warnings.len() == known {
+            continue;
+        }
+        let models = || config.instances.iter().filter(|instance| instance.kind == ServerKind::Model);
+        let fixed = models().find_map(|model| Some((model, *keys.iter().find(|key| model.has_key(key))?)));
+        let fix = match (fixed, models().next()) {
+            _ if config.files.is_empty() => {
+                "add --config FILE of servers that this command starts; running servers keep their model".to_owned()
+            }
+            (Some((model, key)), _) => {
+                let InstanceConfig { name, kind, implementation, .. } = model;
+                let place = model.origin_of(key);
+                format!(
+                    "{place} sets {key}: write {key}: ${{{variable}}} there, or in the place of {option}, override it with \
+                     ++{name}.{kind}.{implementation}.{key}=VALUE"
+                )
+            }
+            (None, Some(model)) => {
+                format!("remove the option; {} is a {}, which has no such setting", model.name, model.implementation)
+            }
+            (None, None) => format!("write ${{{variable}}} in the block of the model server"),
+        };
+        idle.push(format!("{option} has no effect: no file uses ${{{variable}}}\n  fix: {fix}"));
+    }
+    idle
 }
 
 /// Returns the overrides for transports. They replace the values of the files, because runs are often repeated with

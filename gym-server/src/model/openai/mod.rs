@@ -131,7 +131,11 @@ impl OpenAiModel {
             probe_after: retry::probe_after(config.probe_after_seconds)?,
         };
         let permits = match config.max_concurrent_requests {
-            Some(0) => return Err(Error::invalid("`max_concurrent_requests` is 0: no request could be made")),
+            Some(0) => {
+                return Err(Error::invalid(
+                    "`max_concurrent_requests` is 0: no request could be made\n  fix: write 1 or more, or remove the key; without it, there is no limit",
+                ));
+            }
             permits => permits.map(|permits| Arc::new(Semaphore::new(permits.min(Semaphore::MAX_PERMITS)))),
         };
         Ok(Self {

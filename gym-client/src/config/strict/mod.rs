@@ -1,16 +1,19 @@
 //! Mistakes that NeMo Gym's loader accepts: they change what runs, or end a rollout, and nothing says so.
 
+mod misplaced;
+
 use std::collections::BTreeSet;
 use std::path::PathBuf;
 
 use gym_core::server::{RESPONSES_KEYS, ServerKind};
 
-use crate::config::check::{FoundServer, composed_kinds, has_entrypoint, is_reserved, references_of};
+use crate::config::check::{self, FoundServer, composed_kinds, has_entrypoint, is_reserved, references_of};
 use crate::config::compose::{COPY, INHERIT};
-use crate::config::problem::{Mistake, Problem, nearest, suggest};
+use crate::config::problem::{Mistake, Origin, Problem, nearest, suggest};
 use crate::config::reference::{
     COLLECT_IGNORED_KEYS, COLLECT_KEYS, COLLECT_UNSUPPORTED_KEYS, ConfigKey, KeyType, TOP_LEVEL_KEYS,
 };
+use crate::config::resolve::overrides::COMMAND_LINE;
 use crate::config::yaml::node::{Map, Node, Tree};
 
 /// Returns the words of all interpolations and of all sources of inheritance. A variable whose name is not among them is used by nothing.
@@ -57,8 +60,11 @@ pub(crate) fn check(
     let files: BTreeSet<String> = files.iter().map(|file| file.display().to_string()).collect();
     let referenced = referenced(resolved, servers);
     let (mut idle, mut unused) = (Vec::new(), Vec::new());
+    let mut above = None;
     for (key, node) in top {
         let key = key.to_string();
+        let empty = matches!(node.value, Tree::Null).then(|| key.clone());
+        let above = std::mem::replace(&mut above, empty);
         for (place, name) in named_servers(&key, node) {
             mistakes.extend(absent(&place, name, &key, resolved, servers));
         }
@@ -68,19 +74,34 @@ pub(crate) fn check(
         if key == "responses_create_params" {
             mistakes.extend(unknown_params(node));
         }
-        let of_file = node.origin.source.as_deref().is_some_and(|source| files.contains(source));
-        if is_known(&key) || !of_file || used.contains(&key) || servers.iter().any(|server| server.name == key) {
+        if key == "head_server" {
+            mistakes.extend(unknown_address_keys(node));
+        }
+        let source = node.origin.source.as_deref();
+        let of_command_line = source == Some(COMMAND_LINE);
+        let of_file = source.is_some_and(|source| files.contains(source));
+        if is_known(&key) || used.contains(&key) || servers.iter().any(|server| server.name == key) {
+            continue;
+        }
+        if !of_file && !of_command_line {
+            continue;
+        }
+        if let Some(mistake) = misplaced::misplaced(&key, node, above.as_deref()) {
+            unused.retain(|(unused, _)| above.as_ref() != Some(unused));
+            mistakes.push(mistake);
             continue;
         }
         match node.as_map() {
+            Some(_) if of_command_line => warnings.push(override_without_effect(&key, node, servers)),
             // A reference to it is an error already.
             Some(map) if is_idle(map) && !referenced.contains(&key) => idle.push((key, node)),
             Some(_) => {}
-            None => match near_key(&key) {
-                Some(near) => mistakes.push(
+            None => match meant_key(&key) {
+                Some(meant) => mistakes.push(
                     Problem::new(Mistake::Value, &node.origin, key.clone(), format!("unknown key '{key}'"))
-                        .fix(format!("did you mean '{near}'?")),
+                        .fix(format!("did you mean '{meant}'?")),
                 ),
+                None if of_command_line => warnings.push(override_without_effect(&key, node, servers)),
                 None => unused.push((key, node)),
             },
         }
@@ -112,6 +133,54 @@ fn is_known(key: &str) -> bool {
     let collected = || COLLECT_KEYS.iter().map(|known| known.name);
     is_reserved(key)
         || collected().chain(COLLECT_IGNORED_KEYS).chain(COLLECT_UNSUPPORTED_KEYS).any(|known| known == key)
+}
+
+/// Keys that users of `rgym collect` write for those of NeMo Gym: its options, and parameters of a request.
+const MEANT_KEYS: [(&str, &str); 10] = [
+    ("agent", "agent_name"),
+    ("concurrency", "num_samples_in_parallel"),
+    ("input", "input_jsonl_fpath"),
+    ("max_concurrency", "num_samples_in_parallel"),
+    ("max_output_tokens", "responses_create_params.max_output_tokens"),
+    ("max_tokens", "responses_create_params.max_output_tokens"),
+    ("output", "output_jsonl_fpath"),
+    ("repeats", "num_repeats"),
+    ("temperature", "responses_create_params.temperature"),
+    ("top_p", "responses_create_params.top_p"),
+];
+
+/// Returns the key that `key` probably stands for.
+fn meant_key(key: &str) -> Option<&'static str> {
+    let synonym = MEANT_KEYS.iter().find(|(written, _)| *written == key).map(|(_, meant)| *meant);
+    synonym.or_else(|| near_key(key))
+}
+
+/// Returns the warning about an override of a key that nothing reads.
+fn override_without_effect(key: &str, node: &Node, servers: &[FoundServer]) -> Problem {
+    let names: Vec<&str> = servers.iter().map(|server| server.name.as_str()).collect();
+    let near = nearest(key, names.iter().copied()).filter(|_| node.as_map().is_some());
+    let (what, fix) = match (near, node.as_map()) {
+        (Some(near), _) => (format!("no server has the name '{key}'"), format!("did you mean '{near}'?")),
+        (None, Some(_)) => ("no server has this name, and no file uses the block".to_owned(), "remove it".to_owned()),
+        (None, None) => (
+            "no file uses this variable: it has no effect".to_owned(),
+            format!("remove it, or write ${{{key}}} in the file where the value belongs"),
+        ),
+    };
+    Problem::new(Mistake::Override, &node.origin, key, what).fix(fix)
+}
+
+/// Returns the keys of the head server's address that nothing reads.
+fn unknown_address_keys(node: &Node) -> Vec<Problem> {
+    const KEYS: [&str; 2] = ["host", "port"];
+    let given = node.as_map().map(|map| map.0.as_slice()).unwrap_or_default();
+    let unknown = given.iter().map(|(key, node)| (key.to_string(), node)).filter(|(key, _)| !KEYS.contains(&&**key));
+    unknown
+        .map(|(key, node)| {
+            Problem::new(Mistake::Value, &node.origin, format!("head_server.{key}"), format!("unknown key '{key}'"))
+                .fix(suggest(&key, &KEYS, "keys"))
+        })
+        .collect()
 }
 
 /// Returns the known key from which `key` differs by a typing mistake.
@@ -163,13 +232,14 @@ fn absent(place: &str, node: &Node, key: &str, resolved: &Node, servers: &[Found
     };
     let known: Vec<&str> =
         servers.iter().filter(|server| kinds.contains(&server.kind)).map(|server| server.name.as_str()).collect();
-    if known.is_empty() || known.contains(&name) {
+    if known.contains(&name) {
         return None;
     }
     let (what, fix) = match resolved.step(name).and_then(Node::as_map) {
-        Some(block) if !servers.iter().any(|server| server.name == name) && block.contains(kinds[0].as_str()) => {
+        Some(block) if !servers.iter().any(|server| server.name == name) && is_idle(block) => {
             (format!("'{name}' has no entrypoint, so it is not a server"), "add 'entrypoint: app.py' to it".to_owned())
         }
+        _ if known.is_empty() => return None,
         _ => (format!("there is no agent or environment server '{name}'"), suggest(name, &known, "servers")),
     };
     Some(Problem::new(Mistake::Value, &node.origin, place.to_owned(), what).fix(fix))
@@ -225,6 +295,12 @@ fn block_of<'a>(server: &FoundServer, resolved: &'a Node) -> Option<&'a Node> {
     path.into_iter().try_fold(resolved, |node, step| node.step(step))
 }
 
+/// Returns the mistake of a reference that is only a name.
+pub(crate) fn bare_reference(kind: ServerKind, name: &str, key: String, origin: &Origin) -> Problem {
+    let fix = format!("write {{type: {kind}, name: {name}}}");
+    Problem::new(Mistake::Value, origin, key, format!("expected a reference, found the string \"{name}\"")).fix(fix)
+}
+
 /// Checks that each reference has a type, and that of its key.
 fn references(server: &FoundServer, resolved: &Node, servers: &[FoundServer], mistakes: &mut Vec<Problem>) {
     let path = [&server.name, server.kind.as_str(), &server.implementation];
@@ -232,6 +308,14 @@ fn references(server: &FoundServer, resolved: &Node, servers: &[FoundServer], mi
     for (key, node) in block.as_map().map(|map| map.0.as_slice()).unwrap_or_default() {
         let key = key.to_string();
         let wanted = composed_kinds(server.kind).find(|(known, _)| *known == key).map(|(_, kind)| kind);
+        if let (Some(kind), Some(name)) = (wanted, node.as_text())
+            && !node.is_interpolation()
+            && !node.is_missing()
+        {
+            let key = [path.join(".").as_str(), &key].join(".");
+            mistakes.push(bare_reference(kind, name, key, &node.origin).instance(&server.name));
+            continue;
+        }
         let Some(map) = node.as_map() else { continue };
         let Some(name) = map.get("name").and_then(Node::as_text) else { continue };
         let written = map.get("type").filter(|node| !matches!(node.value, Tree::Null));
@@ -250,7 +334,7 @@ fn references(server: &FoundServer, resolved: &Node, servers: &[FoundServer], mi
                     && servers.iter().any(|other| other.kind.as_str() == text && other.name == name) =>
             {
                 let what = format!("the reference is to one of the {text}, and {key} names one of the {kind}");
-                (Mistake::Reference, &node.origin, what, right_name(kind, servers))
+                (Mistake::Reference, &node.origin, what, check::right_name(kind, servers))
             }
             // In a key of the implementation's own, a type may mean something else.
             (Some((node, text)), None) if ServerKind::from_key(&text).is_none() => {
@@ -262,13 +346,5 @@ fn references(server: &FoundServer, resolved: &Node, servers: &[FoundServer], mi
         };
         let key = [path.join(".").as_str(), &key].join(".");
         mistakes.push(Problem::new(mistake, origin, key, what).instance(&server.name).fix(fix));
-    }
-}
-
-fn right_name(kind: ServerKind, servers: &[FoundServer]) -> String {
-    let names: Vec<&str> = servers.iter().filter(|other| other.kind == kind).map(|other| other.name.as_str()).collect();
-    match names.as_slice() {
-        [] => format!("write type: {kind}, and the name of such a server"),
-        names => format!("write type: {kind}, and one of the names {}", names.join(", ")),
     }
 }
