@@ -40,12 +40,12 @@ pub(crate) fn cases() -> Vec<Case> {
         file(
             "a negative number of bundles",
             "cluster:\n  bundle_ct_per_node_list:\n    - 2\n    - -1\n",
-            &["cluster.yaml:4: cluster.bundle_ct_per_node_list.1", "`-1`, expected u32"],
+            &["cluster.yaml:4: cluster.bundle_ct_per_node_list.1", "expected a whole number of at least 0, found -1"],
         ),
         file(
             "a string instead of a boolean",
             "cluster:\n  bundle_ct_per_node_list: [2]\n  use_gpus: perhaps\n",
-            &["cluster.yaml:3: cluster.use_gpus", "expected a boolean"],
+            &["cluster.yaml:3: cluster.use_gpus", "expected true or false"],
         ),
         file(
             "invalid GPU ids",
