@@ -147,7 +147,11 @@ const FAILED: [Key; 27] = [
     key("_ng_failure_class", "string", "The class of the failure; see below."),
     key("_ng_failure_type", "string", "The code of the error, such as `unavailable`."),
     key("_ng_failure_message", "string", "The message of the error, with its causes."),
-    key("_ng_failure_execution", "string", "The state of the request, as far as it is known: `not-started`, `finished` or `unknown`."),
+    key(
+        "_ng_failure_execution",
+        "string",
+        "The state of the request, as far as it is known: `not-started`, `finished` or `unknown`.",
+    ),
     key(
         "_ng_failure_http_status",
         "integer or null",
