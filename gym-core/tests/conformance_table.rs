@@ -1,4 +1,4 @@
-//! Checks that all tests named in docs/conformance.md exist.
+//! Checks that all tests named in tests/tables/conformance.md exist.
 
 #![allow(clippy::unwrap_used)] // In a test a panic is the message.
 
@@ -7,7 +7,7 @@ use std::path::Path;
 #[test]
 fn every_test_that_the_table_names_is_in_the_file_that_it_names() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
-    let table = std::fs::read_to_string(root.join("docs/conformance.md")).unwrap();
+    let table = std::fs::read_to_string(root.join("tests/tables/conformance.md")).unwrap();
     let mut named = 0;
     for entry in table.lines().filter(|line| line.starts_with("| C")).flat_map(|line| line.split("<br>")) {
         // `file`: `test`

@@ -1,5 +1,7 @@
 //! Checks the layers of ARCHITECTURE.md: the allowed dependencies between crates, and the forbidden dependencies of gym-core.
 
+#[path = "house/documents.rs"]
+mod documents;
 #[path = "house/rooms.rs"]
 mod rooms;
 
@@ -123,13 +125,12 @@ fn is_fixture(name: &str, level: &[String], room: &str) -> bool {
 }
 
 fn sources(name: &str) -> rooms::Crate {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("the workspace");
     let folder = match name {
         "gym-group" => "gym-client/group",
         "gym-segment" => "gym-transport-rdma/segment",
         name => name,
     };
-    rooms::Crate::read(&root.join(folder).join("src"))
+    rooms::Crate::read(&workspace().join(folder).join("src"))
 }
 
 #[test]
@@ -160,6 +161,71 @@ fn no_two_modules_of_a_level_depend_on_each_other() {
             let entries = read.rooms(&level).iter().filter(|room| !is_fixture(name, &level, room)).count();
             assert!(entries <= ENTRIES_MAX, "{name}, {}: {entries} entries", level.join("::"));
         }
+    }
+}
+
+fn workspace() -> &'static Path {
+    Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("the workspace")
+}
+
+/// A path may lack its first folders where the document has named them before.
+#[test]
+fn every_path_in_the_architecture_and_the_decisions_exists() {
+    let entries = documents::entries(workspace());
+    let pages = entries.iter().filter(|path| *path == "ARCHITECTURE.md" || path.starts_with("decisions/0"));
+    let mut named = 0;
+    for page in pages {
+        let text = std::fs::read_to_string(workspace().join(page)).unwrap();
+        for path in documents::paths(&documents::prose(&text)) {
+            let (path, below) = (path.trim_end_matches('/'), format!("/{}", path.trim_end_matches('/')));
+            assert!(
+                entries.iter().any(|entry| entry == path || entry.ends_with(&below)),
+                "{page} names {path}, which does not exist; fix: name the new path"
+            );
+            named += 1;
+        }
+    }
+    assert!(named > 150, "the documents name {named} paths; was their form changed?");
+}
+
+#[test]
+fn every_relative_link_of_the_documents_leads_somewhere() {
+    let entries = documents::entries(workspace());
+    let mut followed = 0;
+    for page in entries.iter().filter(|path| path.ends_with(".md")) {
+        let text = std::fs::read_to_string(workspace().join(page)).unwrap();
+        let folder = workspace().join(page).parent().expect("the folder of a page").to_owned();
+        for link in documents::links(&documents::prose(&text)).filter(|link| !link.contains("://")) {
+            let (file, anchor) = link.split_once('#').unwrap_or((link, ""));
+            let target = if file.is_empty() { workspace().join(page) } else { folder.join(file) };
+            assert!(target.exists(), "{page} links to {link}, which does not exist");
+            if !anchor.is_empty() {
+                let anchors = documents::anchors(&std::fs::read_to_string(&target).unwrap());
+                assert!(anchors.contains(anchor), "{page} links to {link}; the page has no such heading");
+            }
+            followed += 1;
+        }
+    }
+    assert!(followed > 100, "the documents have {followed} links; was their form changed?");
+}
+
+/// Each decision is short, has the three headings, and is in the list.
+#[test]
+fn decisions_are_few_short_and_listed() {
+    let entries = documents::entries(workspace());
+    let list = std::fs::read_to_string(workspace().join("decisions/README.md")).unwrap();
+    let decisions: Vec<&str> = entries.iter().filter_map(|path| path.strip_prefix("decisions/0")).collect();
+    assert!(
+        (1..=30).contains(&decisions.len()),
+        "{} decisions; remove those that no newcomer would undo",
+        decisions.len()
+    );
+    for name in decisions {
+        let text = std::fs::read_to_string(workspace().join(format!("decisions/0{name}"))).unwrap();
+        let headings: Vec<&str> = text.lines().filter_map(|line| line.strip_prefix("## ")).collect();
+        assert_eq!(headings, ["Context", "Decision", "Alternatives"], "0{name}");
+        assert!(text.lines().count() <= 40, "0{name} has more than 40 lines");
+        assert!(list.contains(&format!("(0{name})")), "decisions/README.md does not list 0{name}");
     }
 }
 

@@ -1,5 +1,5 @@
 //! Group calls of NeMo RL's worker groups: the cases of its `RayWorkerGroup`, by their numbers in
-//! `docs/conformance.md`, and balanced calls.
+//! `tests/tables/conformance.md`, and balanced calls.
 
 use std::sync::Arc;
 use std::time::Duration;

@@ -1,6 +1,6 @@
 //! The Ray provisioner against a dashboard in this process, which plays Ray's REST interface word for word: no Ray, no Python, no waiting.
 //!
-//! The numbers in the comments are those of the cases in `docs/conformance-ray.md`. A test with a paused clock takes milliseconds for the seconds that it
+//! The numbers in the comments are those of the cases in `tests/tables/conformance-ray.md`. A test with a paused clock takes milliseconds for the seconds that it
 //! waits.
 
 #![cfg(target_os = "linux")]

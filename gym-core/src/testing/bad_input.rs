@@ -150,7 +150,7 @@ impl Tried {
         }
         let text = format!(
             "# {title}\n\n{} bad inputs of {} kinds, {about}\n\n\
-             | kind | bad input | gets | which says |\n|---|---|---|---|\n{}\n",
+             | kind | bad input | result | message |\n|---|---|---|---|\n{}\n",
             self.lines.len(),
             self.kinds,
             self.lines.join("\n")

@@ -1,4 +1,4 @@
-//! The conformance cases of batches, by their ids in docs/conformance.md. They use the public interface only.
+//! The conformance cases of batches, by their ids in tests/tables/conformance.md. They use the public interface only.
 
 #![allow(clippy::unwrap_used)] // In a test a panic is the message.
 

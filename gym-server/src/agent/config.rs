@@ -32,7 +32,7 @@ pub struct SimpleAgentConfig {
     /// The reward of an unverified episode. 0 by default.
     #[serde(default)]
     pub skip_verification_reward: f64,
-    /// What happens with the errors of tools that the model did not cause: `auto` (default), `fail` or `to_model`.
+    /// Handling of the errors of tools that the model did not cause: `auto` (default), `fail` or `to_model`.
     #[serde(default)]
     #[cfg_attr(feature = "schemars", schemars(extend("default" = "auto")))]
     pub tool_errors: ToolErrors,

@@ -162,7 +162,7 @@ const READ: [(&str, &str, &str); 53] = [
     (
         "WORKER_CHECKS",
         "`rgym run --worker`",
-        "What a failed check of a worker's start does (`fail`, `warn`, `off`), unless `--checks` is given.",
+        "The effect of a failed check at the start of a worker (`fail`, `warn`, `off`), unless `--checks` is given.",
     ),
     (
         "WORKER_HEARTBEAT_INTERVAL",
@@ -197,11 +197,11 @@ const SET: [(&str, &str, &str); 23] = [
         "every child",
         "Identifies the launcher, so that all processes that a child started can be ended.",
     ),
-    ("GYM_NODE_AGENT", "node agent on Ray", "What the agent has of its node, and its join secret, as JSON."),
+    ("GYM_NODE_AGENT", "node agent on Ray", "The agent's share of its node, and its join secret, as JSON."),
     ("GYM_RAY_SHIM", "driver on Ray", "The source of the driver."),
-    ("GYM_RAY_SPEC", "driver on Ray", "What the job reserves and starts, as JSON."),
+    ("GYM_RAY_SPEC", "driver on Ray", "The bundles that the job reserves and the program that it starts, as JSON."),
     ("GYM_UCX_RESTARTED", "`rgym`", "Set when the program has executed itself again with the variables of UCX."),
-    ("GYM_WORKER", "rank", "What the rank runs, as JSON."),
+    ("GYM_WORKER", "rank", "The worker type and its settings, as JSON."),
     ("LANG", "limited program", "`C.UTF-8`. A limited program has no variable of its parent."),
     ("LOCAL_RANK", "rank", "The number of the rank on its node, from 0."),
     ("LOCAL_WORLD_SIZE", "rank", "The number of ranks of the group on the node of the rank."),
@@ -368,7 +368,7 @@ fn the_page_on_environment_variables_is_the_generated_one() {
     page.table(["layer", "from"], VariableSource::ALL.map(|layer| [code(layer.as_str()), layer.content().to_owned()]));
     page.section(
         "Not inherited by ranks",
-        "What launchers and other programs set for one process (`NOT_INHERITED`). A group, a worker type and its function can set such a \
+        "Variables that launchers and other programs set for one process (`NOT_INHERITED`). A group, a worker type and its function can set such a \
          variable. Ranks get no variable that is not valid UTF-8; a warning names those.",
     );
     page.table(["kind", "variables", "reason"], NOT_INHERITED.map(|kind| kind_row(&kind)));

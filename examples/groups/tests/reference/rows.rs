@@ -132,7 +132,7 @@ const REPORTED: [Key; 7] = [
     key(
         "response._gym_prompt",
         "mapping",
-        "What the model server added to the request of the last turn that shapes the prompt, as the engine received it: keys such as \
+        "Keys that the model server added to the request of the last turn and that shape the prompt, as the engine received them: \
          `chat_template_kwargs`, `chat_template` or `continue_final_message`. Absent if it added none.",
     ),
     key(
@@ -147,7 +147,11 @@ const FAILED: [Key; 27] = [
     key("_ng_failure_class", "string", "The class of the failure; see below."),
     key("_ng_failure_type", "string", "The code of the error, such as `unavailable`."),
     key("_ng_failure_message", "string", "The message of the error, with its causes."),
-    key("_ng_failure_execution", "string", "What is known about the request: `not-started`, `finished` or `unknown`."),
+    key(
+        "_ng_failure_execution",
+        "string",
+        "The state of the request, as far as it is known: `not-started`, `finished` or `unknown`.",
+    ),
     key(
         "_ng_failure_http_status",
         "integer or null",

@@ -1,6 +1,6 @@
 //! Ranks on a real Ray cluster, whose nodes are network namespaces: `.ci/ray.py` starts it, and these cases with it. Without it they say so.
 //!
-//! The numbers in the names are those of the cases in `docs/conformance-ray.md`.
+//! The numbers in the names are those of the cases in `tests/tables/conformance-ray.md`.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;

@@ -1,6 +1,6 @@
 //! Verification of many small items over ranks: batches by time, a shared input by reference, and items that fail or end their rank.
 //!
-//! The numbers in the names of [`super::ray`] are those of the cases 36 to 39 in `docs/conformance-ray.md`; the cases here are the same without Ray.
+//! The numbers in the names of [`super::ray`] are those of the cases 36 to 39 in `tests/tables/conformance-ray.md`; the cases here are the same without Ray.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

@@ -140,7 +140,7 @@ pub const NOT_INHERITED: [VariableKind; 19] = [
     kind(
         "this SDK",
         &["GYM_WORKER", "GYM_NODE_*", "GYM_RAY_*", "GYM_LAUNCH_MARK"],
-        "What another process of this SDK runs. Each child gets its own.",
+        "The task of another process of this SDK. Each child gets its own.",
     ),
     kind("secrets of this SDK", &["GYM_JOIN_SECRET"], "Whoever has it can start processes on the nodes."),
 ];
