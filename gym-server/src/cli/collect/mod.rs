@@ -17,7 +17,7 @@ use futures_util::FutureExt as _;
 use gym_client::ServerClient;
 use gym_client::collect::input::DEFAULT_KEY;
 use gym_client::collect::monitor::CollectionMonitor;
-use gym_client::collect::{CollectOptions, ExistingOutput, RolloutCollector, ServerNames, connect_head};
+use gym_client::collect::{CollectOptions, ExistingOutput, OutputFiles, RolloutCollector, ServerNames, connect_head};
 use gym_client::registry::RemoteRegistry;
 use gym_core::server::ServerKind;
 use gym_core::transport::TransportPolicy;
@@ -72,6 +72,17 @@ pub(super) async fn collect(
             "{}: this run replaces the results of an earlier one; with --resume, it would continue them",
             first.display()
         ));
+    }
+    if options.existing == ExistingOutput::Resume && existing.is_empty() {
+        let output = options.output.display();
+        if let Some(near) = OutputFiles::beside(&options.output).misspelled_of() {
+            return Err(Failure::Usage(format!(
+                "{output}: there are no results to resume; did you mean `{}`?\n  fix: name it with --output, or leave out --resume to \
+                 begin a new collection",
+                near.display()
+            )));
+        }
+        console.line(&format!("{output}: there are no results to resume yet; this run begins them"));
     }
     #[cfg(feature = "ray")]
     let (loaded, ray) = match serves {
