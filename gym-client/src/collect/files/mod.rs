@@ -1,6 +1,7 @@
 //! The output files of a collection: their names, and the checks that no file is destroyed by mistake.
 
 pub(super) mod chunks;
+mod near;
 
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
@@ -8,14 +9,13 @@ use std::path::{Path, PathBuf};
 use gym_core::base::Files;
 use gym_core::{Error, Result};
 
+use crate::collect::files::near::ENTRIES_MAX;
+pub use crate::collect::files::near::nearest_file;
 use crate::collect::ledger::index_path;
 use crate::config::nearest_name;
 
 /// Links that are followed to the end of a chain; Linux follows as many.
 const LINKS_MAX: usize = 40;
-
-/// Entries of a folder that are compared with a name. More are the results of a program, not of a person who types their names.
-const ENTRIES_MAX: usize = 10_000;
 
 /// Characters of a part of a name from which another letter in it is a typing mistake, and not another run.
 const PART_CHARS_MIN: usize = 3;

@@ -44,6 +44,7 @@ pub(super) async fn collect(
     servers: &Servers,
     console: &Console,
 ) -> Outcome {
+    args.sources.check_endings(args.input.as_deref())?;
     let serves = !args.no_serve && (args.serve || !args.sources.files.is_empty());
     if serves && head_url_given {
         return Err(Failure::Usage(

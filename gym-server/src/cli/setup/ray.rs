@@ -31,13 +31,13 @@ pub(in crate::cli) async fn connect(address: &RayAddress) -> Result<(RayDashboar
     RayDashboard::connect(&CallContext::within(CONNECT_TIME), address).await
 }
 
-/// As [`connect_servers`], and says so if Ray is not used.
+/// As [`connect_servers`], and says so if servers in Python, which can use Ray, find none.
 pub(in crate::cli) async fn announce(
     loaded: LoadedConfig,
     python: Option<&Path>,
     console: &Console,
 ) -> Result<(LoadedConfig, Option<LocalHead>), Failure> {
-    if address(&loaded.config)?.is_none() {
+    if address(&loaded.config)?.is_none() && loaded.python.is_some() {
         console.line("Ray is not used: ray_head_node_address is not set");
     }
     connect_servers(loaded, python, console).await
