@@ -84,7 +84,11 @@ pub(crate) fn results_without_settings_resume_with_one_warning() {
 pub(crate) fn a_resume_of_nothing_says_so_and_a_misspelled_output_is_refused() {
     let folder = recorded();
     let before = folder.contents();
-    let output = |path: &str, code| own(&folder, &["--resume", "--output", path], code);
+    let output = |path: &str, code| {
+        let (port, rows) =
+            (folder.port(), ["--config", "gym.yaml", "-a", "digit_agent", "-i", "tasks.jsonl", "--resume"]);
+        ended_with(&folder.run(&[&["collect"], &rows[..], &["-o", path, &port]].concat()), code)
+    };
     for (path, meant) in [("out/rolouts.jsonl", "out/rollouts.jsonl"), ("otu/rollouts.jsonl", "out/rollouts.jsonl")] {
         let (_, error) = output(path, 2);
         let says =
