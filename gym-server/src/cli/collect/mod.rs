@@ -85,6 +85,9 @@ pub(super) async fn collect(
         }
         console.line(&format!("{output}: there are no results to resume yet; this run begins them"));
     }
+    if serves {
+        options.check_rows(&ServerNames::of_config(&loaded.config)).await?;
+    }
     #[cfg(feature = "ray")]
     let (loaded, ray) = match serves {
         true => crate::cli::setup::ray::connect_servers(loaded, args.sources.python.as_deref(), console).await?,
