@@ -109,7 +109,7 @@ pub(crate) fn mistakes_in_rows_and_options_are_found_before_the_first_rollout() 
             "{\"response_create_params\": {\"input\": \"x\"}, \"digits\": \"0\"}\n".to_owned(),
             &[],
             false,
-            "line 1: responses_create_params is missing; did you mean it by `response_create_params`?",
+            "line 1: responses_create_params is missing; rename `response_create_params`, which is misspelled",
         ),
         (
             "digits,question\n0,x\n".to_owned(),

@@ -640,7 +640,7 @@ fn taskset(row: &JsonFields<'_>) -> Option<String> {
 fn without_params(row: &JsonFields<'_>) -> String {
     let keys = || row.iter().map(|(key, _)| key);
     if let Some(near) = nearest_name(PARAMS, keys()) {
-        return format!("{PARAMS} is missing; did you mean it by `{near}`?");
+        return format!("{PARAMS} is missing; rename `{near}`, which is misspelled");
     }
     let input = ["input", "messages", "prompt", "question"].into_iter().find(|usual| keys().any(|key| key == *usual));
     match input {

@@ -223,6 +223,7 @@ pub(in crate::cli) async fn plan(
     servers: &Servers,
     console: &Console,
 ) -> Outcome {
+    args.sources.check_endings(Some(&args.input))?;
     let loaded = load(&args.sources, overrides, servers, Need::OwnServers).await?;
     if loaded.config.instances.is_empty() {
         return Err(nothing_named("measure", &loaded.config.files));

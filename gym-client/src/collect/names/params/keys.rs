@@ -58,23 +58,22 @@ pub(super) fn fix_of_key(key: &str) -> String {
     }
     match key {
         "n" => {
-            return "the Responses API has no such key; remove it, and collect each row N times with --num-repeats N"
-                .into();
+            return "the Responses API has none: remove it, and collect each row N times with --num-repeats N".into();
         }
         "seed" => {
             return format!(
-                "the Responses API has no such key; remove it and give each rollout its own seed with --add-seed, or write {}",
+                "the Responses API has none: remove it, and give each rollout its own seed with --add-seed or write {}",
                 extra_body(key)
             );
         }
         "extra_body" => return "write `metadata`: {\"extra_body\": \"{…}\"}, a string that holds a JSON object".into(),
         _ if OF_ENGINES.binary_search(&key).is_ok() => {
             return format!(
-                "the Responses API has no such key; for an engine that has it, write {}, or remove it",
+                "the Responses API has none: remove it, or write {} for an engine that has it",
                 extra_body(key)
             );
         }
-        _ if WITHOUT.binary_search(&key).is_ok() => return "the Responses API has no such key; remove it".into(),
+        _ if WITHOUT.binary_search(&key).is_ok() => return "the Responses API has none: remove it".into(),
         _ => {}
     }
     let others = RENAMED.iter().map(|renamed| renamed.0).chain(OF_ENGINES.iter().copied());

@@ -117,15 +117,15 @@ mod tests {
             (r#"{"input": "x", "max_tokens": 1}"#, "unknown key; write `max_output_tokens`"),
             (
                 r#"{"input": "x", "seed": 1}"#,
-                r#"the Responses API has no such key; remove it and give each rollout its own seed"#,
+                "seed: unknown key; the Responses API has none: remove it, and give each rollout",
             ),
             (
                 r#"{"input": "x", "stop": ["x"]}"#,
-                r#"for an engine that has it, write "metadata": {"extra_body": "{\"stop\": …}"}, or remove it"#,
+                r#"none: remove it, or write "metadata": {"extra_body": "{\"stop\": …}"} for an engine that has it"#,
             ),
             (
                 r#"{"input": "x", "n": 4}"#,
-                "responses_create_params.n: unknown key; the Responses API has no such key; remove it, and collect",
+                "responses_create_params.n: unknown key; the Responses API has none: remove it, and collect each row N times",
             ),
             (r#"{"input": "x", "response_format": {}}"#, r#"write `text`: {"format": …}"#),
             (r#"{"input": "x", "functions": []}"#, "write `tools`: ["),
