@@ -119,6 +119,7 @@ fn main() -> ExitCode {
         resume::a_resume_with_other_settings_is_refused_or_marked,
         resume::a_remote_head_server_tells_the_settings_of_its_servers,
         resume::results_without_settings_resume_with_one_warning,
+        resume::a_resume_of_nothing_says_so_and_a_misspelled_output_is_refused,
         resume::results_of_an_earlier_commit_are_read_and_resumed,
         summary::the_summary_has_the_figures_of_the_rows_on_the_disk,
         summary::status_shows_the_oldest_rollout_in_flight,

@@ -87,6 +87,30 @@ pub(crate) fn cases() -> Vec<Case> {
             &["line 2", "responses_create_params.temperatur: unknown key", "`temperature`"],
         ),
         row(
+            TYPE,
+            "a parameter of chat completions",
+            br#"{"responses_create_params": {"input": "x", "stop": ["."]}, "expected_answer": "4", "agent_ref": {"name": "a_good"}}"#,
+            &["line 2", "responses_create_params.stop: unknown key; the Responses API has none"],
+        ),
+        row(
+            TYPE,
+            "a temperature in words",
+            br#"{"responses_create_params": {"input": "x", "temperature": "hot"}, "expected_answer": "4", "agent_ref": {"name": "a_good"}}"#,
+            &["line 2", "responses_create_params.temperature is a string", "write a number"],
+        ),
+        row(
+            TYPE,
+            "a tool in the form of chat completions",
+            br#"{"responses_create_params": {"input": "x", "tools": [{"type": "function", "function": {"name": "f"}}]}, "expected_answer": "4", "agent_ref": {"name": "a_good"}}"#,
+            &["line 2", "responses_create_params.tools[0] has the form of chat completions"],
+        ),
+        row(
+            TYPE,
+            "a misspelled tool_choice",
+            br#"{"responses_create_params": {"input": "x", "tool_choice": "requird"}, "expected_answer": "4", "agent_ref": {"name": "a_good"}}"#,
+            &["line 2", "responses_create_params.tool_choice is", "did you mean `required`?"],
+        ),
+        row(
             MISSING,
             "no responses_create_params",
             br#"{"agent_ref": {"name": "a_good"}}"#,
@@ -97,6 +121,18 @@ pub(crate) fn cases() -> Vec<Case> {
             "no input",
             br#"{"responses_create_params": {}, "expected_answer": "4", "agent_ref": {"name": "a_good"}}"#,
             &["line 2", "responses_create_params.input is missing"],
+        ),
+        row(
+            MISSING,
+            "an empty input",
+            br#"{"responses_create_params": {"input": []}, "expected_answer": "4", "agent_ref": {"name": "a_good"}}"#,
+            &["line 2", "responses_create_params.input is an empty list"],
+        ),
+        row(
+            MISSING,
+            "a tool without a name",
+            br#"{"responses_create_params": {"input": "x", "tools": [{"type": "function"}]}, "expected_answer": "4", "agent_ref": {"name": "a_good"}}"#,
+            &["line 2", "responses_create_params.tools[0] has no name"],
         ),
         row(
             MISSING,

@@ -27,5 +27,7 @@ pub use sessions::{
     IDLE_MAX, IDLE_MIN, SCORED_MAX, SESSIONS_MAX, SessionCounts, SessionId, SessionTable, Sessions, session_lost,
 };
 pub use tool_errors::{ToolErrorCause, ToolErrors, tool_error_response};
+#[doc(hidden)]
+pub use tools::{ArgumentType, argument_type};
 pub use tools::{Tool, ToolReply};
 pub use validation::{RESPONSES_KEYS, TaskCheck, ValidationProblem, unprocessable};

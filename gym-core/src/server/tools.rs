@@ -2,7 +2,7 @@
 
 use crate::base::error::Result;
 use crate::message::{RawObject, Response};
-use crate::server::arguments::Argument;
+use crate::server::arguments::{Argument, Arguments};
 use serde::Serialize;
 use serde_json::{Map, Value, json};
 
@@ -190,8 +190,12 @@ macro_rules! tools {
     ),+ $(,)?) => {
         fn tools(&$this) -> ::std::vec::Vec<$crate::server::Tool> {
             ::std::vec![$(
-                $crate::server::Tool::new(stringify!($tool), concat!($($doc, "\n"),*))
-                    $(.argument::<$type>(stringify!($argument), concat!($($argument_doc, "\n"),*)))*
+                {
+                    let tool = $crate::server::Tool::new(stringify!($tool), concat!($($doc, "\n"),*));
+                    $( let tool = $crate::server::argument_type::<$type>()
+                        .describe(tool, stringify!($argument), concat!($($argument_doc, "\n"),*)); )*
+                    tool
+                }
             ),+]
         }
 
@@ -206,7 +210,7 @@ macro_rules! tools {
             match tool {
                 $(
                     stringify!($tool) => {
-                        $( let $argument = call.take::<$type>(stringify!($argument)); )*
+                        $( let $argument = $crate::server::argument_type::<$type>().take(&mut call, stringify!($argument)); )*
                         #[allow(irrefutable_let_patterns)]
                         let ($(Some($argument),)*) = ($($argument,)*) else { return Ok(call.refusal()) };
                         $crate::server::ToolReply::into_response($answer)
@@ -226,6 +230,42 @@ macro_rules! tools {
     ($($other:tt)*) => {
         compile_error!("tools!: expected three names between bars and then the tools: `|self, cx, session| NAME(ARGUMENT: TYPE) => ANSWER,`");
     };
+}
+
+/// The type of an argument, for `tools!`. Its methods need no bound, so that a type which is none has one error of the compiler: two uses
+/// of one function at one place have the same.
+#[doc(hidden)]
+#[derive(Clone, Copy)]
+pub struct ArgumentType<T> {
+    describe: fn(Tool, &str, &str) -> Tool,
+    take: fn(&mut Arguments<'_>, &str) -> Option<T>,
+}
+
+/// Returns the type of an argument.
+#[doc(hidden)]
+#[must_use]
+pub fn argument_type<T: Argument>() -> ArgumentType<T> {
+    ArgumentType { describe: Tool::argument::<T>, take: |call, name| call.take(name) }
+}
+
+impl<T> ArgumentType<T> {
+    /// Adds the argument to a tool.
+    #[must_use]
+    pub fn describe(self, tool: Tool, name: &str, description: &str) -> Tool {
+        (self.describe)(tool, name, description)
+    }
+
+    /// Reads the argument of a call.
+    #[must_use]
+    pub fn take(self, call: &mut Arguments<'_>, name: &str) -> Option<T> {
+        (self.take)(call, name)
+    }
+}
+
+impl<T> std::fmt::Debug for ArgumentType<T> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("ArgumentType")
+    }
 }
 
 #[cfg(test)]

@@ -1,12 +1,14 @@
 //! One episode of an agent: seeds, plays and verifies it, keeps the cookies of each server, and closes the session.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use bytes::Bytes;
 use futures_util::future::BoxFuture;
 use futures_util::{FutureExt, TryFutureExt};
 use gym_client::{CallOptions, CookieJar, ServerClient, Session};
+use gym_core::base::waits::{Wait, WaitGuard, WaitKind, WaitTarget};
 use gym_core::message::TraceContext;
 use gym_core::rollout::metrics::STATISTICS_METADATA;
 use gym_core::rollout::{EPISODE_METADATA, EpisodeRecord, FailureClass, Phase, UNVERIFIED_KEY, non_finite_reward};
@@ -79,7 +81,7 @@ impl Episode {
     /// # Errors
     /// The error of `/seed_session`.
     pub async fn seed(cx: &CallContext, client: &ServerClient, resources: &str, row: &RawObject) -> Result<Self> {
-        let mut course = Course::begin();
+        let mut course = Course::begin(cx);
         let session = ResourcesSession::seed(&cx.child(), &cx.metadata, client, resources, row).await?;
         course.add(Phase::Seed, course.began);
         Ok(Self {
@@ -195,12 +197,41 @@ pub(super) struct Course {
     pub(super) began: Instant,
     pub(super) record: EpisodeRecord,
     prefix: PrefixIds,
+    trace_id: u128,
+    /// Tells the turns to `rgym stuck` and to the collector's progress line. `None` for short episodes, which pay nothing for it.
+    shown: Option<ShownTurns>,
+}
+
+/// The turns of an episode that goes on, in the table of waits.
+#[derive(Debug)]
+struct ShownTurns {
+    turns: Arc<TurnCount>,
+    _wait: WaitGuard,
+}
+
+#[derive(Debug)]
+struct TurnCount(AtomicU32);
+
+impl WaitTarget for TurnCount {
+    fn describe(&self) -> String {
+        format!("{} turns", self.0.load(Ordering::Relaxed))
+    }
+
+    fn turns(&self) -> Option<u32> {
+        Some(self.0.load(Ordering::Relaxed))
+    }
 }
 
 impl Course {
-    /// Begins now.
-    pub(super) fn begin() -> Self {
-        Self { began: Instant::now(), record: EpisodeRecord::default(), prefix: PrefixIds::default() }
+    /// Begins now, on behalf of this call.
+    pub(super) fn begin(cx: &CallContext) -> Self {
+        Self {
+            began: Instant::now(),
+            record: EpisodeRecord::default(),
+            prefix: PrefixIds::default(),
+            trace_id: cx.trace.trace_id,
+            shown: None,
+        }
     }
 
     /// Adds a response of a model, with the tokens that it read and wrote.
@@ -211,6 +242,21 @@ impl Course {
         record.completion_unverified |= response.get(UNVERIFIED_KEY).is_some_and(|unverified| unverified == "true");
         if let Some(breaks) = self.prefix.add(model, response) {
             record.prefix_breaks = Some(record.prefix_breaks.unwrap_or(0).saturating_add(breaks.into()));
+        }
+        self.show();
+    }
+
+    /// Shows the turns from the second one on.
+    fn show(&mut self) {
+        let turns = self.record.turns;
+        match &self.shown {
+            Some(shown) => shown.turns.0.store(turns, Ordering::Relaxed),
+            None if turns < 2 || self.trace_id == 0 => {}
+            None => {
+                let turns = Arc::new(TurnCount(AtomicU32::new(turns)));
+                let wait = Wait::new(WaitKind::Episode, self.trace_id).since(self.began).on(turns.clone());
+                self.shown = Some(ShownTurns { turns, _wait: WaitGuard::begin(wait) });
+            }
         }
     }
 

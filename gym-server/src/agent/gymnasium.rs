@@ -157,7 +157,7 @@ impl AgentServer for GymnasiumAgent {
         };
         let environment = self.config.resources_server.name.as_str();
         let (caller, cx) = (&cx.metadata, &cx.child());
-        let mut course = Course::begin();
+        let mut course = Course::begin(cx);
         let (mut session, reply) =
             ResourcesSession::begin(cx, caller, &self.client, environment, "/reset", row, close_route).await?;
         course.add(Phase::Seed, course.began);

@@ -122,10 +122,70 @@ fn parse(argv: impl IntoIterator<Item = OsString>, transports: &[Transport]) -> 
                         "{text}: no such file, and as an override of the configuration it is none that this command takes\n  fix: correct the path"
                     )));
                 }
-                _ => Parsed::Message(error),
+                _ => match mistaken(&error, &typed.arguments) {
+                    Some(text) => return Err(Failure::Usage(text)),
+                    None => Parsed::Message(error),
+                },
             },
         },
     })
+}
+
+/// Words that are no commands, with the command that is meant.
+const MEANT: [(&str, &str); 11] = [
+    ("check", "config check"),
+    ("environment", "new environment"),
+    ("init", "new environment"),
+    ("list", "status"),
+    ("ls", "status"),
+    ("ps", "status"),
+    ("resolve", "config show"),
+    ("serve", "run"),
+    ("show", "config show"),
+    ("start", "run"),
+    ("validate", "config check"),
+];
+
+/// Returns the error for a word that clap does not know, if the command that is meant is known.
+fn mistaken(error: &clap::Error, arguments: &[OsString]) -> Option<String> {
+    use clap::error::{ContextKind, ContextValue, ErrorKind};
+
+    let said = |kind| match error.get(kind) {
+        Some(ContextValue::String(word)) => Some(word.as_str()),
+        _ => None,
+    };
+    let program = console::program();
+    let words: Vec<&str> = arguments.iter().skip(1).filter_map(|word| word.to_str()).collect();
+    let command = words.first().copied().unwrap_or_default();
+    match error.kind() {
+        ErrorKind::InvalidSubcommand => {
+            let word = said(ContextKind::InvalidSubcommand)?;
+            let meant = match command {
+                "new" => format!("{program} new environment {word}"),
+                "config" => format!("{program} config check {word}"),
+                _ if word == command => {
+                    let meant = MEANT.iter().find(|(known, _)| *known == word)?.1;
+                    format!("{program} {}", [&[meant], &words[1..]].concat().join(" "))
+                }
+                _ => return None,
+            };
+            Some(format!("`{word}` is no command\n  fix: {}", meant.trim_end()))
+        }
+        ErrorKind::UnknownArgument => {
+            let word = said(ContextKind::InvalidArg)?;
+            let option = match word.rsplit_once('.')?.1 {
+                "yaml" | "yml" if matches!(command, "run" | "collect" | "plan" | "doctor") => "--config",
+                "jsonl" if matches!(command, "collect" | "plan") => "--input",
+                _ => return None,
+            };
+            let words: Vec<String> = words
+                .iter()
+                .map(|other| if *other == word { format!("{option} {word}") } else { (*other).to_owned() })
+                .collect();
+            Some(format!("`{word}`: a file needs its option\n  fix: {program} {}", words.join(" ")))
+        }
+        _ => None,
+    }
 }
 
 fn start(cli: Cli, overrides: Vec<String>, head_url_given: bool, servers: Servers, console: &Console) -> Outcome {
@@ -215,6 +275,26 @@ mod tests {
             (&["rgym", "env", "validate", "--config", "a.yaml"], &["rgym", "config", "check", "--config=a.yaml"]),
         ] {
             assert_eq!(command(theirs), command(ours), "{theirs:?}");
+        }
+    }
+
+    #[test]
+    fn a_word_that_is_no_command_is_answered_with_the_command_that_is_meant() {
+        for (line, fix) in [
+            (&["rgym", "check"][..], "fix: rgym config check"),
+            (&["rgym", "check", "a.yaml"], "fix: rgym config check a.yaml"),
+            (&["rgym", "config", "a.yaml"], "fix: rgym config check a.yaml"),
+            (&["rgym", "new", "bank"], "fix: rgym new environment bank"),
+            (&["rgym", "run", "base.yaml"], "fix: rgym run --config base.yaml"),
+            (&["rgym", "collect", "base.yaml", "--agent", "a"], "fix: rgym collect --config base.yaml --agent a"),
+            (&["rgym", "collect", "-a", "a", "tasks.jsonl"], "fix: rgym collect -a a --input tasks.jsonl"),
+        ] {
+            let refused = parse(line.iter().map(OsString::from), &gym_client::transport::BUILT_IN);
+            let Err(Failure::Usage(text)) = refused else { panic!("{line:?}") };
+            assert!(text.ends_with(fix), "{line:?}: {text}");
+        }
+        for line in [&["rgym", "pln"][..], &["rgym", "run", "--confg", "a.yaml"], &["rgym", "config", "--help"]] {
+            assert!(matches!(parsed(line), Parsed::Message(_)), "{line:?}: clap has its own suggestion");
         }
     }
 

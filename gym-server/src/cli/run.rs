@@ -10,7 +10,7 @@ use gym_core::base::host_name;
 use gym_core::registry::{MemberTiming, Registry};
 use gym_core::server::ServerKind;
 use gym_core::transport::host_port;
-use gym_core::{Endpoint, World};
+use gym_core::{Code, Endpoint, Error, World};
 
 use crate::cli::args::options::{ChecksMode, ClusterArgs, RunArgs};
 use crate::cli::console::{self, Console};
@@ -33,6 +33,7 @@ pub(super) async fn run(
     servers: &Servers,
     console: &Console,
 ) -> Outcome {
+    args.sources.check_endings(None)?;
     let mut args = args;
     let cluster = args.cluster.clone();
     if cluster.head_only {
@@ -84,6 +85,18 @@ pub(super) async fn run(
     #[cfg(feature = "ray")]
     crate::cli::setup::ray::stop(ray, console).await;
     ended
+}
+
+/// Adds the fix to the error of servers whose head server does not answer.
+fn without_head(error: Error, head: &Endpoint, serves_head: bool) -> Failure {
+    if serves_head || error.code() != Code::Unavailable || error.to_string().contains("\n  fix:") {
+        return error.into();
+    }
+    Failure::Failed(format!(
+        "{error}\n  fix: start the head server at {head} first, with `{} run --head-only`, or name another one with --head-url or \
+         HEAD_SERVER_URL",
+        console::program()
+    ))
 }
 
 /// What a command serves, after its configuration was loaded.
@@ -158,7 +171,9 @@ async fn serve(serving: Serving, overrides: &[String], servers: &Servers, consol
         () = stop.graceful.cancelled() => {
             return Err(Failure::Failed("stopped before all servers were ready".to_owned()));
         }
-        stack = Box::pin(Stack::start(loaded.config, servers, &world, options)) => stack?,
+        stack = Box::pin(Stack::start(loaded.config, servers, &world, options)) => {
+            stack.map_err(|error| without_head(error, &head, serves_head))?
+        }
     };
     #[cfg(feature = "ray")]
     if let Some(gpus) = gym_group::GpuMetrics::of_this_machine() {

@@ -98,7 +98,11 @@ impl FakeRay {
 
     /// Starts `rgym run`; returns what it said before it was ready, and its further error output.
     fn start(&self, folder: &TestFolder) -> (Started, String, BufReader<ChildStderr>) {
-        let mut command = self.command(folder, &["+ray_head_node_address=local"]);
+        Self::started(self.command(folder, &["+ray_head_node_address=local"]))
+    }
+
+    /// As [`FakeRay::start`], for this command.
+    fn started(mut command: Command) -> (Started, String, BufReader<ChildStderr>) {
         let child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
         let mut started = Started { child, said: Vec::new() };
         let mut error = BufReader::new(started.child.stderr.take().unwrap());
@@ -164,6 +168,14 @@ pub(crate) fn local_starts_one_ray_head_and_stops_only_that() {
     assert!(said.contains("(local from command line)"), "{said}");
     let said = said_until(&mut more.by_ref().lines(), "Ray already initialized");
     assert!(said.contains("Ray already initialized: Ray 2.60.0 with 1 node"), "{said}");
+    assert_eq!(user.interrupt(), Some(0));
+
+    // So does one that has the address from its environment, and the dashboard from its configuration.
+    let third = TestFolder::new();
+    let mut command = ray.command(&third, &[]);
+    command.env("RAY_ADDRESS", "local");
+    let (user, said, _more) = FakeRay::started(command);
+    assert!(said.contains("(local from RAY_ADDRESS)"), "{said}");
     assert_eq!(user.interrupt(), Some(0));
     assert_eq!(ray.pids(), pids, "no second head was started");
     assert!(pids.iter().all(|pid| lives(*pid)), "the head of the first command lives");

@@ -81,6 +81,29 @@ pub(crate) fn results_without_settings_resume_with_one_warning() {
     assert_eq!(marks(&folder), vec![json!(null); 6]);
 }
 
+pub(crate) fn a_resume_of_nothing_says_so_and_a_misspelled_output_is_refused() {
+    let folder = recorded();
+    let before = folder.contents();
+    let output = |path: &str, code| {
+        let (port, rows) =
+            (folder.port(), ["--config", "gym.yaml", "-a", "digit_agent", "-i", "tasks.jsonl", "--resume"]);
+        ended_with(&folder.run(&[&["collect"], &rows[..], &["-o", path, &port]].concat()), code)
+    };
+    for (path, meant) in [("out/rolouts.jsonl", "out/rollouts.jsonl"), ("otu/rollouts.jsonl", "out/rollouts.jsonl")] {
+        let (_, error) = output(path, 2);
+        let says =
+            format!("{path}: there are no results to resume; did you mean `{meant}`?\n  fix: name it with --output");
+        assert!(error.contains(&says), "{error}");
+    }
+    assert!(folder.contents() == before && !folder.file("otu").exists(), "the refused resume wrote a file");
+
+    let (out, error) = output("out/other.jsonl", 0);
+    assert!(error.contains("out/other.jsonl: there are no results to resume yet; this run begins them"), "{error}");
+    assert!(out.contains("2 of 2 rollouts are recorded"), "{out}{error}");
+    let (_, error) = output("out/other.jsonl", 0);
+    assert!(!error.contains("no results to resume"), "{error}");
+}
+
 pub(crate) fn results_of_an_earlier_commit_are_read_and_resumed() {
     let data = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/data/collection");
     for with_index in [true, false] {

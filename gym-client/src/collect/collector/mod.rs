@@ -143,6 +143,32 @@ impl CollectOptions {
     }
 }
 
+impl CollectOptions {
+    /// Checks the first thousand rows of an input of JSON lines, as [`RolloutCollector::collect`] checks all of them: call this before servers
+    /// start, which may take minutes. What only a running server knows, such as the type of its task, is not checked.
+    ///
+    /// # Errors
+    /// `InvalidArgument`, with the file and the line.
+    pub async fn check_rows(&self, names: &ServerNames) -> Result<()> {
+        let mut options = self.materialize.clone();
+        let limit = options.limit.filter(|limit| *limit > 0).unwrap_or(u64::MAX);
+        (options.limit, options.interleave) = (Some(limit.min(CHECKED_ROWS)), false);
+        let materializer = Materializer::new(options, names.clone()).map_err(|error| invalid(&error))?;
+        let input = self.input.clone();
+        blocking(move || {
+            let source = InputSource::find(&input).map_err(|error| invalid(&error))?;
+            // Parquet would be converted into a file first.
+            let InputSource::Lines(_) = source else { return Ok(()) };
+            let (reader, _) = source.open(Path::new(""), None).map_err(|error| invalid(&error))?;
+            materializer.each_row(reader, |_, _, _, _| Ok(())).map(drop).map_err(|error| invalid(&error))
+        })
+        .await
+    }
+}
+
+/// Rows that are checked before servers start: few enough that nobody waits for them.
+const CHECKED_ROWS: u64 = 1_000;
+
 /// The result of a collection.
 #[derive(Clone, Debug)]
 pub struct CollectSummary {

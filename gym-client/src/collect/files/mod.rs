@@ -1,6 +1,7 @@
 //! The output files of a collection: their names, and the checks that no file is destroyed by mistake.
 
 pub(super) mod chunks;
+mod near;
 
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
@@ -8,10 +9,16 @@ use std::path::{Path, PathBuf};
 use gym_core::base::Files;
 use gym_core::{Error, Result};
 
+use crate::collect::files::near::ENTRIES_MAX;
+pub use crate::collect::files::near::nearest_file;
 use crate::collect::ledger::index_path;
+use crate::config::nearest_name;
 
 /// Links that are followed to the end of a chain; Linux follows as many.
 const LINKS_MAX: usize = 40;
+
+/// Characters of a part of a name from which another letter in it is a typing mistake, and not another run.
+const PART_CHARS_MIN: usize = 3;
 
 /// What a collection does if its output exists.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -55,6 +62,39 @@ impl OutputFiles {
             settings: named("_settings.json"),
             rollouts,
         }
+    }
+
+    /// Returns the rollouts file of a collection whose path differs from this one by a typing mistake, in the name of the file or of its
+    /// folder. Names that differ in a number or in a part of one or two characters are those of other runs.
+    #[must_use]
+    pub fn misspelled_of(&self) -> Option<PathBuf> {
+        let near_in = |folder: &Path, wanted: &str, has: &dyn Fn(&str) -> bool| {
+            let entries = std::fs::read_dir(folder).ok()?;
+            let names = entries.take(ENTRIES_MAX).filter_map(|entry| entry.ok()?.file_name().into_string().ok());
+            let mut names: Vec<String> = names.filter(|name| is_typing_mistake(wanted, name) && has(name)).collect();
+            names.sort();
+            nearest_name(wanted, names.iter().map(String::as_str)).map(|near| folder.join(near))
+        };
+        let has_collection = |rollouts: &Path| {
+            let other = Self::beside(rollouts);
+            [&other.rollouts, &other.materialized].into_iter().all(|file| file.is_file())
+        };
+        let folder_of = |path: &Path| path.parent().map(Path::to_owned);
+        let folder = folder_of(&self.rollouts)?;
+        let reachable = |folder: &Path| match folder.as_os_str().is_empty() {
+            true => PathBuf::from("."),
+            false => folder.to_owned(),
+        };
+        let name = self.rollouts.file_name()?.to_str()?;
+        if reachable(&folder).is_dir() {
+            let near = near_in(&reachable(&folder), name, &|other| has_collection(&folder.join(other)))?;
+            return Some(folder.join(near.file_name()?));
+        }
+        let above = folder_of(&folder)?;
+        let near = near_in(&reachable(&above), folder.file_name()?.to_str()?, &|other| {
+            has_collection(&above.join(other).join(name))
+        })?;
+        Some(above.join(near.file_name()?).join(name))
     }
 
     fn named(&self) -> [(&'static str, &Path); 5] {
@@ -102,6 +142,19 @@ impl OutputFiles {
     }
 }
 
+/// Returns `true` if two names may be meant to be the same. `step-1` and `step-2`, or `run_a` and `run_b`, are the names of two runs.
+fn is_typing_mistake(wanted: &str, name: &str) -> bool {
+    let numbers = |text: &str| text.chars().filter(char::is_ascii_digit).collect::<String>();
+    let parts = |text: &str| -> Vec<String> {
+        text.split(|letter: char| !letter.is_alphanumeric()).map(str::to_owned).collect()
+    };
+    let (wanted_parts, name_parts) = (parts(wanted), parts(name));
+    let short = |(wanted, name): (&String, &String)| wanted != name && wanted.len().max(name.len()) < PART_CHARS_MIN;
+    numbers(wanted) == numbers(name)
+        && !(wanted_parts.len() == name_parts.len() && wanted_parts.iter().zip(&name_parts).any(short))
+        && nearest_name(wanted, [name]).is_some()
+}
+
 /// Returns the error for output files that exist although the collection was to be a new one.
 pub(super) fn output_exists(existing: &Path) -> Error {
     Error::invalid(format!(
@@ -145,6 +198,33 @@ mod tests {
     use gym_core::base::RealFiles;
 
     use super::*;
+
+    #[test]
+    fn a_misspelled_output_is_found_and_the_output_of_another_run_is_not() {
+        let folder = tempfile::tempdir().unwrap();
+        let at = |name: &str| folder.path().join(name);
+        for name in ["results/long.jsonl", "results/step-1.jsonl", "results/run_a.jsonl", "results/eval.jsonl"] {
+            let files = OutputFiles::beside(at(name));
+            std::fs::create_dir_all(at("results")).unwrap();
+            std::fs::write(&files.rollouts, "{}\n").unwrap();
+            std::fs::write(&files.materialized, "{}\n").unwrap();
+        }
+        std::fs::write(at("results/other.jsonl"), "no rollouts").unwrap();
+        for (wanted, found) in [
+            ("results/logn.jsonl", Some("results/long.jsonl")),
+            ("resluts/long.jsonl", Some("results/long.jsonl")),
+            ("results/evals.jsonl", Some("results/eval.jsonl")),
+            ("results/step-2.jsonl", None),
+            ("results/step1-1.jsonl", None),
+            ("results/run_b.jsonl", None),
+            ("results/otehr.jsonl", None),
+            ("results/fresh.jsonl", None),
+            ("resluts/fresh.jsonl", None),
+            ("nowhere/at/all.jsonl", None),
+        ] {
+            assert_eq!(OutputFiles::beside(at(wanted)).misspelled_of(), found.map(at), "{wanted}");
+        }
+    }
 
     fn rejection(files: &OutputFiles, input: &Path) -> Option<String> {
         files.check_distinct(input, None).err().map(|error| error.to_string())

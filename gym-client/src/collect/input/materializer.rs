@@ -17,6 +17,7 @@ use crate::collect::input::prompt::PromptTemplate;
 use crate::collect::input::python::{PythonValue, dumps};
 use crate::collect::input::rows::{AGENT_REF, ENVIRONMENT_SERVER, RowKey, agent_name, parse_row, text_member};
 use crate::collect::input::splice::{MemberEdits, json_string};
+use crate::config::nearest_name;
 
 const PARAMS: &str = "responses_create_params";
 const TASK_SOURCE: &str = "task_source";
@@ -281,9 +282,7 @@ impl<N: AgentNames> Materializer<N> {
             };
             return Err(format!("{refused} cannot be applied to a row with task_id and task_input; remove the option"));
         }
-        let missing =
-            "responses_create_params is missing; give the row at least {\"responses_create_params\": {\"input\": …}}";
-        let text = filled.as_deref().or_else(|| row.get(PARAMS)).ok_or(missing)?;
+        let text = filled.as_deref().or_else(|| row.get(PARAMS)).ok_or_else(|| without_params(row))?;
         let members = object(text, PARAMS)?;
         if self.overrides.is_empty() {
             return Ok(filled);
@@ -635,6 +634,19 @@ fn taskset(row: &JsonFields<'_>) -> Option<String> {
     let task_id = JsonFields::parse(row.get("task_id")?).ok()?;
     row.get("task_input")?;
     text_member(&task_id, "taskset").ok().flatten().filter(|taskset| !taskset.is_empty())
+}
+
+/// Returns the problem of a row without `responses_create_params`.
+fn without_params(row: &JsonFields<'_>) -> String {
+    let keys = || row.iter().map(|(key, _)| key);
+    if let Some(near) = nearest_name(PARAMS, keys()) {
+        return format!("{PARAMS} is missing; rename `{near}`, which is misspelled");
+    }
+    let input = ["input", "messages", "prompt", "question"].into_iter().find(|usual| keys().any(|key| key == *usual));
+    match input {
+        Some(key) => format!("{PARAMS} is missing; move the value of `{key}` into {{\"{PARAMS}\": {{\"input\": …}}}}"),
+        None => format!("{PARAMS} is missing; give the row at least {{\"{PARAMS}\": {{\"input\": …}}}}"),
+    }
 }
 
 fn object<'a>(text: &'a str, key: &str) -> Result<JsonFields<'a>, String> {

@@ -40,6 +40,9 @@ pub struct ServerNames {
 /// their rows are checked by the environment only.
 const SEND_ROWS_UNCHANGED: [&str; 4] = ["simple_agent", "gymnasium_agent", "legacy_agent", "pool"];
 
+/// The agent that calls the model with the messages of the row alone. Others may add the first observation.
+const ADDS_NO_MESSAGE: &str = "simple_agent";
+
 #[derive(Clone, Debug)]
 struct ServerEntry {
     kind: ServerKind,
@@ -261,7 +264,7 @@ impl AgentNames for ServerNames {
         let Some(agent) = self.unchanged_agent(target) else { return Ok(()) };
         let row = RawObject::parse(row.to_owned()).map_err(|error| error.to_string())?;
         if agent.kind == ServerKind::Agent {
-            params::check(&row)?;
+            params::check(&row, agent.implementation == ADDS_NO_MESSAGE)?;
         }
         let check = agent.resources.as_deref().and_then(|resources| self.task_checks.get_key_value(resources));
         let Some((resources, check)) = check else { return Ok(()) };

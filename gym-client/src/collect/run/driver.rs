@@ -521,6 +521,9 @@ impl Driver {
             AttemptResult::Completed { figures, row: completed } => {
                 let reward_is_absent =
                     figures.reward.is_none() && !completed.contains("reward") && !completed.contains("mask_sample");
+                if reward_is_absent {
+                    progress.count_rewardless();
+                }
                 if reward_is_absent && !self.told_of_no_reward.swap(true, Relaxed) {
                     tracing::warn!(
                         agent = &*row.agent,

@@ -61,6 +61,8 @@ pub enum WaitKind {
     Handler,
     /// A handler blocks its thread.
     Blocked,
+    /// An agent's episode goes on after several turns.
+    Episode,
     /// A model server waits for the response of its endpoint.
     Endpoint,
     /// A model server waits before it calls its endpoint again.
@@ -109,6 +111,11 @@ pub trait WaitTarget: Send + Sync + 'static {
 
     /// Returns the group whose calls the wait is for.
     fn holder(&self) -> Option<Arc<str>> {
+        None
+    }
+
+    /// Returns the turns that the model has had in an episode.
+    fn turns(&self) -> Option<u32> {
         None
     }
 
@@ -303,6 +310,9 @@ pub struct WaitReport {
     /// Processes of the same machine that the wait is for.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub pids: Vec<u32>,
+    /// The turns that the model has had in an episode so far.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub turns: Option<u32>,
     /// Time since the wait began. In microseconds, because the waits of a chain begin one directly after another.
     pub age_us: u64,
     /// Time until the wait ends by itself.
@@ -323,6 +333,7 @@ impl WaitReport {
             on: String::new(),
             holder: None,
             pids: Vec::new(),
+            turns: None,
             age_us: u64::try_from(age.as_micros()).unwrap_or(u64::MAX),
             left_ms: None,
         }
@@ -358,6 +369,7 @@ impl WaitReport {
         self.kind = target.kind().unwrap_or(self.kind);
         self.holder = target.holder().map(|holder| holder.to_string());
         self.pids = target.pids();
+        self.turns = target.turns();
     }
 }
 
@@ -432,6 +444,17 @@ pub fn report(query: &WaitQuery) -> ProcessWaits {
     }
 }
 
+/// Returns the turns that the model has had in the episode of an attempt that is in flight, if this process runs both the collector and the
+/// agent. `attempt` is written as `17-3-a1`, and the attempt must have lasted for `older`.
+#[must_use]
+pub fn turns_of(attempt: &str, older: Duration) -> Option<u32> {
+    let attempts = report(&WaitQuery { traces: Vec::new(), older }).waits;
+    let of_attempt = attempts.iter().find(|wait| wait.rollout.as_deref() == Some(attempt))?;
+    let trace_id = u128::from_str_radix(&of_attempt.trace, 16).ok()?;
+    let of_trace = report(&WaitQuery { traces: vec![trace_id], older: Duration::ZERO });
+    of_trace.waits.iter().filter_map(|wait| wait.turns).max()
+}
+
 /// Returns the hexadecimal digits of a trace; empty for none.
 #[must_use]
 pub fn trace_text(trace_id: u128) -> String {
@@ -476,6 +499,28 @@ mod tests {
         assert_eq!(report(&WaitQuery { traces: vec![trace_id], older: Duration::from_secs(4) }).waits, []);
         drop(forever);
         assert_eq!(of(trace_id), []);
+    }
+
+    #[test]
+    fn the_turns_of_an_episode_are_found_by_the_name_of_its_attempt() {
+        struct Turns(u32);
+        impl WaitTarget for Turns {
+            fn describe(&self) -> String {
+                String::new()
+            }
+
+            fn turns(&self) -> Option<u32> {
+                Some(self.0)
+            }
+        }
+        let begin =
+            |kind, trace_id, target: Arc<dyn WaitTarget>| WaitGuard::begin(Wait::new(kind, trace_id).on(target));
+        let _attempt = begin(WaitKind::Attempt, 0xfeed_0002, Arc::new(|| "9017-3-a1".to_owned()));
+        assert_eq!(turns_of("9017-3-a1", Duration::ZERO), None);
+        let _others = begin(WaitKind::Episode, 0xfeed_0003, Arc::new(Turns(99)));
+        let _episode = begin(WaitKind::Episode, 0xfeed_0002, Arc::new(Turns(17)));
+        assert_eq!(turns_of("9017-3-a1", Duration::ZERO), Some(17));
+        assert_eq!(turns_of("9017-3", Duration::ZERO), None);
     }
 
     #[test]

@@ -230,7 +230,7 @@ impl SimpleAgent {
             let resources = self.resources()?;
             let cx = &self.context(caller);
             // Closes the session when the episode is over, regardless of how it ends.
-            let mut course = Course::begin();
+            let mut course = Course::begin(cx);
             let mut session = ResourcesSession::seed(cx, &caller.metadata, &self.client, resources, row).await?;
             course.add(Phase::Seed, course.began);
             let (params, offered) = match session.with_tools(&params)? {
@@ -274,7 +274,7 @@ impl AgentServer for SimpleAgent {
         if let Some(resources) = resources {
             *session.jar(resources) = CookieJar::of_request(&cx.metadata);
         }
-        let mut course = Course::begin();
+        let mut course = Course::begin(cx);
         let answer = self.converse(&self.context(cx), &mut session, body, &mut course).await;
         let answer = answer.map_err(|error| self.of_limit(self.late(error, &course), course.began))?;
         let mut response = recorded(Response::json(answer.0), &course.record);

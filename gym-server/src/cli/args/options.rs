@@ -1,7 +1,7 @@
 //! The command-line options as clap structs. The modules of the commands define their effect.
 
 use std::collections::BTreeSet;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use clap::builder::{Resettable, StyledStr};
@@ -10,7 +10,7 @@ use clap::{Args, CommandFactory, Parser, Subcommand, ValueEnum};
 use gym_core::transport::{Transport, TransportPolicy};
 
 use crate::cli::args::range::RewardRange;
-use crate::cli::exit;
+use crate::cli::exit::{self, Failure};
 
 const OVERRIDES: &str = "\
 Overrides (at any position among the options):
@@ -140,6 +140,27 @@ pub(in crate::cli) struct Sources {
     pub(in crate::cli) require_transport: Option<String>,
 }
 
+impl Sources {
+    /// Checks that no file of rows is given as a configuration.
+    ///
+    /// # Errors
+    /// `Usage`, with the option that takes it.
+    pub(in crate::cli) fn check_endings(&self, input: Option<&Path>) -> Result<(), Failure> {
+        let is_rows = |file: &&String| {
+            let ending = Path::new(file).extension().and_then(|ending| ending.to_str()).unwrap_or_default();
+            ["jsonl", "ndjson", "csv", "parquet"].iter().any(|rows| ending.eq_ignore_ascii_case(rows))
+        };
+        let Some(rows) = self.files.iter().find(is_rows) else { return Ok(()) };
+        let fix = match input {
+            Some(_) => "name the YAML file of the servers with --config".to_owned(),
+            None => {
+                format!("give it to `collect` with --input {rows}, and name the YAML file of the servers with --config")
+            }
+        };
+        Err(Failure::Usage(format!("--config {rows}: this is a file of rows, and no configuration\n  fix: {fix}")))
+    }
+}
+
 /// Options for starting servers.
 #[derive(Clone, Debug, Args)]
 pub(in crate::cli) struct Starting {
@@ -179,6 +200,10 @@ pub(in crate::cli) struct NewEnvironmentArgs {
     /// Folder in which to create it
     #[arg(long, value_name = "DIR", default_value = ".")]
     pub(in crate::cli) folder: PathBuf,
+    /// Checkout of this SDK that the crate depends on: the folder with gym-core and gym-server [default: the one around this program, the
+    /// working directory or the new crate, or beside them]
+    #[arg(long, value_name = "DIR", conflicts_with = "python")]
+    pub(in crate::cli) sdk: Option<PathBuf>,
 }
 
 #[derive(Clone, Debug, Args)]
@@ -391,7 +416,7 @@ pub(in crate::cli) struct CollectArgs {
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub(in crate::cli) concurrency: Option<u32>,
     /// Maximum number of input rows: +limit=…
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     pub(in crate::cli) limit: Option<u64>,
     /// Continue from the files of --output; more rows and repeats are added, and changed rows are rejected:
     /// +resume_from_cache=true

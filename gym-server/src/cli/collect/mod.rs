@@ -17,7 +17,7 @@ use futures_util::FutureExt as _;
 use gym_client::ServerClient;
 use gym_client::collect::input::DEFAULT_KEY;
 use gym_client::collect::monitor::CollectionMonitor;
-use gym_client::collect::{CollectOptions, ExistingOutput, RolloutCollector, ServerNames, connect_head};
+use gym_client::collect::{CollectOptions, ExistingOutput, OutputFiles, RolloutCollector, ServerNames, connect_head};
 use gym_client::registry::RemoteRegistry;
 use gym_core::server::ServerKind;
 use gym_core::transport::TransportPolicy;
@@ -44,6 +44,7 @@ pub(super) async fn collect(
     servers: &Servers,
     console: &Console,
 ) -> Outcome {
+    args.sources.check_endings(args.input.as_deref())?;
     let serves = !args.no_serve && (args.serve || !args.sources.files.is_empty());
     if serves && head_url_given {
         return Err(Failure::Usage(
@@ -75,6 +76,20 @@ pub(super) async fn collect(
             "{}: this run replaces the results of an earlier one; with --resume, it would continue them",
             first.display()
         ));
+    }
+    if options.existing == ExistingOutput::Resume && existing.is_empty() {
+        let output = options.output.display();
+        if let Some(near) = OutputFiles::beside(&options.output).misspelled_of() {
+            return Err(Failure::Usage(format!(
+                "{output}: there are no results to resume; did you mean `{}`?\n  fix: name it with --output, or leave out --resume to \
+                 begin a new collection",
+                near.display()
+            )));
+        }
+        console.line(&format!("{output}: there are no results to resume yet; this run begins them"));
+    }
+    if serves {
+        options.check_rows(&ServerNames::of_config(&loaded.config)).await?;
     }
     #[cfg(feature = "ray")]
     let (loaded, ray) = match serves {

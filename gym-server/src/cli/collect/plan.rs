@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use futures_util::FutureExt as _;
 use gym_client::collect::input::Repeats;
-use gym_client::collect::{CollectOptions, CollectProgress, RolloutCollector, RunEnd};
+use gym_client::collect::{CollectOptions, CollectProgress, RolloutCollector, RunEnd, nearest_file};
 use gym_core::base::process::{FamilyUsage, family_usage, system_cpu};
 use gym_core::{CancelToken, World};
 use serde::Serialize;
@@ -223,6 +223,7 @@ pub(in crate::cli) async fn plan(
     servers: &Servers,
     console: &Console,
 ) -> Outcome {
+    args.sources.check_endings(Some(&args.input))?;
     let loaded = load(&args.sources, overrides, servers, Need::OwnServers).await?;
     if loaded.config.instances.is_empty() {
         return Err(nothing_named("measure", &loaded.config.files));
@@ -284,7 +285,13 @@ fn stopped() -> Failure {
 
 /// Returns the number of rows that are used.
 fn rows(input: &Path) -> Result<u64, Failure> {
-    let text = std::fs::read(input).map_err(|error| Failure::Usage(format!("{}: {error}", input.display())))?;
+    let text = std::fs::read(input).map_err(|error| {
+        let fix = match nearest_file(input).filter(|_| error.kind() == std::io::ErrorKind::NotFound) {
+            Some(near) => format!("did you mean `{}`?", near.display()),
+            None => "name a file of JSON lines with --input".to_owned(),
+        };
+        Failure::Usage(format!("{}: {error}\n  fix: {fix}", input.display()))
+    })?;
     let rows = text.split(|byte| *byte == b'\n').filter(|line| !line.trim_ascii().is_empty()).count() as u64;
     if rows == 0 {
         return Err(Failure::Usage(format!("{}: the file has no rows", input.display())));

@@ -8,7 +8,8 @@ use std::time::Duration;
 
 use gym_client::collect::{CollectProgress, ProgressSnapshot};
 use gym_core::CancelToken;
-use gym_core::rollout::FailureClass;
+use gym_core::base::waits::turns_of;
+use gym_core::rollout::{Attempt, FailureClass};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use tokio::sync::watch;
 use tokio::time::{Instant, MissedTickBehavior, interval};
@@ -32,6 +33,9 @@ const LINE_CHARS_MAX: usize = 118;
 const OLD_AFTER: Duration = Duration::from_secs(5);
 /// Time span over which the rate is measured, so that a slow start does not affect the estimate.
 const RATE_WINDOW: Duration = Duration::from_secs(15);
+
+/// An attempt and the turns that the model has had in it.
+type TurnsOf = (Attempt, u32);
 
 /// Displays `progress` until `ended` fires, and prints one line when `stop` fires. `waits_for` is the text about model endpoints that do
 /// not respond, empty if there are none; its first text is displayed at once.
@@ -66,6 +70,7 @@ pub(super) async fn show(
     let mut described = 0;
     let mut next_line = Instant::now();
     let (mut watched, mut waited) = (true, false);
+    let (mut turns, mut next_turns) = (None, next_line);
     loop {
         tokio::select! {
             biased;
@@ -96,17 +101,21 @@ pub(super) async fn show(
                 }
                 let waits_for = waits_for.borrow().clone();
                 rate.add(now, snapshot.completed + snapshot.given_up);
+                if now >= next_turns {
+                    next_turns = now + LINE_EVERY;
+                    turns = turns_of_oldest(&snapshot);
+                }
                 match &bar {
                     Some(bar) if snapshot.total == 0 => bar.set_message("reading the tasks"),
                     Some(bar) => {
                         bar.set_length(snapshot.total);
                         bar.set_position(snapshot.done());
-                        bar.set_message(line(&snapshot, rate.per_second(), &waits_for));
+                        bar.set_message(line(&snapshot, rate.per_second(), turns, &waits_for));
                     }
                     // Nothing is printed before the rows are counted.
                     None if mode != ProgressMode::None && snapshot.total > 0 && now >= next_line => {
                         next_line = now + LINE_EVERY;
-                        console.line(&line(&snapshot, rate.per_second(), &waits_for));
+                        console.line(&line(&snapshot, rate.per_second(), turns, &waits_for));
                     }
                     None => {}
                 }
@@ -158,8 +167,10 @@ const DETAILS: [Detail; 4] = [
 
 /// Formats `120/1000 rollouts (12.0%), 350.2/s, ETA 00:00:02, mean reward 0.532, 16 in flight, 3 failed (attempts: 5 model_error)`, and
 /// the oldest rollout in flight once it is old.
-fn line(snapshot: &ProgressSnapshot, rate: Option<f64>, waits_for: &str) -> String {
-    let texts = DETAILS.map(|detail| counts(snapshot, rate, detail));
+fn line(snapshot: &ProgressSnapshot, rate: Option<f64>, turns: Option<TurnsOf>, waits_for: &str) -> String {
+    let turns = turns.filter(|(attempt, _)| snapshot.oldest.as_ref().is_some_and(|oldest| oldest.attempt == *attempt));
+    let turns = turns.map(|(_, turns)| turns);
+    let texts = DETAILS.map(|detail| counts(snapshot, rate, turns, detail));
     let fits = |text: &&String| text.chars().count() <= LINE_CHARS_MAX;
     let mut text = texts.iter().find(fits).unwrap_or(&texts[DETAILS.len() - 1]).clone();
     if !waits_for.is_empty() {
@@ -169,7 +180,13 @@ fn line(snapshot: &ProgressSnapshot, rate: Option<f64>, waits_for: &str) -> Stri
     text
 }
 
-fn counts(snapshot: &ProgressSnapshot, rate: Option<f64>, detail: Detail) -> String {
+/// Returns the turns of the oldest rollout in flight, if its agent runs in this process.
+fn turns_of_oldest(snapshot: &ProgressSnapshot) -> Option<TurnsOf> {
+    let oldest = snapshot.oldest.as_ref().filter(|oldest| oldest.age >= OLD_AFTER)?;
+    Some((oldest.attempt, turns_of(&oldest.attempt.to_string(), OLD_AFTER)?))
+}
+
+fn counts(snapshot: &ProgressSnapshot, rate: Option<f64>, turns: Option<u32>, detail: Detail) -> String {
     let (done, total) = (snapshot.done(), snapshot.total);
     let mut text = format!("{done}/{total} rollouts");
     if total > 0 && detail.percent {
@@ -207,6 +224,9 @@ fn counts(snapshot: &ProgressSnapshot, rate: Option<f64>, detail: Detail) -> Str
     }
     if let Some(oldest) = snapshot.oldest.as_ref().filter(|oldest| oldest.age >= OLD_AFTER) {
         let _ = write!(text, ", oldest {} {}", oldest.attempt.key, duration(oldest.age));
+        if let Some(turns) = turns {
+            let _ = write!(text, ", {turns} turns");
+        }
         if detail.oldest_agent {
             let _ = write!(text, " ({}", oldest.agent);
             if oldest.attempt.number > 0 {
@@ -236,7 +256,7 @@ mod tests {
     use gym_client::collect::{AgentScore, OldestRollout};
     use gym_client::work::{WorkPoolSnapshot, WorkerSnapshot};
     use gym_core::Incarnation;
-    use gym_core::rollout::{Attempt, TaskKey};
+    use gym_core::rollout::TaskKey;
 
     use super::*;
 
@@ -253,7 +273,7 @@ mod tests {
             ..ProgressSnapshot::default()
         };
         let expected = "120/1000 rollouts (12.0%), 0.5/s, ETA 00:29:20, mean reward 0.532, 16 in flight, 3 failed";
-        assert_eq!(line(&snapshot, Some(0.5), ""), expected);
+        assert_eq!(line(&snapshot, Some(0.5), None, ""), expected);
         let worker = WorkerSnapshot {
             name: "w".into(),
             incarnation: Incarnation(1),
@@ -265,8 +285,8 @@ mod tests {
         };
         let pool = WorkPoolSnapshot { waiting: 8, held: 8, workers: vec![worker], ..WorkPoolSnapshot::default() };
         let pulled = ProgressSnapshot { total: 20, in_flight: 16, pool: Some(pool), ..ProgressSnapshot::default() };
-        assert_eq!(line(&pulled, None, ""), "0/20 rollouts (0.0%), 16 in flight (8 wait; 1 workers, 1 suspect)");
-        let waits = line(&ProgressSnapshot::default(), None, "m: http://h/v1 is unavailable");
+        assert_eq!(line(&pulled, None, None, ""), "0/20 rollouts (0.0%), 16 in flight (8 wait; 1 workers, 1 suspect)");
+        let waits = line(&ProgressSnapshot::default(), None, None, "m: http://h/v1 is unavailable");
         assert_eq!(waits, "0/0 rollouts, 0 in flight; m: http://h/v1 is unavailable");
     }
 
@@ -278,13 +298,17 @@ mod tests {
     #[test]
     fn the_line_names_failures_by_class_and_the_oldest_rollout_once_it_is_old() {
         let mut snapshot = ProgressSnapshot { in_flight: 1, oldest: oldest(4), ..ProgressSnapshot::default() };
-        assert_eq!(line(&snapshot, None, ""), "0/0 rollouts, 1 in flight");
+        assert_eq!(line(&snapshot, None, None, ""), "0/0 rollouts, 1 in flight");
         snapshot.oldest = oldest(45);
         snapshot.failures = BTreeMap::from([(FailureClass::ToolError, 1), (FailureClass::ModelError, 2)]);
         assert_eq!(
-            line(&snapshot, None, ""),
+            line(&snapshot, None, None, ""),
             "0/0 rollouts, 1 in flight (attempts: 2 model_error, 1 tool_error), oldest 17-3 45.0 s (math_agent, attempt 2)"
         );
+        let turns = Some((Attempt { key: TaskKey::new(17, 3), number: 1 }, 231));
+        assert!(line(&snapshot, None, turns, "").ends_with(", oldest 17-3 45.0 s, 231 turns (math_agent, attempt 2)"));
+        let of_another = Some((Attempt { key: TaskKey::new(17, 3), number: 0 }, 9));
+        assert!(!line(&snapshot, None, of_another, "").contains("turns"));
     }
 
     #[test]
@@ -307,7 +331,7 @@ mod tests {
         };
         let expected = "123000/1000000 rollouts, 350.2/s, ETA 00:41:45, mean reward 0.532, 1024 in flight, 3000 failed (attempts: \
                         9000 transport_unreachable, 11 other), oldest 17-3 2.0 h";
-        assert_eq!(line(&snapshot, Some(350.2), ""), expected);
+        assert_eq!(line(&snapshot, Some(350.2), None, ""), expected);
     }
 
     #[tokio::test(start_paused = true)]

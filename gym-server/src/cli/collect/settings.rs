@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use gym_client::collect::input::PromptTemplate;
 use gym_client::collect::input::{MaterializeOptions, Repeats, Routing};
 use gym_client::collect::{
-    ChangedSettings, CollectOptions, DriverOptions, ExistingOutput, FailFast, TruncatedRollouts,
+    ChangedSettings, CollectOptions, DriverOptions, ExistingOutput, FailFast, TruncatedRollouts, nearest_file,
 };
 use gym_client::config::reference::{
     COLLECT_IGNORED_KEYS, COLLECT_KEYS, COLLECT_SHARED_KEYS, COLLECT_UNSUPPORTED_KEYS,
@@ -113,8 +113,15 @@ fn materialize(
     if let Some(prompt) = prompt {
         let path = find_file(&prompt, &loaded.roots);
         let name = path.display().to_string();
-        let text = std::fs::read_to_string(&path)
-            .map_err(|error| Failure::Usage(format!("cannot read the prompt file {name}: {error}")))?;
+        let text = std::fs::read_to_string(&path).map_err(|error| {
+            let fix = match nearest_file(&path).filter(|_| error.kind() == std::io::ErrorKind::NotFound) {
+                Some(near) => format!("did you mean `{}`?", near.display()),
+                None => {
+                    "name a YAML file with `user` and `system`, templates of messages, with --prompt-config".to_owned()
+                }
+            };
+            Failure::Usage(format!("cannot read the prompt file {name}: {error}\n  fix: {fix}"))
+        })?;
         options.prompt = Some(PromptTemplate::from_yaml(&text, &name).map_err(|error| usage(&error))?);
     }
     options.environment_server_routes = keys.get("environment_server_routes")?.unwrap_or_default();
@@ -379,7 +386,10 @@ mod tests {
             (&["+skills.path=skills"], "skills is not supported yet"),
             (&["+environment_routing_mode=magic"], "use agent, legacy or taskset"),
             (&["+environment_routing_mode=legacy"], "+environment_server_name=NAME"),
-            (&["--prompt-config", "no-such-prompt.yaml"], "cannot read the prompt file no-such-prompt.yaml"),
+            (
+                &["--prompt-config", "no-such-prompt.yaml"],
+                "No such file or directory (os error 2)\n  fix: name a YAML file with `user` and `system`",
+            ),
             (&["--agent", "a", "+agent_map._default=b"], "conflicts with agent_map._default"),
         ] {
             let text = refused(line);

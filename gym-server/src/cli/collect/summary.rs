@@ -56,6 +56,14 @@ pub(super) fn text(collected: &CollectSummary, took: Duration) -> String {
             snapshot.tool_failures
         );
     }
+    if snapshot.rewardless > 0 {
+        let _ = writeln!(
+            text,
+            "{} rollouts were recorded without a reward: the agent's response to `/run` has no `reward`; return the response of `/verify`, \
+             as `Episode::verify` does, or add `reward` to the row",
+            snapshot.rewardless
+        );
+    }
     let unverified: u64 = collected.agents.values().filter_map(|agent| agent.completion_unverified).sum();
     if unverified > 0 {
         let _ = writeln!(
@@ -274,6 +282,18 @@ mod tests {
         collected.snapshot.tool_failures = 3;
         let text = text(&collected, Duration::from_secs(1));
         assert!(text.contains("3 tool calls failed") && text.contains("`tool_errors: fail`"), "{text}");
+    }
+
+    #[test]
+    fn rollouts_of_an_agent_that_returns_no_reward_are_counted_with_what_it_should_return() {
+        let mut collected = collected(RunEnd::Exhausted, 10, 0);
+        assert!(!text(&collected, Duration::from_secs(1)).contains("without a reward"));
+        collected.snapshot.rewardless = 10;
+        let text = text(&collected, Duration::from_secs(1));
+        assert!(
+            text.contains("10 rollouts were recorded without a reward") && text.contains("`Episode::verify`"),
+            "{text}"
+        );
     }
 
     #[test]

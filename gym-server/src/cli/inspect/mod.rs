@@ -24,6 +24,14 @@ const HEAD_TIMEOUT: Duration = Duration::from_secs(10);
 /// A command says after this time that it waits.
 const SAY_AFTER: Duration = Duration::from_secs(2);
 
+/// Returns the fix of a request that no head server answered.
+fn without_head() -> String {
+    format!(
+        "start servers with `{} run`, or set another head server with --head-url or HEAD_SERVER_URL",
+        crate::cli::console::program()
+    )
+}
+
 /// Waits for the answer of a head server, and says so if it takes long.
 async fn patiently<T>(head: &Endpoint, within: Duration, answer: impl Future<Output = T>) -> T {
     let mut answer = pin!(answer);

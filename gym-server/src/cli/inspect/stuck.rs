@@ -20,17 +20,23 @@ use crate::cli::inspect::status::{self, ListedServer};
 use crate::cli::setup::head_server;
 use crate::head::waits::chain::{attempt, seconds};
 use crate::head::waits::process::{Address, of_this_machine};
-use crate::head::waits::{FollowedWaits, WaitsWanted, follow, processes};
+use crate::head::waits::{FollowedWaits, WaitsWanted, attempts_in_flight, follow, processes};
 use crate::stack::Servers;
 
 /// Limit for a request to the head server. Whoever asks what stands still does not wait long for a head server that does.
 const HEAD_TIMEOUT: Duration = Duration::from_secs(3);
+
+/// Rollouts in flight that the message about an unknown one names.
+const NAMED_MAX: usize = 5;
 
 /// What `--json` prints.
 #[derive(Debug, Serialize)]
 struct StuckReport {
     #[serde(flatten)]
     waits: FollowedWaits,
+    /// The reason why the rollout that was asked for is not listed.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    unknown: Option<String>,
     /// The reason why the head server was not asked.
     #[serde(skip_serializing_if = "Option::is_none")]
     head: Option<String>,
@@ -58,6 +64,12 @@ pub(in crate::cli) async fn stuck(
         None => workers(&head, &transports).await,
         Some(_) => BTreeMap::new(),
     };
+    if let Some(wanted) = args.rollout.as_deref().filter(|wanted| rollout(wanted).is_none()) {
+        return Err(Failure::Usage(format!(
+            "{wanted}: this names no rollout\n  fix: write TASK-REPEAT, both from 0: {} stuck 17-3",
+            console::program()
+        )));
+    }
     let wanted = WaitsWanted {
         rollout: args.rollout.as_deref(),
         older: args.older,
@@ -65,7 +77,14 @@ pub(in crate::cli) async fn stuck(
         limit: usize::try_from(args.limit).unwrap_or(usize::MAX),
     };
     let waits = follow(&transports, &asked_at, &workers, wanted).await;
-    let report = StuckReport { waits, head: no_head };
+    let unknown = match args.rollout.as_deref() {
+        Some(wanted) if waits.chains.is_empty() => {
+            let attempts = attempts_in_flight(&transports, &asked_at).await;
+            Some(without_waits(wanted, args.older, &attempts))
+        }
+        _ => None,
+    };
+    let report = StuckReport { waits, unknown, head: no_head };
     if args.json {
         let text = serde_json::to_string_pretty(&report).map_err(|error| Failure::Failed(error.to_string()))?;
         console::print(&text);
@@ -94,17 +113,65 @@ async fn workers(head: &Endpoint, transports: &Transports) -> BTreeMap<String, u
     processes(registry.members(&CallContext::within(HEAD_TIMEOUT)).await.unwrap_or_default())
 }
 
+/// Returns the task and the repeat of a rollout or an attempt: `17-3`, or `17-3-a1`.
+fn rollout(name: &str) -> Option<(u32, u32)> {
+    let (task, repeat) = name.split_once('-')?;
+    let repeat = match repeat.split_once("-a") {
+        Some((repeat, attempt)) => attempt.parse::<u32>().ok().map(|_| repeat)?,
+        None => repeat,
+    };
+    Some((task.parse().ok()?, repeat.parse().ok()?))
+}
+
+/// Says why a rollout has no waits: it is young, or not in flight, and then which ones are.
+fn without_waits(wanted: &str, older: Duration, attempts: &BTreeMap<String, u64>) -> String {
+    let at = rollout(wanted);
+    if let Some((_, age)) = attempts.iter().find(|(name, _)| *name == wanted || rollout(name) == at) {
+        return format!(
+            "rollout {wanted} is in flight for {}, and nothing of it has waited for {} s\n  fix: add --older 0 to see its waits",
+            seconds(*age),
+            older.as_secs_f64()
+        );
+    }
+    let mut rollouts: Vec<(u32, u32)> = attempts.keys().filter_map(|name| rollout(name)).collect();
+    rollouts.sort_unstable();
+    rollouts.dedup();
+    if rollouts.is_empty() {
+        return format!(
+            "rollout {wanted} is not in flight, and no other one is\n  fix: `{} view FILE {wanted}` shows one that has ended",
+            console::program()
+        );
+    }
+    let more = rollouts.len().saturating_sub(NAMED_MAX);
+    // Those of the nearest tasks, in their order.
+    let (task, repeat) = at.unwrap_or_default();
+    rollouts.sort_by_key(|rollout| (rollout.0.abs_diff(task), rollout.1.abs_diff(repeat)));
+    rollouts.truncate(NAMED_MAX);
+    rollouts.sort_unstable();
+    let named: Vec<String> = rollouts.iter().map(|(task, repeat)| format!("{task}-{repeat}")).collect();
+    let more = if more > 0 { format!(" and {more} others") } else { String::new() };
+    format!(
+        "rollout {wanted} is not in flight; in flight are {}{more}\n  fix: name one of them as TASK-REPEAT; `{} view FILE {wanted}` shows \
+         one that has ended",
+        named.join(", "),
+        console::program()
+    )
+}
+
 fn text(report: &StuckReport, args: &StuckArgs) -> String {
     let mut text = String::new();
     for chain in &report.waits.chains {
         let subject =
             chain.rollout.as_deref().map_or("call".to_owned(), |rollout| format!("rollout {}", attempt(rollout)));
-        let _ = writeln!(text, "{subject}, {}: {}", seconds(chain.age_ms), chain.leaf);
+        let turns = chain.turns.map(|turns| format!(", {turns} turns")).unwrap_or_default();
+        let _ = writeln!(text, "{subject}, {}{turns}: {}", seconds(chain.age_ms), chain.leaf);
         for hop in &chain.hops {
             let _ = writeln!(text, "  {:>8}  {} ({})", seconds(hop.wait.age_us / 1_000), hop.text, hop.process);
         }
     }
-    if report.waits.chains.is_empty() {
+    if let Some(unknown) = &report.unknown {
+        let _ = writeln!(text, "{unknown}");
+    } else if report.waits.chains.is_empty() {
         let _ = writeln!(text, "nothing has waited for {} s", args.older.as_secs_f64());
     }
     for silent in &report.waits.silent {
@@ -117,4 +184,33 @@ fn text(report: &StuckReport, args: &StuckArgs) -> String {
     }
     let _ = write!(text, "{} servers and programs answered", report.waits.processes);
     text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_rollout_without_waits_is_young_or_not_in_flight() {
+        let older = Duration::from_secs(5);
+        let of = |names: &[&str]| names.iter().map(|name| ((*name).to_owned(), 1_200)).collect();
+        let says = |wanted, names: &[&str]| without_waits(wanted, older, &of(names));
+        let none = says("9-9", &[]);
+        assert!(none.starts_with("rollout 9-9 is not in flight, and no other one is\n  fix: `"), "{none}");
+        let all = ["0-0", "0-1-a2", "7-0", "8-0", "8-1", "9-0", "9-1", "30-4"];
+        let near = says("9-9", &all);
+        let expected =
+            "rollout 9-9 is not in flight; in flight are 7-0, 8-0, 8-1, 9-0, 9-1 and 3 others\n  fix: name one";
+        assert!(near.starts_with(expected), "{near}");
+        for wanted in ["0-1", "0-1-a2"] {
+            let young = says(wanted, &all);
+            assert!(
+                young.contains("is in flight for 1.2 s, and nothing of it has waited for 5 s\n  fix: add --older 0")
+            );
+        }
+        assert_eq!(
+            (rollout("17-3"), rollout("17-3-a1"), rollout("17"), rollout("a-b")),
+            (Some((17, 3)), Some((17, 3)), None, None)
+        );
+    }
 }

@@ -3,10 +3,10 @@
 use std::process::ExitCode;
 use std::time::Duration;
 
-use gym_client::config::GymConfig;
+use gym_client::config::{GymConfig, nearest_name};
 use gym_client::registry::RemoteRegistry;
 use gym_core::registry::{Member, MemberRegistry, MemberState};
-use gym_core::{CallContext, Endpoint, World};
+use gym_core::{CallContext, Code, Endpoint, Error, World};
 
 use crate::cli::args::options::{DrainArgs, Sources, StatusArgs};
 use crate::cli::collect::figures::duration;
@@ -14,7 +14,7 @@ use crate::cli::console;
 use crate::cli::exit::{Failure, Outcome};
 #[cfg(feature = "ray")]
 use crate::cli::inspect::ray;
-use crate::cli::inspect::{HEAD_TIMEOUT, patiently};
+use crate::cli::inspect::{HEAD_TIMEOUT, patiently, without_head};
 use crate::cli::setup::configuration::{LoadedConfig, Need, load};
 use crate::cli::setup::head_server;
 use crate::stack::Servers;
@@ -33,7 +33,8 @@ pub(in crate::cli) async fn list(
     #[cfg(not(feature = "ray"))]
     drop(config);
     let cx = CallContext::within(HEAD_TIMEOUT);
-    let members = patiently(registry.head(), HEAD_TIMEOUT, registry.members(&cx)).await?;
+    let members = patiently(registry.head(), HEAD_TIMEOUT, registry.members(&cx)).await;
+    let members = members.map_err(|error| no_head(&error))?;
     if args.json {
         let text = serde_json::to_string_pretty(&members).map_err(|error| Failure::Failed(error.to_string()))?;
         console::print(&text);
@@ -60,9 +61,36 @@ pub(in crate::cli) async fn drain(
     servers: &Servers,
 ) -> Outcome {
     let (_, registry) = configured(args.head_url.as_deref(), overrides, head_url_given, servers).await?;
-    registry.drain(&CallContext::within(HEAD_TIMEOUT), &args.name).await?;
+    if let Err(error) = registry.drain(&CallContext::within(HEAD_TIMEOUT), &args.name).await {
+        let members = match error.code() {
+            Code::NotFound => registry.members(&CallContext::within(HEAD_TIMEOUT)).await.ok(),
+            _ => None,
+        };
+        return Err(match members {
+            Some(members) => Failure::Usage(no_member(&args.name, &members)),
+            None => no_head(&error),
+        });
+    }
     console::print(&format!("{} gets no more work; it ends when its rollouts have ended", args.name));
     Ok(ExitCode::SUCCESS)
+}
+
+fn no_head(error: &Error) -> Failure {
+    Failure::Failed(format!("{error}\n  fix: {}", without_head()))
+}
+
+/// Says that no worker has this name, and which ones there are.
+fn no_member(name: &str, members: &[Member]) -> String {
+    let serving = members.iter().filter(|member| !matches!(member.state, MemberState::Gone));
+    let names: Vec<&str> = serving.map(|member| &*member.spec.name).collect();
+    let fix = match nearest_name(name, names.iter().copied()) {
+        Some(near) => format!("did you mean `{near}`?"),
+        None if names.is_empty() => {
+            format!("no worker has joined; start one with `{} run --worker --head-url URL`", console::program())
+        }
+        None => format!("name one of the workers that have joined: {}", names.join(", ")),
+    };
+    format!("no worker has the name {name}\n  fix: {fix}")
 }
 
 async fn configured(

@@ -91,7 +91,11 @@ pub(in crate::cli) fn environment(args: &NewEnvironmentArgs) -> Outcome {
         true => (args.folder.join("resources_servers").join(&name), &PYTHON),
         false => (args.folder.join(&name), &RUST),
     };
-    write(&folder, files, &name)?;
+    let sdk = match args.python {
+        true => None,
+        false => Some(Sdk::find(args.sdk.as_deref(), &args.folder)?),
+    };
+    write(&folder, files, &name, sdk.as_ref())?;
     let next = match args.python {
         true => format!("it collects with the commands in {}", folder.join("README.md").display()),
         false => format!(
@@ -122,7 +126,7 @@ fn checked(name: &str) -> Result<String, Failure> {
     Ok(name)
 }
 
-fn write(folder: &Path, files: &[(&str, &str)], name: &str) -> Result<(), Failure> {
+fn write(folder: &Path, files: &[(&str, &str)], name: &str, sdk: Option<&Sdk>) -> Result<(), Failure> {
     let failed = |path: &Path| {
         let path = path.display().to_string();
         move |error: io::Error| match error.kind() {
@@ -138,21 +142,23 @@ fn write(folder: &Path, files: &[(&str, &str)], name: &str) -> Result<(), Failur
     // Fails if the folder exists: nothing is replaced.
     fs::create_dir(folder).map_err(failed(folder))?;
     for (path, text) in files {
-        let path = folder.join(filled(path, name, folder));
+        let path = folder.join(filled(path, name, folder, sdk));
         if let Some(parent) = path.parent() {
             fs::create_dir_all(parent).map_err(failed(parent))?;
         }
-        fs::write(&path, filled(text, name, folder)).map_err(failed(&path))?;
+        fs::write(&path, filled(text, name, folder, sdk)).map_err(failed(&path))?;
     }
     Ok(())
 }
 
-fn filled(template: &str, name: &str, folder: &Path) -> String {
-    template
-        .replace("{{name}}", name)
-        .replace("{{Name}}", &type_name(name))
-        .replace("{{gym-core}}", &dependency("gym-core", folder))
-        .replace("{{gym-server}}", &dependency("gym-server", folder))
+fn filled(template: &str, name: &str, folder: &Path, sdk: Option<&Sdk>) -> String {
+    let text = template.replace("{{name}}", name).replace("{{Name}}", &type_name(name));
+    match sdk {
+        Some(sdk) => PACKAGES
+            .into_iter()
+            .fold(text, |text, package| text.replace(&format!("{{{{{package}}}}}"), &sdk.dependency(package, folder))),
+        None => text,
+    }
 }
 
 /// `word_count` becomes `WordCount`.
@@ -164,16 +170,68 @@ fn type_name(name: &str) -> String {
     name.split('_').map(word).collect()
 }
 
-/// Returns the dependency of a crate in this folder on a crate of the SDK: by path if the sources that this program was built from are here,
-/// else by version. The path is relative, so that both can be moved together and the crate names no folder of this machine's user.
-fn dependency(package: &str, folder: &Path) -> String {
-    let sources = Path::new(env!("CARGO_MANIFEST_DIR")).with_file_name(package);
-    match (fs::canonicalize(&sources), fs::canonicalize(folder)) {
-        (Ok(sources), Ok(folder)) if sources.join("Cargo.toml").is_file() => {
-            format!("{{ path = {:?} }}", relative(&folder, &sources).display().to_string())
+/// The packages of the SDK that a crate depends on.
+const PACKAGES: [&str; 2] = ["gym-core", "gym-server"];
+
+/// A checkout of the SDK: an absolute path, without links.
+#[derive(Debug)]
+struct Sdk(PathBuf);
+
+impl Sdk {
+    /// Returns the checkout that the user names. Else the one around this program's file, the working directory or the folder of the crate,
+    /// or one beside a folder around the latter two. The machine on which the program was built does not matter.
+    fn find(named: Option<&Path>, folder: &Path) -> Result<Self, Failure> {
+        if let Some(named) = named {
+            return Self::at(named).ok_or_else(|| {
+                Failure::Usage(format!(
+                    "--sdk {}: there is no {} in this folder\n  fix: name the checkout of this SDK, the folder with gym-core and gym-server",
+                    named.display(),
+                    PACKAGES.map(|package| format!("{package}/Cargo.toml")).join(" and no ")
+                ))
+            });
         }
-        _ => format!("{:?}", env!("CARGO_PKG_VERSION")),
+        let program = std::env::current_exe().ok();
+        let standing = std::env::current_dir().ok();
+        let near = [standing, existing(folder)];
+        let around = program.as_deref().and_then(|program| fs::canonicalize(program).ok());
+        let around = around.into_iter().chain(near.iter().flatten().cloned());
+        let found = around.flat_map(|path| path.ancestors().find_map(Self::at)).next();
+        found.or_else(|| near.iter().flatten().find_map(|path| path.ancestors().find_map(Self::beside))).ok_or_else(|| {
+            Failure::Usage(
+                "the crate depends on a checkout of this SDK, and there is none around this program or this folder\n  fix: add --sdk \
+                 DIR, the folder with gym-core and gym-server; the crates are not published yet"
+                    .to_owned(),
+            )
+        })
     }
+
+    fn at(folder: &Path) -> Option<Self> {
+        let has_all = PACKAGES.iter().all(|package| folder.join(package).join("Cargo.toml").is_file());
+        has_all.then(|| fs::canonicalize(folder).ok().map(Self)).flatten()
+    }
+
+    /// Looks into the folders of a folder.
+    fn beside(folder: &Path) -> Option<Self> {
+        let entries = fs::read_dir(folder).ok()?.take(FOLDERS_MAX).filter_map(Result::ok);
+        let mut folders: Vec<PathBuf> = entries.map(|entry| entry.path()).collect();
+        folders.sort();
+        folders.iter().find_map(|folder| Self::at(folder))
+    }
+
+    /// Returns the dependency of a crate in this folder on a package. The path is relative, so that both can be moved together and the crate
+    /// names no folder of this machine's user.
+    fn dependency(&self, package: &str, folder: &Path) -> String {
+        let folder = fs::canonicalize(folder).unwrap_or_else(|_| folder.to_owned());
+        format!("{{ path = {:?} }}", relative(&folder, &self.0.join(package)).display().to_string())
+    }
+}
+
+/// Folders of a folder that are looked into.
+const FOLDERS_MAX: usize = 1_000;
+
+/// Returns the absolute path of a folder, or of the first one around it that exists.
+fn existing(folder: &Path) -> Option<PathBuf> {
+    std::path::absolute(folder).ok()?.ancestors().find_map(|folder| fs::canonicalize(folder).ok())
 }
 
 /// Returns the path from a folder to another; both are absolute, without links.
@@ -209,10 +267,30 @@ mod tests {
             assert_eq!(relative(Path::new(from), Path::new(to)), Path::new(expected));
         }
         let folder = tempfile::tempdir().unwrap();
-        let (_, text) =
-            dependency("gym-core", folder.path()).split_once('"').map(|(a, b)| (a.to_owned(), b.to_owned())).unwrap();
-        let path = folder.path().join(text.split('"').next().unwrap());
+        let dependency = of_this_checkout().dependency("gym-core", folder.path());
+        let path = folder.path().join(dependency.split('"').nth(1).unwrap());
         assert!(path.join("Cargo.toml").is_file(), "{}", path.display());
+    }
+
+    fn of_this_checkout() -> Sdk {
+        Sdk::at(Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap()).unwrap()
+    }
+
+    #[test]
+    fn the_sdk_is_named_or_found_around_the_crate_or_beside_it() {
+        let root = tempfile::tempdir().unwrap();
+        let at = |path: &str| root.path().join(path);
+        for package in PACKAGES {
+            fs::create_dir_all(at("gym").join(package)).unwrap();
+            fs::write(at("gym").join(package).join("Cargo.toml"), "").unwrap();
+        }
+        fs::create_dir_all(at("work/deep")).unwrap();
+        let sdk = fs::canonicalize(at("gym")).unwrap();
+        assert_eq!(Sdk::find(Some(&at("gym")), Path::new("/")).unwrap().0, sdk);
+        assert_eq!(Sdk::beside(root.path()).unwrap().0, sdk);
+        assert_eq!(existing(&at("work/deep/not/yet")), fs::canonicalize(at("work/deep")).ok());
+        let refused = Sdk::find(Some(&at("work")), &at("work")).unwrap_err();
+        assert!(refused.text().contains("there is no gym-core/Cargo.toml") && refused.text().contains("fix:"));
     }
 
     #[test]
@@ -220,13 +298,13 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         for (name, files) in [("word_count", &RUST[..]), ("other", &PYTHON[..])] {
             let folder = folder.path().join(name);
-            write(&folder, files, name).unwrap();
+            write(&folder, files, name, Some(&of_this_checkout())).unwrap();
             for (path, _) in files {
-                let text = fs::read_to_string(folder.join(filled(path, name, &folder))).unwrap();
+                let text = fs::read_to_string(folder.join(filled(path, name, &folder, None))).unwrap();
                 assert!(!text.contains("{{"), "{path}: {text}");
                 assert!(!text.contains("path = \"/"), "{path}: {text}");
             }
-            let again = write(&folder, files, name).unwrap_err();
+            let again = write(&folder, files, name, None).unwrap_err();
             assert!(again.text().contains("exists already"), "{}", again.text());
         }
     }

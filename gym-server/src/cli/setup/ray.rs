@@ -18,7 +18,14 @@ const START_TIME: Duration = Duration::from_secs(120);
 
 /// Returns the address of the configuration, or else of `RAY_ADDRESS`, with its source.
 pub(in crate::cli) fn address(config: &GymConfig) -> Result<Option<RayAddress>> {
-    let Some(ray) = &config.ray else { return RayAddress::of_environment() };
+    let Some(ray) = &config.ray else {
+        let Some(address) = RayAddress::of_environment()? else { return Ok(None) };
+        // The key alone: the dashboard of a cluster that the environment names.
+        return match config.merged.get("ray_dashboard_address").and_then(serde_json::Value::as_str) {
+            Some(dashboard) => address.with_dashboard(dashboard).map(Some),
+            None => Ok(Some(address)),
+        };
+    };
     let address = RayAddress::parse(&ray.address, ray.origin.to_string())?;
     match &ray.dashboard {
         Some(dashboard) => address.with_dashboard(dashboard).map(Some),
@@ -31,13 +38,13 @@ pub(in crate::cli) async fn connect(address: &RayAddress) -> Result<(RayDashboar
     RayDashboard::connect(&CallContext::within(CONNECT_TIME), address).await
 }
 
-/// As [`connect_servers`], and says so if Ray is not used.
+/// As [`connect_servers`], and says so if servers in Python, which can use Ray, find none.
 pub(in crate::cli) async fn announce(
     loaded: LoadedConfig,
     python: Option<&Path>,
     console: &Console,
 ) -> Result<(LoadedConfig, Option<LocalHead>), Failure> {
-    if address(&loaded.config)?.is_none() {
+    if address(&loaded.config)?.is_none() && loaded.python.is_some() {
         console.line("Ray is not used: ray_head_node_address is not set");
     }
     connect_servers(loaded, python, console).await

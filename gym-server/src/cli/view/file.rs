@@ -1,10 +1,13 @@
 //! The rows of a rollouts file and of its failures file: indexed once, read one at a time, filtered by their labels.
 
+use std::collections::BTreeSet;
 use std::fs::File;
 use std::io::{self, BufRead, BufReader, Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 
-use gym_client::collect::OutputFiles;
+use gym_client::collect::{OutputFiles, nearest_file};
+use serde::Deserialize;
+use serde::de::IgnoredAny;
 
 use crate::cli::args::range::RewardRange;
 use crate::cli::console;
@@ -13,6 +16,14 @@ use crate::head::page::conversation::{Rollout, RowLabel};
 
 /// Maximum bytes of a line that is shown: a row with the token ids of a long episode is some tens of megabytes.
 const LINE_BYTES_MAX: u64 = 1 << 30;
+
+/// Names of agents and classes that a message can choose from.
+const NAMES_MAX: usize = 100;
+/// Bytes of a file that show whether it is text.
+const BEGINNING_BYTES: u64 = 4_096;
+/// The endings of the names of a collection's other files, with what they have.
+const STATISTICS: [(&str, &str); 3] =
+    [("_aggregate_metrics", "statistics"), ("_settings", "settings of servers"), ("_statistics", "statistics")];
 
 /// Which rows to show. A row must meet all conditions.
 #[derive(Debug, Default)]
@@ -42,8 +53,52 @@ pub(super) struct RolloutFile {
     rows: Vec<RowPlace>,
     /// The number of rows before the filter.
     pub(super) total: usize,
+    /// What the rows before the filter are.
+    pub(super) seen: Seen,
     /// Lines that are no rows, such as the last one of a file that is being written.
     pub(super) unreadable: Vec<String>,
+}
+
+/// What the rows of the files are, whatever the filter takes.
+#[derive(Debug, Default)]
+pub(super) struct Seen {
+    pub(super) agents: BTreeSet<String>,
+    pub(super) classes: BTreeSet<String>,
+    /// A row has a response, a reward or the class of a failure.
+    pub(super) rollouts: bool,
+    /// A row has a request, so that it is at least a task.
+    pub(super) tasks: bool,
+}
+
+/// The keys of a row that show what it is.
+#[derive(Deserialize)]
+struct RowKeys {
+    #[serde(default)]
+    reward: Option<IgnoredAny>,
+    #[serde(default)]
+    response: Option<IgnoredAny>,
+    #[serde(default)]
+    responses_create_params: Option<IgnoredAny>,
+}
+
+impl Seen {
+    fn add(&mut self, label: &RowLabel, line: &[u8]) {
+        for (names, name) in [(&mut self.agents, Some(&label.agent)), (&mut self.classes, label.class.as_ref())] {
+            if let Some(name) = name.filter(|name| !name.is_empty() && !names.contains(*name))
+                && names.len() < NAMES_MAX
+            {
+                names.insert(name.clone());
+            }
+        }
+        self.rollouts |= label.class.is_some() || label.reward.is_some();
+        // Known after the first rollout, so that a long file is not read twice.
+        if !self.rollouts
+            && let Ok(keys) = serde_json::from_slice::<RowKeys>(line)
+        {
+            self.rollouts = keys.reward.is_some() || keys.response.is_some();
+            self.tasks |= keys.responses_create_params.is_some();
+        }
+    }
 }
 
 #[derive(Debug)]
@@ -60,24 +115,52 @@ impl RolloutFile {
     /// # Errors
     /// `Usage` if a file cannot be read, or no line of it is a JSON object.
     pub(super) fn open(path: &Path, filter: &Filter) -> Result<Self, Failure> {
-        let mut file = Self { files: Vec::new(), rows: Vec::new(), total: 0, unreadable: Vec::new() };
+        let seen = Seen::default();
+        let mut file = Self { files: Vec::new(), rows: Vec::new(), total: 0, seen, unreadable: Vec::new() };
         file.add(path, filter)?;
         let failures = OutputFiles::beside(path).failures;
         if failures.is_file() {
             file.add(&failures, filter)?;
         }
-        if let (0, Some(first)) = (file.total, file.unreadable.first()) {
-            let program = console::program();
-            return Err(Failure::Usage(format!(
-                "{first}\n  fix: name a file of rollouts, which `{program} collect` writes"
-            )));
+        if file.total == 0 && !file.unreadable.is_empty() || file.total > 0 && !file.seen.rollouts && !file.seen.tasks {
+            return Err(Failure::Usage(file.no_rollouts(path)));
         }
         file.rows.sort_by_key(|row| (row.label.task, row.label.repeat, row.label.attempt));
         Ok(file)
     }
 
+    /// Says that a file has no rollouts, and what it seems to be.
+    fn no_rollouts(&self, path: &Path) -> String {
+        let name = path.display();
+        let stem = path.file_stem().unwrap_or_default().to_string_lossy();
+        let statistics = STATISTICS.into_iter().find(|(suffix, _)| stem.ends_with(suffix));
+        let what = match (statistics, self.unreadable.first()) {
+            (Some((_, what)), _) => format!("{name}: the file has {what}, and no rollouts"),
+            (None, Some(_)) if is_binary(path) => format!("{name}: the file is binary"),
+            (None, Some(first)) => first.clone(),
+            (None, None) => format!("{name}: none of the {} rows is a rollout or a task", self.total),
+        };
+        let beside = statistics.and_then(|(suffix, _)| {
+            let rollouts = path.with_file_name(format!("{}.jsonl", stem.strip_suffix(suffix)?));
+            rollouts.is_file().then_some(rollouts)
+        });
+        match beside {
+            Some(rollouts) => {
+                format!("{what}\n  fix: its rollouts are in {0}: {1} view {0}", rollouts.display(), console::program())
+            }
+            None => format!("{what}\n  fix: name a file of rollouts, which `{} collect` writes", console::program()),
+        }
+    }
+
     fn add(&mut self, path: &Path, filter: &Filter) -> Result<(), Failure> {
-        let unreadable = |error: &io::Error| Failure::Usage(format!("read {}: {error}", path.display()));
+        let unreadable = |error: &io::Error| {
+            let near = nearest_file(path).filter(|_| error.kind() == io::ErrorKind::NotFound);
+            let fix = match near {
+                Some(near) => format!("did you mean `{}`?", near.display()),
+                None => format!("name a file of rollouts, which `{} collect` writes", console::program()),
+            };
+            Failure::Usage(format!("read {}: {error}\n  fix: {fix}", path.display()))
+        };
         let opened = File::open(path).map_err(|error| unreadable(&error))?;
         let mut lines = BufReader::with_capacity(1 << 18, opened.try_clone().map_err(|error| unreadable(&error))?);
         let (mut line, mut offset, mut number) = (Vec::new(), 0_u64, 0_u64);
@@ -94,6 +177,7 @@ impl RolloutFile {
                 match RowLabel::of(&line) {
                     Ok(label) => {
                         self.total += 1;
+                        self.seen.add(&label, &line);
                         if filter.takes(&label) {
                             self.rows.push(RowPlace { label, file: self.files.len(), offset, bytes });
                         }
@@ -141,9 +225,54 @@ impl RolloutFile {
     }
 }
 
+/// Returns `true` if a file begins with bytes that no text has.
+fn is_binary(path: &Path) -> bool {
+    let mut begins = Vec::new();
+    let read = File::open(path).and_then(|file| file.take(BEGINNING_BYTES).read_to_end(&mut begins));
+    let text = match std::str::from_utf8(&begins) {
+        // The last letter may be cut off.
+        Err(error) => error.error_len().is_none(),
+        Ok(_) => true,
+    };
+    read.is_ok() && (!text || begins.contains(&0))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_file_without_rollouts_is_said_to_be_what_it_is() {
+        let folder = tempfile::tempdir().unwrap();
+        let at = |name: &str| folder.path().join(name);
+        let open = |name: &str, bytes: &[u8]| {
+            std::fs::write(at(name), bytes).unwrap();
+            RolloutFile::open(&at(name), &Filter::default())
+        };
+        let refused = |name: &str, bytes: &[u8]| open(name, bytes).unwrap_err().text().to_owned();
+        let statistics = refused("r_aggregate_metrics.json", b"[{\"mean/reward\": 1}]");
+        assert!(statistics.contains("the file has statistics, and no rollouts\n  fix: name a file"), "{statistics}");
+        std::fs::write(at("r.jsonl"), ROLLOUTS).unwrap();
+        let settings = refused("r_settings.json", b"{\"a\": 1}\n");
+        assert!(
+            settings.contains("settings of servers") && settings.contains("fix: its rollouts are in "),
+            "{settings}"
+        );
+        let binary = refused("binary.jsonl", &[0x1f, 0x8b, 0xff, 0, b'\n', 7]);
+        assert!(binary.contains("binary.jsonl: the file is binary\n  fix:"), "{binary}");
+        let other = refused("other.jsonl", b"{\"a\": 1}\n{}\n");
+        assert!(other.contains("none of the 2 rows is a rollout or a task\n  fix:"), "{other}");
+        let tasks = open("tasks.jsonl", b"{\"responses_create_params\": {\"input\": \"x\"}}\n").unwrap();
+        assert!(tasks.seen.tasks && !tasks.seen.rollouts);
+        let near = RolloutFile::open(&at("taks.jsonl"), &Filter::default()).unwrap_err();
+        assert!(
+            near.text().contains("\n  fix: did you mean `") && near.text().contains("tasks.jsonl`?"),
+            "{}",
+            near.text()
+        );
+        let nothing = RolloutFile::open(&at("nope.json"), &Filter::default()).unwrap_err();
+        assert!(nothing.text().contains("\n  fix: name a file of rollouts"), "{}", nothing.text());
+    }
 
     fn folder(rollouts: &str, failures: &str) -> (tempfile::TempDir, PathBuf) {
         let folder = tempfile::tempdir().unwrap();

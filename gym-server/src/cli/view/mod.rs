@@ -10,12 +10,13 @@ use std::process::ExitCode;
 
 use gym_client::collect::OutputFiles;
 use gym_client::collect::report::RecordedSummary;
+use gym_client::config::nearest_name;
 
 use crate::cli::args::options::ViewArgs;
 use crate::cli::collect::figures;
 use crate::cli::console;
 use crate::cli::exit::{Failure, Outcome};
-use crate::cli::view::file::{Filter, RolloutFile};
+use crate::cli::view::file::{Filter, RolloutFile, Seen};
 use crate::cli::view::text::Style;
 
 /// Lines that cannot be read of which each has a warning.
@@ -34,7 +35,14 @@ pub(in crate::cli) fn view(args: ViewArgs) -> Outcome {
         eprintln!("warning: {} further lines are left out", file.unreadable.len() - UNREADABLE_MAX);
     }
     if file.len() == 0 {
-        return Err(Failure::Usage(none_of(&path, file.total)));
+        return Err(Failure::Usage(none_of(&path, file.total, &filter, &file.seen)));
+    }
+    if !file.seen.rollouts {
+        eprintln!(
+            "note: {0} has tasks, and neither responses nor rewards; collect them with `{1} collect --input {0} --output FILE`",
+            path.display(),
+            console::program()
+        );
     }
     // Of one rollout, nobody asks what the others lack.
     let missing = if args.rollout.is_none() { missing(&path) } else { Vec::new() };
@@ -81,9 +89,24 @@ fn missing(rollouts: &Path) -> Vec<String> {
     }
 }
 
-fn none_of(path: &Path, total: usize) -> String {
+fn none_of(path: &Path, total: usize, filter: &Filter, seen: &Seen) -> String {
+    let names = [("agent", &filter.agent, &seen.agents), ("class", &filter.class, &seen.classes)];
+    let unknown = names.into_iter().find_map(|(what, wanted, known)| {
+        let wanted = wanted.as_ref().filter(|wanted| !known.contains(*wanted))?;
+        Some((what, wanted, known))
+    });
+    if let (Some((what, wanted, known)), 1..) = (unknown, total) {
+        let names: Vec<&str> = known.iter().map(String::as_str).collect();
+        let fix = match nearest_name(wanted, names.iter().copied()) {
+            Some(near) => format!("did you mean `{near}`?"),
+            None if names.is_empty() && what == "class" => "leave out --class: no attempt has failed".to_owned(),
+            None if names.is_empty() => format!("leave out --{what}: no row has one"),
+            None => format!("name one of those that there are: {}", names.join(", ")),
+        };
+        return format!("{}: none of the {total} rows has the {what} `{wanted}`\n  fix: {fix}", path.display());
+    }
     match total {
-        0 => format!("{}: the file has no rows", path.display()),
+        0 => format!("{}: the file has no rows\n  fix: name a file of rollouts that has some", path.display()),
         total => format!(
             "{}: none of the {total} rows meets all conditions\n  fix: leave out --task, --agent, --class, --reward or --failed",
             path.display()
@@ -166,5 +189,30 @@ fn browse(file: &mut RolloutFile, first: usize, style: Style) -> Outcome {
         };
         position = wanted;
         console::print(&text::rollout(&file.read(position)?, position, count, style));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_name_that_no_row_has_is_named_with_those_that_there_are() {
+        let names = |names: &[&str]| names.iter().map(|name| (*name).to_owned()).collect();
+        let seen =
+            Seen { agents: names(&["math_agent"]), classes: names(&["tool_error"]), rollouts: true, tasks: false };
+        let says = |agent: Option<&str>, class: Option<&str>, seen: &Seen| {
+            let filter =
+                Filter { agent: agent.map(str::to_owned), class: class.map(str::to_owned), ..Filter::default() };
+            none_of(Path::new("r.jsonl"), 7, &filter, seen)
+        };
+        let class = says(None, Some("x"), &seen);
+        assert_eq!(
+            class,
+            "r.jsonl: none of the 7 rows has the class `x`\n  fix: name one of those that there are: tool_error"
+        );
+        assert!(says(Some("math_agnet"), None, &seen).ends_with("fix: did you mean `math_agent`?"));
+        assert!(says(None, Some("x"), &Seen::default()).ends_with("fix: leave out --class: no attempt has failed"));
+        assert!(says(Some("math_agent"), None, &seen).contains("meets all conditions"));
     }
 }

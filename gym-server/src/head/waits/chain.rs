@@ -28,6 +28,9 @@ pub(crate) struct Chain {
     pub(crate) phase: &'static str,
     /// The time since that phase began.
     pub(crate) phase_ms: u64,
+    /// The turns that the model has had in the episode so far, from the second one on.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) turns: Option<u32>,
     /// The wait that blocks all others, with what is known about it.
     pub(crate) leaf: String,
     pub(crate) hops: Vec<Hop>,
@@ -121,7 +124,7 @@ impl<'a> Cluster<'a> {
             let of_trace: Vec<Found<'a>> = waits.iter().filter(|(_, wait)| wait.trace == *trace).copied().collect();
             chains.extend(self.chain(of_trace, &waits));
         }
-        let untraced = waits.iter().filter(|(_, wait)| wait.trace.is_empty());
+        let untraced = waits.iter().filter(|(_, wait)| wait.trace.is_empty() && wait.kind != WaitKind::Episode);
         for found in untraced {
             let matches =
                 rollout.is_none_or(|wanted| found.1.rollout.as_deref().is_some_and(|name| is_of(name, wanted)));
@@ -134,7 +137,10 @@ impl<'a> Cluster<'a> {
         chains
     }
 
-    fn chain(&self, waits: Vec<Found<'a>>, all: &[Found<'a>]) -> Option<Chain> {
+    fn chain(&self, mut waits: Vec<Found<'a>>, all: &[Found<'a>]) -> Option<Chain> {
+        // An episode blocks nothing: its calls do.
+        let turns = waits.iter().filter_map(|(_, wait)| wait.turns).max();
+        waits.retain(|(_, wait)| wait.kind != WaitKind::Episode);
         let mut found = in_order(waits);
         let (_, first) = found.first()?;
         let (age_ms, rollout) = (first.age_us / 1_000, found.iter().find_map(|(_, wait)| wait.rollout.clone()));
@@ -161,7 +167,7 @@ impl<'a> Cluster<'a> {
         }
         let _ = write!(leaf, " (in {})", hops.last()?.process);
         let (phase, phase_us) = phase(&found);
-        Some(Chain { rollout, age_ms, phase, phase_ms: phase_us / 1_000, leaf, hops })
+        Some(Chain { rollout, age_ms, phase, phase_ms: phase_us / 1_000, turns, leaf, hops })
     }
 
     /// Explains a leaf by the state of the processes that it is for.
@@ -429,6 +435,16 @@ mod tests {
         assert_eq!(kinds, [WaitKind::Attempt, WaitKind::Call, WaitKind::Handler, WaitKind::Call]);
         let leaf = "waits for `/v1/responses` of `model` at http://node-1:3; `model` (pid 3) does not answer: its process is stopped";
         assert!(chain.leaf.starts_with(leaf), "{}", chain.leaf);
+    }
+
+    #[test]
+    fn the_turns_of_an_episode_are_those_of_its_rollout_and_block_nothing() {
+        let rollout = WaitReport { rollout: Some("0-0".to_owned()), ..wait(WaitKind::Attempt, 9_000, "", "") };
+        let episode = WaitReport { turns: Some(231), ..wait(WaitKind::Episode, 8_900, "", "") };
+        let all = [asked("", 1, vec![rollout, wait(WaitKind::Handler, 8_950, "agent", "/run"), episode])];
+        let [chain] = &chains(&all)[..] else { panic!("one rollout") };
+        assert_eq!((chain.turns, chain.hops.len()), (Some(231), 2));
+        assert!(chain.leaf.starts_with("`agent` runs `/run`"), "{}", chain.leaf);
     }
 
     #[test]

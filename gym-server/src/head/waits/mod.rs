@@ -98,6 +98,20 @@ pub(crate) async fn follow(
     }
 }
 
+/// Returns the attempts in flight that the processes at these addresses name, each with its longest time in milliseconds. A process names
+/// the oldest thousand waits.
+#[cfg(feature = "cli")]
+pub(crate) async fn attempts_in_flight(transports: &Transports, addresses: &[Address]) -> BTreeMap<String, u64> {
+    let mut attempts = BTreeMap::new();
+    let answers = ask(transports, addresses, "older_ms=0").await.into_iter().filter_map(|asked| asked.answer.ok());
+    for wait in answers.flat_map(|answer| answer.waits) {
+        let Some(attempt) = wait.rollout else { continue };
+        let age: &mut u64 = attempts.entry(attempt).or_default();
+        *age = (*age).max(wait.age_us / 1_000);
+    }
+    attempts
+}
+
 impl FollowedWaits {
     /// Returns `true` if none of these rollouts runs: each of the oldest waits before a call is sent again, and as many traces do so.
     #[cfg(feature = "cli")]

@@ -2,11 +2,13 @@
 
 #[cfg(feature = "parquet")]
 mod parquet;
+mod table;
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, BufRead as _, BufReader, Read as _};
 use std::path::{Path, PathBuf};
 
+use crate::collect::files::nearest_file;
 use crate::collect::input::error::InputError;
 use crate::collect::input::places::RowPlaces;
 
@@ -95,7 +97,18 @@ impl InputSource {
     ) -> Result<(BufReader<File>, Option<RowPlaces>), InputError> {
         match self {
             Self::Lines(file) => {
-                let unreadable = |error| InputError::file(file, format!("cannot read the input: {error}"));
+                let unreadable = |error: io::Error| {
+                    let fix = match error.kind() {
+                        io::ErrorKind::NotFound => match nearest_file(file) {
+                            Some(near) => format!("\n  fix: did you mean `{}`?", near.display()),
+                            None => "\n  fix: name a file of JSON lines with --input: a JSON object for each task"
+                                .to_owned(),
+                        },
+                        io::ErrorKind::PermissionDenied => "\n  fix: let this user read the file".to_owned(),
+                        _ => String::new(),
+                    };
+                    InputError::file(file, format!("cannot read the input: {error}{fix}"))
+                };
                 let mut opened = BufReader::new(File::open(file).map_err(unreadable)?);
                 let begins = opened.fill_buf().map_err(unreadable)?;
                 if begins.is_empty() {
@@ -107,6 +120,9 @@ impl InputSource {
                         let problem = format!("the file is compressed ({coding}); unpack it: {command} {name}");
                         return Err(InputError::file(file, problem));
                     }
+                }
+                if let Some(problem) = table::problem(file, begins) {
+                    return Err(InputError::file(file, problem));
                 }
                 // Editors of Windows write it; it is no part of the first row.
                 if begins.starts_with(BYTE_ORDER_MARK) {
@@ -233,10 +249,20 @@ mod tests {
         };
         assert_eq!(open("\u{FEFF}{}\n".as_bytes()).unwrap(), "{}\n");
         assert_eq!(open(b"{}\n").unwrap(), "{}\n");
+        // Not a table: the row's own error names the line.
+        for text in ["nonsense\n", "[1, 2]\n", "\n{}\n", "\"a, b\"\n", "one, two\nthree\n"] {
+            assert_eq!(open(text.as_bytes()).unwrap(), text);
+        }
         for (bytes, says) in [
             (&[0x1f, 0x8b, 8, 0][..], "compressed (gzip); unpack it: gunzip -k"),
             (&[0x28, 0xb5, 0x2f, 0xfd, 4], "compressed (zstd); unpack it: unzstd"),
             (b"", "the file is empty"),
+            (b"question,answer\n\"1, 2\",3\n", "the input is a table of comma-separated values (question, answer)"),
+            (
+                "\u{FEFF}question\tanswer\n1\t2\n".as_bytes(),
+                "the input is a table of tab-separated values (question, answer)",
+            ),
+            (b"a,b\n", "values (a, b); it must be JSON lines"),
         ] {
             let refused = open(bytes).unwrap_err();
             assert!(refused.contains(says) && refused.contains("rows.jsonl"), "{refused}");

@@ -39,6 +39,7 @@ pub struct CollectProgress {
     given_up: AtomicU64,
     unrecorded: Mutex<UnrecordedRollouts>,
     tool_failures: AtomicU64,
+    rewardless: AtomicU64,
     in_flight: InFlight<InFlightRollout>,
     agents: Mutex<BTreeMap<Arc<str>, AgentFigures>>,
     failures: Mutex<FailureCounts>,
@@ -141,6 +142,8 @@ pub struct ProgressSnapshot {
     pub oldest: Option<OldestRollout>,
     /// Tool calls in recorded rollouts that failed for a reason that the model did not cause. Their errors went to the model.
     pub tool_failures: u64,
+    /// Rollouts of this run whose agent returned a row without `reward`, and without `mask_sample`: most often a mistake of the agent.
+    pub rewardless: u64,
     /// Rewards by agent.
     pub scores: BTreeMap<Arc<str>, AgentScore>,
     /// Failed attempts by class.
@@ -196,6 +199,7 @@ impl CollectProgress {
             in_flight: self.in_flight.count() as u64,
             oldest: self.in_flight.oldest().map(OldestRollout::of),
             tool_failures: of(&self.tool_failures),
+            rewardless: of(&self.rewardless),
             scores: self.scores(),
             failures,
             causes,
@@ -246,6 +250,7 @@ impl CollectProgress {
             &self.already_given_up,
             &self.given_up,
             &self.tool_failures,
+            &self.rewardless,
         ];
         counters.into_iter().for_each(|counter| counter.store(0, Ordering::Relaxed));
         self.agents().clear();
@@ -291,6 +296,11 @@ impl CollectProgress {
     pub(super) fn complete(&self, agent: &Arc<str>, key: TaskKey, rollout: &RolloutFigures) {
         self.completed.fetch_add(1, Ordering::Relaxed);
         self.add_recorded(agent, key, rollout);
+    }
+
+    /// Counts a rollout whose agent returned no reward.
+    pub(super) fn count_rewardless(&self) {
+        self.rewardless.fetch_add(1, Ordering::Relaxed);
     }
 
     /// Counts a recorded rollout in the figures of its agent. Alone, for one that an earlier run recorded.
