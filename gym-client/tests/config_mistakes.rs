@@ -208,7 +208,22 @@ fn what_the_loader_accepts_and_cannot_run_is_listed() {
         ),
         (
             format!("{MODEL}responses_create_params: {{temprature: 1, top_p: 1}}\n"),
-            "main.yaml:6: responses_create_params.temprature: unknown key\n  fix: did you mean 'temperature'?",
+            "main.yaml:6: responses_create_params.temprature: unknown key\n  fix: did you mean `temperature`?",
+            "",
+        ),
+        (
+            format!("{MODEL}responses_create_params: {{temperature: hot, metadata: {{a: 1}}}}\n"),
+            "main.yaml:6: responses_create_params.temperature: the value is a string: \"hot\"\n  fix: write a number, such as 0.7\n",
+            "",
+        ),
+        (
+            format!("{MODEL}responses_create_params: {{max_tokens: 5}}\n"),
+            "unknown key\n  fix: write `max_output_tokens`",
+            "",
+        ),
+        (
+            format!("t: hot\n{MODEL}responses_create_params: {{temperature: '${{t}}'}}\n"),
+            "temperature: the value is a string",
             "",
         ),
         // An entrypoint on another level than the third one.

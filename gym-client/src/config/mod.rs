@@ -18,6 +18,7 @@ mod blocks;
 mod check;
 mod compose;
 mod loader;
+pub(crate) mod params;
 pub(crate) mod problem;
 pub mod reference;
 mod resolve;

@@ -19,13 +19,10 @@ fn similarity(wanted: &str, name: &str) -> Option<f64> {
     let (wanted, name) = without_common_ending(wanted, name);
     let length = wanted.chars().count().max(name.chars().count());
     let distance = strsim::damerau_levenshtein(wanted, name);
-    let near = match distance {
-        0 | 1 => true,
-        2 if length <= SHORT_CHARS => has_letters_of(wanted, name) || has_letters_of(name, wanted),
-        _ => true,
-    };
+    let replaced =
+        distance == 2 && length <= SHORT_CHARS && !(has_letters_of(wanted, name) || has_letters_of(name, wanted));
     let score = 1.0 - distance as f64 / length.max(1) as f64;
-    (near && score >= 0.6).then_some(score)
+    (!replaced && score >= 0.6).then_some(score)
 }
 
 fn without_common_ending<'a>(wanted: &'a str, name: &'a str) -> (&'a str, &'a str) {

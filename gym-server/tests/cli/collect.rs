@@ -91,7 +91,7 @@ pub(crate) fn mistakes_in_rows_and_options_are_found_before_the_first_rollout() 
             second(r#"{"input": "x", "temperature": "hot"}"#),
             &[],
             false,
-            "line 2: responses_create_params.temperature is a string: \"hot\"; write a number, as 0.7",
+            "line 2: responses_create_params.temperature is a string: \"hot\"; write a number, such as 0.7",
         ),
         (
             second(r#"{"input": "x", "tools": [{"type": "function", "function": {"name": "f"}}]}"#),

@@ -5,10 +5,11 @@ mod misplaced;
 use std::collections::BTreeSet;
 use std::path::PathBuf;
 
-use gym_core::server::{RESPONSES_KEYS, ServerKind};
+use gym_core::server::ServerKind;
 
 use crate::config::check::{self, FoundServer, composed_kinds, has_entrypoint, is_reserved, references_of};
 use crate::config::compose::{COPY, INHERIT};
+use crate::config::params;
 use crate::config::problem::{Mistake, Origin, Problem, nearest, suggest};
 use crate::config::reference::{
     COLLECT_IGNORED_KEYS, COLLECT_KEYS, COLLECT_UNSUPPORTED_KEYS, ConfigKey, KeyType, TOP_LEVEL_KEYS,
@@ -72,7 +73,7 @@ pub(crate) fn check(
             mistakes.extend(count(known, node));
         }
         if key == "responses_create_params" {
-            mistakes.extend(unknown_params(node));
+            mistakes.extend(wrong_params(node));
         }
         if key == "head_server" {
             mistakes.extend(unknown_address_keys(node));
@@ -192,17 +193,18 @@ fn near_key(key: &str) -> Option<&'static str> {
     (distance(&near) <= allowed).then_some(near)
 }
 
-/// Returns the keys of a request that each agent rejects.
-fn unknown_params(node: &Node) -> Vec<Problem> {
+/// Returns what each agent rejects in the parameters of a request.
+fn wrong_params(node: &Node) -> Vec<Problem> {
     let given = node.as_map().map(|map| map.0.as_slice()).unwrap_or_default();
     let given = given.iter().map(|(key, node)| (key.to_string(), node));
-    given
-        .filter(|(key, _)| RESPONSES_KEYS.binary_search(&key.as_str()).is_err())
-        .map(|(key, node)| {
-            Problem::new(Mistake::Value, &node.origin, format!("responses_create_params.{key}"), "unknown key")
-                .fix(suggest(&key, RESPONSES_KEYS, "keys"))
-        })
-        .collect()
+    let wrong = given.filter(|(_, node)| !node.is_interpolation() && !node.is_missing()).filter_map(|(key, node)| {
+        let (path, problem) = params::check(&key, &node.to_json().to_string()).err()?;
+        let (what, fix) = problem.split_once("; ").unwrap_or((&problem, ""));
+        let what = if what.starts_with("is ") { format!("the value {what}") } else { what.to_owned() };
+        let key = format!("responses_create_params.{key}{}", path.trim_end_matches(':'));
+        Some(Problem::new(Mistake::Value, &node.origin, key, what).fix(fix))
+    });
+    wrong.collect()
 }
 
 /// Returns the servers that a key of the collector names, each with its dotted key.

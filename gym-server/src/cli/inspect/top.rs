@@ -141,6 +141,8 @@ struct RolloutWait {
     rollout: Option<String>,
     phase: String,
     phase_ms: u64,
+    #[serde(default)]
+    turns: Option<u32>,
     leaf: String,
 }
 
@@ -237,7 +239,8 @@ fn collection(out: &mut String, view: &CollectionView, waits: &Waits, width: usi
                 format!("  {}-{}  {}  attempt {}  {seconds:.1} s", id.task, id.repeat, rollout.agent, id.attempt + 1);
             let attempt = Attempt { key: TaskKey::new(id.task, id.repeat), number: id.attempt };
             if let Some(wait) = waits.get(&attempt.to_string()) {
-                let _ = write!(line, "  {} {:.1} s: {}", wait.phase, wait.phase_ms as f64 / 1e3, wait.leaf);
+                let turns = wait.turns.map(|turns| format!(", {turns} turns")).unwrap_or_default();
+                let _ = write!(line, "  {} {:.1} s{turns}: {}", wait.phase, wait.phase_ms as f64 / 1e3, wait.leaf);
             }
             let line: String = line.chars().take(width).collect();
             let _ = write!(out, "\n{line}");
@@ -289,10 +292,10 @@ mod tests {
         let expected = "http://h:11000  0 servers, workers: 1 suspect\n\n\
             results/a.jsonl  running  h, pid 7\n\
             ██████████████░░░░░░░░░░ 100/200, 7.0/s, ETA 00:00:12, mean reward 0.500, 1 in flight, 20 failed\n  \
-            17-3  math_agent  attempt 2  41.5 s  model 40.2 s: waits for `/v1/responses` of `m`\n  \
+            17-3  math_agent  attempt 2  41.5 s  model 40.2 s, 231 turns: waits for `/v1/responses` of `m`\n  \
             20 × tool_error: POST math/add: panicked at line 3\n\
             w1 is suspect: 2 heartbeats missed";
-        let wait = json!({"rollout": "17-3-a1", "phase": "model", "phase_ms": 40_200, "leaf": "waits for `/v1/responses` of `m`"});
+        let wait = json!({"rollout": "17-3-a1", "phase": "model", "phase_ms": 40_200, "turns": 231, "leaf": "waits for `/v1/responses` of `m`"});
         let waits = Waits::from([("17-3-a1".to_owned(), serde_json::from_value(wait).unwrap())]);
         assert_eq!(text(&state, &waits, "http://h:11000", 140), expected);
         let mut ended = state;

@@ -174,7 +174,11 @@ impl RolloutFile {
             }
             number += 1;
             if !line.trim_ascii().is_empty() {
-                match RowLabel::of(&line) {
+                let label = match line.trim_ascii_start().first() {
+                    Some(b'[') => Err("it is a list".to_owned()),
+                    _ => RowLabel::of(&line).map_err(|error| error.to_string()),
+                };
+                match label {
                     Ok(label) => {
                         self.total += 1;
                         self.seen.add(&label, &line);

@@ -64,8 +64,8 @@ pub(super) fn check(key: &str, text: &str) -> Result<(), (String, String)> {
     }
     let (fits, wanted) = match kind {
         Kind::Flag => (is_flag(&value), "write true or false"),
-        Kind::Whole => (is_whole(&value), "write a whole number, as 512"),
-        Kind::Number => (is_number(&value), "write a number, as 0.7"),
+        Kind::Whole => (is_whole(&value), "write a whole number, such as 512"),
+        Kind::Number => (is_number(&value), "write a number, such as 0.7"),
         Kind::Text => (value.is_string(), "write a string"),
         Kind::Texts => {
             (value.as_array().is_some_and(|items| items.iter().all(Value::is_string)), "write a list of strings")
@@ -75,7 +75,10 @@ pub(super) fn check(key: &str, text: &str) -> Result<(), (String, String)> {
         Kind::NoStream => (value == false, "remove it: a rollout gets the whole response"),
         Kind::Metadata => {
             let Some(members) = value.as_object() else {
-                return Err((String::new(), problem(&value, "write an object of strings, as {\"name\": \"value\"}")));
+                return Err((
+                    String::new(),
+                    problem(&value, "write an object of strings, such as {\"name\": \"value\"}"),
+                ));
             };
             return match members.iter().find(|(_, member)| !member.is_string()) {
                 Some((name, member)) => {
@@ -116,8 +119,8 @@ pub(super) fn problem(value: &Value, fix: &str) -> String {
 
 fn fix_of_object(key: &str) -> &'static str {
     match key {
-        "reasoning" => "write an object, as {\"effort\": \"low\"}",
-        "text" => "write an object, as {\"format\": {\"type\": \"text\"}}",
+        "reasoning" => "write an object, such as {\"effort\": \"low\"}",
+        "text" => "write an object, such as {\"format\": {\"type\": \"text\"}}",
         _ => "write an object",
     }
 }

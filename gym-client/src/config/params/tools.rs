@@ -2,8 +2,8 @@
 
 use serde_json::Value;
 
-use crate::collect::names::params::values::problem;
-use crate::config::nearest_name;
+use crate::config::params::values::problem;
+use crate::config::problem::nearest as nearest_name;
 
 /// The texts that `tool_choice` may be.
 const CHOICES: [&str; 3] = ["auto", "none", "required"];

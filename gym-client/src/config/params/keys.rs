@@ -2,7 +2,7 @@
 
 use gym_core::server::RESPONSES_KEYS;
 
-use crate::config::nearest_name;
+use crate::config::problem::nearest as nearest_name;
 
 /// Keys of chat completions and of engines whose setting has another name in the Responses API, sorted, with what to write.
 const RENAMED: &[(&str, &str)] = &[

@@ -1,14 +1,9 @@
 //! The check of a row's request for the model: its agent rejects what this finds, in each of the row's rollouts.
 
-mod keys;
-mod tools;
-mod values;
-
 use gym_core::RawObject;
-use gym_core::server::RESPONSES_KEYS;
 use serde_json::value::RawValue;
 
-use crate::config::nearest_name;
+use crate::config::{nearest_name, params};
 
 const PARAMS: &str = "responses_create_params";
 const INPUT: &str = "input";
@@ -33,29 +28,21 @@ const BEGIN_A_CONVERSATION: [&str; 4] = ["conversation", "instructions", "previo
 /// # Errors
 /// The key, and the fix.
 pub(super) fn check(row: &RawObject, begins: bool) -> Result<(), String> {
-    let params = match row.get_object(PARAMS) {
-        Ok(Some(params)) => params,
+    let request = match row.get_object(PARAMS) {
+        Ok(Some(request)) => request,
         // The materializer reports an absent one.
         Ok(None) => return Ok(()),
         Err(error) => return Err(format!("{PARAMS}: {error}")),
     };
-    if let Some(key) = params.keys().find(|key| RESPONSES_KEYS.binary_search(key).is_err()) {
-        return Err(format!("{PARAMS}.{key}: unknown key; {}", keys::fix_of_key(key)));
-    }
-    for key in params.keys() {
-        let Some(value) = params.get(key) else { continue };
+    for key in request.keys() {
+        let Some(value) = request.get(key) else { continue };
         let value = std::str::from_utf8(&value).map_err(|error| format!("{PARAMS}.{key}: {error}"))?;
-        let checked = match key {
-            "tools" => tools::check(value),
-            "tool_choice" => tools::check_choice(value),
-            _ => values::check(key, value),
-        };
-        checked.map_err(|(path, problem)| format!("{PARAMS}.{key}{path} {problem}"))?;
+        params::check(key, value).map_err(|(path, problem)| format!("{PARAMS}.{key}{path} {problem}"))?;
     }
-    let Some(input) = params.get(INPUT) else {
+    let Some(input) = request.get(INPUT) else {
         return Err(format!("{PARAMS}.{INPUT} is missing; add it: a string, or a list of messages"));
     };
-    let has = |key: &&str| params.get(key).is_some_and(|value| value != "null");
+    let has = |key: &&str| request.get(key).is_some_and(|value| value != "null");
     let empty = begins && !BEGIN_A_CONVERSATION.iter().any(has);
     match input.first() {
         Some(b'"') if empty && serde_json::from_slice::<&str>(&input).is_ok_and(|text| text.trim().is_empty()) => {
@@ -148,7 +135,7 @@ mod tests {
                 r#"parallel_tool_calls is a string: "maybe"; write true or false"#,
             ),
             (r#"{"input": "x", "instructions": ["be brief"]}"#, "instructions is a list"),
-            (r#"{"input": "x", "text": "json"}"#, r#"text is a string: "json"; write an object, as {"format""#),
+            (r#"{"input": "x", "text": "json"}"#, r#"text is a string: "json"; write an object, such as {"format""#),
             (r#"{"input": "x", "include": "logprobs"}"#, "include is a string"),
             (r#"{"input": "x", "metadata": {"id": 7}}"#, r#"metadata.id is a number: 7; write a string: "7""#),
             (r#"{"input": "x", "metadata": "a"}"#, "metadata is a string"),
