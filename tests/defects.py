@@ -174,7 +174,7 @@ DEFECTS = [
     ("a-member-tells-an-old-time", "gym-client/src/registry/member.rs", "self.spec.tell_time(&self.world);", "let _ = &self.world;", "-p gym-client --test members"),
     ("no-call-waits-for-a-server-that-is-away", "gym-client/src/client/server_client/away.rs", "request.verb != Verb::Get", "request.verb == Verb::Get", "-p gym-client --test outage"),
     ("each-call-asks-a-server-that-is-away", "gym-client/src/client/server_client/away.rs", "let mut asked = outage.asking.lock().await;", "let mut asked = *outage.asking.lock().await; let asked = &mut asked;", "-p gym-client --test outage"),
-    ("a-worker-runs-on-for-a-pool-that-is-gone", "gym-client/src/work/puller.rs", "if since.elapsed() >= CALL_WAIT {", "if since.elapsed() >= CALL_WAIT * 1_000 {", "-p gym-client --test work"),
+    ("a-worker-runs-on-for-a-pool-that-is-gone", "gym-client/src/work/puller.rs", "if since.elapsed() >= CALL_WAIT_TIMEOUT {", "if since.elapsed() >= CALL_WAIT_TIMEOUT * 1_000 {", "-p gym-client --test work"),
     ("an-episode-outlives-its-caller-for-the-whole-grace", "gym-server/src/environment/deduplication.rs", "wait.map_or(self.shared.grace, |wait| wait.min(self.shared.grace))", "wait.map_or(self.shared.grace, |_| self.shared.grace)", "-p gym-server --lib environment"),
     # Doors, and rows that do not fit.
     ("a-stranger-takes-work-of-a-pool-that-others-reach", "gym-client/src/work/pool/mod.rs",
@@ -227,7 +227,7 @@ DEFECTS = [
     ("a-chunk-is-received-in-the-memory-of-another-operation", f"{HOST}/room/mod.rs",
      "(expected.number == packet.number).then(|| expected.pieces.lend(piece))?", "expected.pieces.lend(piece)", "-p gym-group --lib collective::host"),
     ("a-buffer-waits-for-a-connection-that-holds-a-part-of-it", f"{HOST}/pieces.rs",
-     "drop(timeout(BACK_WITHIN, self.join()).await);", "self.join().await;", "-p gym-group --lib collective::host"),
+     "drop(timeout(BACK_TIMEOUT, self.join()).await);", "self.join().await;", "-p gym-group --lib collective::host"),
     ("a-rank-that-gave-up-its-join-has-left", f"{HOST}/room/mod.rs",
      "(Some(id), None) => seat.gave_up = seat.gave_up.max(Some(id)),", "(Some(_), None) if false => {}", "-p gym-group --test collectives in_one_thread"),
     ("a-sent-call-did-not-start", "gym-client/group/src/call/gather/mod.rs",

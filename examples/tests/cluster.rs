@@ -11,7 +11,7 @@ use gym_core::testing::free_port;
 use rustix::process::Signal;
 use serde_json::Value;
 use support::collections::{Collecting, Server};
-use support::{PATIENCE, examples, gym_examples};
+use support::{WAIT_TIMEOUT, examples, gym_examples};
 use tokio::process::Command;
 use tokio::time::{Instant, sleep, timeout};
 
@@ -49,7 +49,7 @@ impl Cluster {
                 sleep(Duration::from_millis(20)).await;
             }
         };
-        timeout(PATIENCE, reached).await.unwrap_or_else(|_| panic!("{name} is never {state}"));
+        timeout(WAIT_TIMEOUT, reached).await.unwrap_or_else(|_| panic!("{name} is never {state}"));
         began.elapsed()
     }
 
@@ -116,7 +116,7 @@ async fn collections_survive_killed_frozen_and_drained_workers_and_a_killed_head
         let mut command: Command = gym_examples(cluster.folder.path());
         let asked = command.args(["drain", "w3", "--head-url", &cluster.url]).output().await.unwrap();
         assert!(asked.status.success(), "{}", String::from_utf8_lossy(&asked.stderr));
-        timeout(PATIENCE, third.ended()).await.expect("a drained worker ends")
+        timeout(WAIT_TIMEOUT, third.ended()).await.expect("a drained worker ends")
     };
     let collection = cluster.collecting("drained.jsonl");
     let ((rows, failed), ended) = tokio::join!(collection.run(&[], || {}), drained);

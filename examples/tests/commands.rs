@@ -18,7 +18,7 @@ use gym_core::{CallContext, Endpoint, Incarnation, World};
 use rustix::process::Signal;
 use serde_json::Value;
 use support::collections::{Collecting, Server};
-use support::{PATIENCE, examples, gym_examples};
+use support::{WAIT_TIMEOUT, examples, gym_examples};
 use tokio::process::Command;
 use tokio::time::timeout;
 
@@ -79,13 +79,15 @@ impl Machines {
 
     /// Runs a command to its end; returns its status and what it printed.
     async fn says(&self, machine: &str, arguments: &[&str]) -> (i32, String) {
-        let output: Output = timeout(PATIENCE, self.command(machine).args(arguments).output()).await.unwrap().unwrap();
+        let output: Output =
+            timeout(WAIT_TIMEOUT, self.command(machine).args(arguments).output()).await.unwrap().unwrap();
         let text = [output.stdout, output.stderr].map(|text| String::from_utf8_lossy(&text).into_owned()).concat();
         (output.status.code().unwrap(), text)
     }
 
     async fn ends(&self, machine: &str, arguments: &[&str]) -> (i32, String) {
-        let output: Output = timeout(PATIENCE, self.command(machine).args(arguments).output()).await.unwrap().unwrap();
+        let output: Output =
+            timeout(WAIT_TIMEOUT, self.command(machine).args(arguments).output()).await.unwrap().unwrap();
         (output.status.code().unwrap(), String::from_utf8(output.stderr).unwrap())
     }
 
@@ -258,7 +260,7 @@ async fn verifications_of_an_agent_run_on_any_worker() {
         first.signal(Signal::KILL);
     };
     let said = || std::fs::read_to_string(&log).unwrap();
-    let Ok((ended, ())) = timeout(PATIENCE, async { tokio::join!(collecting.wait(), killing) }).await else {
+    let Ok((ended, ())) = timeout(WAIT_TIMEOUT, async { tokio::join!(collecting.wait(), killing) }).await else {
         let (_, stuck) = machines.says("asking", &["stuck", "--head-url", &url, "--older", "0.5"]).await;
         let (_, workers) = machines.says("asking", &["workers", "--head-url", &url]).await;
         panic!("the collection does not end: {}\n{workers}\n{stuck}", said());
@@ -299,7 +301,7 @@ async fn mistakes_with_heads_and_workers_are_named() {
     let mut spec = MemberSpec::new("odd", Incarnation(1));
     spec.build = "gym-server 0.0.1".to_owned();
     spec.clock_ms = u64::try_from(World::real().now().as_millis()).unwrap() + 3_600_000;
-    let joined = registry.join(&CallContext::within(PATIENCE), spec).await.unwrap();
+    let joined = registry.join(&CallContext::within(WAIT_TIMEOUT), spec).await.unwrap();
     let [clock, build] = joined.warnings.as_slice() else { panic!("{:?}", joined.warnings) };
     assert!(
         clock.contains("the worker's clock differs") && clock.contains(" 3600 s") || clock.contains(" 3599 s"),
@@ -364,7 +366,7 @@ async fn a_head_without_servers_is_healthy_once_a_worker_serves() {
             tokio::time::sleep(std::time::Duration::from_millis(20)).await;
         }
     };
-    timeout(PATIENCE, healthy).await.unwrap_or_else(|_| panic!("{}", head.log()));
+    timeout(WAIT_TIMEOUT, healthy).await.unwrap_or_else(|_| panic!("{}", head.log()));
 
     // A number that was given keeps its meaning.
     let (mut impatient, _) =
@@ -381,7 +383,7 @@ async fn a_head_without_servers_is_healthy_once_a_worker_serves() {
 /// Asks a head server for its health: the status and the body of its response.
 async fn health(url: &str) -> String {
     let transports = Transports::from_features(InProcess::new());
-    let (cx, head) = (CallContext::within(PATIENCE), Endpoint::parse(url).unwrap());
+    let (cx, head) = (CallContext::within(WAIT_TIMEOUT), Endpoint::parse(url).unwrap());
     let response = transports.ask(&cx, &head, "/health").await.unwrap();
     format!("{} {}", response.status.0, String::from_utf8_lossy(&response.message.head.to_bytes()))
 }
@@ -397,7 +399,7 @@ async fn servers_that_bind_all_addresses_tell_one_that_others_reach() {
     assert!(code == 0 && listed.contains("math_simple_agent") && !listed.contains("0.0.0.0"), "{listed}");
     let transports = Transports::from_features(InProcess::new());
     let head = RemoteRegistry::new(Endpoint::parse(&url).unwrap(), transports, World::real());
-    let text = head.global_configuration(&CallContext::within(PATIENCE)).await.unwrap();
+    let text = head.global_configuration(&CallContext::within(WAIT_TIMEOUT)).await.unwrap();
     let hosts: Vec<&str> = text.lines().filter(|line| line.trim_start().starts_with("host:")).collect();
     assert!(hosts.len() > 10 && !hosts.iter().any(|host| host.contains("0.0.0.0")), "{text}");
     let collecting = Collecting::new(machines.folder.path(), &url, "everywhere.jsonl");
@@ -413,7 +415,7 @@ async fn a_collector_that_no_worker_reaches_pushes() {
     let url = all.says("ready: ").await.rsplit(' ').next().unwrap().to_owned();
     let transports = Transports::from_features(InProcess::new());
     let head = RemoteRegistry::new(Endpoint::parse(&url).unwrap(), transports, World::real());
-    let cx = CallContext::within(PATIENCE);
+    let cx = CallContext::within(WAIT_TIMEOUT);
     let mut spec = MemberSpec::new("silent", Incarnation(1));
     spec.servers = head
         .list(&cx)

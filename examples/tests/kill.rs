@@ -17,7 +17,7 @@ use std::time::Duration;
 
 use gym_client::collect::OutputFiles;
 use gym_server::{Stack, StackOptions};
-use support::{PATIENCE, examples, gym_examples, say};
+use support::{WAIT_TIMEOUT, examples, gym_examples, say};
 use tokio::process::{Child, Command};
 use tokio::time::{Instant, sleep, timeout};
 
@@ -29,7 +29,7 @@ const ROLLOUTS: usize = 3 * TASKS_EACH * REPEATS;
 const CONCURRENCY: usize = 40;
 const LATENCY_MS: &str = "+policy_model.responses_api_models.scripted_model.latency_ms=[5,55]";
 /// The interval at which the output is checked for the moment to kill.
-const GLANCE: Duration = Duration::from_micros(500);
+const POLL_INTERVAL: Duration = Duration::from_micros(500);
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_killed_collection_resumes_to_the_rows_of_an_undisturbed_one() {
@@ -183,7 +183,7 @@ impl Ground {
             }
         }
         // Sends SIGKILL, and waits until the process has exited.
-        timeout(PATIENCE, child.kill()).await.expect("a killed process ends").unwrap();
+        timeout(WAIT_TIMEOUT, child.kill()).await.expect("a killed process ends").unwrap();
         let text = std::fs::read(&output).unwrap_or_default();
         let rows = text.iter().filter(|byte| **byte == b'\n').count();
         let torn_bytes = text.len() - text.iter().rposition(|byte| *byte == b'\n').map_or(0, |last| last + 1);
@@ -219,7 +219,7 @@ impl Ground {
 
 /// Waits until a collector exits normally, and returns its standard output.
 async fn finish(child: Child) -> String {
-    let output = timeout(PATIENCE, child.wait_with_output()).await.expect("a collection ends in time").unwrap();
+    let output = timeout(WAIT_TIMEOUT, child.wait_with_output()).await.expect("a collection ends in time").unwrap();
     let said = String::from_utf8_lossy(&output.stdout).into_owned();
     let complained = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success(), "{}\n{said}\n{complained}", output.status);
@@ -278,10 +278,10 @@ impl Watch {
     async fn until(&mut self, rows: usize) {
         let seen = async {
             while self.look() < rows {
-                sleep(GLANCE).await;
+                sleep(POLL_INTERVAL).await;
             }
         };
-        timeout(PATIENCE, seen).await.unwrap_or_else(|_| panic!("no {rows} rows within {PATIENCE:?}"));
+        timeout(WAIT_TIMEOUT, seen).await.unwrap_or_else(|_| panic!("no {rows} rows within {WAIT_TIMEOUT:?}"));
     }
 
     fn look(&mut self) -> usize {

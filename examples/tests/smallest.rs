@@ -9,7 +9,7 @@ use gym_core::RawObject;
 use gym_server::model::ScriptedItem;
 use gym_server::{Servers, StackOptions};
 use serde_json::{Value, json};
-use support::{PATIENCE, clean, start};
+use support::{WAIT_TIMEOUT, clean, start};
 use tokio::process::Command;
 
 /// Adds one pen if the request offers the shop's tools, and then stops.
@@ -35,7 +35,7 @@ async fn collect(program: &str, folder: &Path, config: &str, rows: &[Value]) -> 
     command.current_dir(folder).kill_on_drop(true);
     command
         .args("collect --config stack.yaml --input tasks.jsonl --output rollouts.jsonl +head_server.port=0".split(' '));
-    let output = tokio::time::timeout(PATIENCE, command.output()).await.unwrap().unwrap();
+    let output = tokio::time::timeout(WAIT_TIMEOUT, command.output()).await.unwrap().unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     let rollouts = std::fs::read_to_string(folder.join("rollouts.jsonl")).unwrap();
     rollouts.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
@@ -111,7 +111,7 @@ async fn the_quickstart_runs_from_any_directory() {
     let mut command = Command::new(env!("CARGO_BIN_EXE_quickstart"));
     clean(&mut command);
     command.current_dir(folder.path()).kill_on_drop(true).args(["--limit", "3"]);
-    let output = tokio::time::timeout(PATIENCE, command.output()).await.unwrap().unwrap();
+    let output = tokio::time::timeout(WAIT_TIMEOUT, command.output()).await.unwrap().unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     let rollouts = std::fs::read_to_string(folder.path().join("results/quickstart.jsonl")).unwrap();
     assert_eq!(rollouts.lines().count(), 6);

@@ -63,6 +63,6 @@ pub mod work;
 pub use client::url as client_url;
 pub use client::values;
 pub use client::{
-    AwaitedServer, AwaitedServers, CallOptions, CookieJar, JOINS_RUNS_LABEL, SERVER_WAIT, ServerClient, Session,
+    AwaitedServer, AwaitedServers, CallOptions, CookieJar, JOINS_RUNS_LABEL, SERVER_TIMEOUT, ServerClient, Session,
 };
 pub use transport::Transports;

@@ -24,7 +24,7 @@ use gym_core::{
 use serde_json::{Value, json};
 
 const OUTPUT: &str = "rollouts.jsonl";
-const FOREVER: Duration = Duration::from_secs(1_000_000);
+const ENDLESS_TIMEOUT: Duration = Duration::from_secs(1_000_000);
 
 /// What the environment does with the row of a task.
 type Play = fn(u32, &RawObject) -> (Duration, Result<Response>);
@@ -47,7 +47,7 @@ impl Ground {
             tokio::time::sleep(after).await;
             response
         }));
-        host.spawn(serve(listener, answer, CancelToken::new(), FOREVER).map(drop));
+        host.spawn(serve(listener, answer, CancelToken::new(), ENDLESS_TIMEOUT).map(drop));
         let registry = Arc::new(MemoryRegistry::default());
         let registration = Registration {
             name: "env".to_owned(),
@@ -56,7 +56,7 @@ impl Ground {
             implementation: String::new(),
             endpoints: vec![Endpoint::parse("sim://env/gym").unwrap()],
             incarnation: Incarnation(1),
-            ttl: FOREVER,
+            ttl: ENDLESS_TIMEOUT,
             labels: Default::default(),
         };
         registry.register(&CallContext::default(), registration).await.unwrap();
@@ -69,7 +69,7 @@ impl Ground {
     async fn run(&self, rows: Vec<RolloutRow>, options: DriverOptions) -> (RunEnd, ProgressSnapshot) {
         let transports = Transports::new().with_connector(Arc::new(self.net.host("collector")));
         let client = ServerClient::new(Arc::clone(&self.registry) as _, transports, &self.world);
-        let cx = CallContext::within(FOREVER);
+        let cx = CallContext::within(ENDLESS_TIMEOUT);
         let files = Arc::new(self.files.clone());
         let (ledger, _) = JsonlLedger::open(&cx, files, OUTPUT, OpenMode::Resume).await.unwrap();
         let ledger = Arc::new(ledger);
@@ -191,7 +191,7 @@ fn every_failure(task: u32, row: &RawObject) -> (Duration, Result<Response>) {
         6 => Ok(Response::json(
             row.edit().set("_ng_failure_class", r#""skipped""#).set("_ng_failure_terminal", "true").to_rope(),
         )),
-        7 => return (FOREVER, scored(row)),
+        7 => return (ENDLESS_TIMEOUT, scored(row)),
         8 => Ok(Response::from_error(&Error::internal("é".repeat(10_000)).with_class(FailureClass::VerifierPanic))),
         // A row of another rollout.
         9 => foreign(413, r#"{"detail":"too large"}"#),

@@ -240,14 +240,14 @@ impl Cluster {
     }
 }
 
-const MOMENT: Duration = Duration::from_millis(10);
+const MARGIN_TIMEOUT: Duration = Duration::from_millis(10);
 
 #[tokio::test(start_paused = true)]
 async fn calls_to_a_killed_worker_end_at_once_and_new_ones_go_elsewhere() {
     let mut cluster = Cluster::new();
-    let _first = cluster.start("a", MOMENT).await;
+    let _first = cluster.start("a", MARGIN_TIMEOUT).await;
     let second = cluster.start("b", Duration::from_secs(7_000)).await;
-    sleep(MOMENT).await;
+    sleep(MARGIN_TIMEOUT).await;
     let calls = join_all((0..32).map(|_| cluster.call()));
     let killed = async {
         sleep(Duration::from_secs(5)).await;
@@ -269,10 +269,10 @@ async fn calls_to_a_killed_worker_end_at_once_and_new_ones_go_elsewhere() {
 #[tokio::test(start_paused = true)]
 async fn calls_to_a_frozen_worker_end_after_its_timeout_and_new_ones_avoid_it_before() {
     let mut cluster = Cluster::new();
-    let _first = cluster.start("a", MOMENT).await;
+    let _first = cluster.start("a", MARGIN_TIMEOUT).await;
     // Frozen: it has joined, was healthy, and then sends nothing more.
     let _frozen = cluster.start("b", Duration::from_secs(7_000)).await;
-    sleep(MOMENT).await;
+    sleep(MARGIN_TIMEOUT).await;
     let waiting = cluster.call();
     let lost = async {
         let second = cluster.call().await;
@@ -280,7 +280,7 @@ async fn calls_to_a_frozen_worker_end_after_its_timeout_and_new_ones_avoid_it_be
     };
     let began = Instant::now();
     let freeze = async {
-        sleep(MOMENT).await;
+        sleep(MARGIN_TIMEOUT).await;
         cluster.head.freeze("b");
         sleep(Duration::from_millis(2_500)).await;
         assert_eq!(cluster.state("b").await, MemberState::Suspect);
@@ -297,7 +297,7 @@ async fn a_worker_that_is_killed_at_any_moment_is_noticed_at_once() {
         let mut cluster = Cluster::new();
         // Between a response and the next heartbeat, the head server would see only silence.
         cluster.head.slow.store(20, Relaxed);
-        let worker = cluster.start("a", MOMENT).await;
+        let worker = cluster.start("a", MARGIN_TIMEOUT).await;
         sleep(Duration::from_millis(1_000 + after_ms)).await;
         drop(worker);
         sleep(Duration::from_millis(150)).await;
@@ -309,7 +309,7 @@ async fn a_worker_that_is_killed_at_any_moment_is_noticed_at_once() {
 async fn a_late_response_to_a_heartbeat_is_no_suspicion() {
     let mut cluster = Cluster::new();
     cluster.head.slow.store(700, Relaxed);
-    let _first = cluster.start("a", MOMENT).await;
+    let _first = cluster.start("a", MARGIN_TIMEOUT).await;
     sleep(Duration::from_secs(5)).await;
     let mut seen = cluster.head.roster(&CallContext::default(), None, Duration::ZERO).await.unwrap().now;
     for _ in 0..10 {
@@ -323,7 +323,7 @@ async fn a_late_response_to_a_heartbeat_is_no_suspicion() {
 #[tokio::test(start_paused = true)]
 async fn a_worker_is_not_given_up_because_a_response_to_a_heartbeat_was_lost() {
     let mut cluster = Cluster::new();
-    let _first = cluster.start("a", MOMENT).await;
+    let _first = cluster.start("a", MARGIN_TIMEOUT).await;
     for _ in 0..5 {
         sleep(Duration::from_millis(2_700)).await;
         cluster.head.loses.store(1, Relaxed);
@@ -340,9 +340,9 @@ async fn after_a_restart_of_the_head_all_return_and_no_replica_takes_all_calls()
     let mut cluster = Cluster::new();
     let mut keepers = Vec::new();
     for name in ["a", "b", "c", "d"] {
-        keepers.push(cluster.start(name, MOMENT).await);
+        keepers.push(cluster.start(name, MARGIN_TIMEOUT).await);
     }
-    sleep(MOMENT).await;
+    sleep(MARGIN_TIMEOUT).await;
     let even: std::collections::BTreeMap<String, usize> =
         ["a", "b", "c", "d"].into_iter().map(|name| (name.to_owned(), 10)).collect();
     assert_eq!(cluster.shares(40).await, even);
@@ -369,9 +369,9 @@ async fn after_a_restart_of_the_head_all_return_and_no_replica_takes_all_calls()
 #[tokio::test(start_paused = true)]
 async fn a_worker_that_does_not_return_after_a_restart_of_the_head_is_given_up() {
     let mut cluster = Cluster::new();
-    let _first = cluster.start("a", MOMENT).await;
+    let _first = cluster.start("a", MARGIN_TIMEOUT).await;
     let second = cluster.start("b", Duration::from_secs(7_000)).await;
-    sleep(MOMENT).await;
+    sleep(MARGIN_TIMEOUT).await;
     let calls = join_all((0..2).map(|_| cluster.call()));
     let restarted = async {
         sleep(Duration::from_secs(1)).await;
@@ -389,9 +389,9 @@ async fn a_worker_that_does_not_return_after_a_restart_of_the_head_is_given_up()
 #[tokio::test(start_paused = true)]
 async fn a_worker_that_returns_late_after_a_restart_of_the_head_loses_no_call() {
     let mut cluster = Cluster::new();
-    let _first = cluster.start("a", MOMENT).await;
+    let _first = cluster.start("a", MARGIN_TIMEOUT).await;
     let _second = cluster.start("b", Duration::from_secs(30)).await;
-    sleep(MOMENT).await;
+    sleep(MARGIN_TIMEOUT).await;
     let calls = join_all((0..2).map(|_| cluster.call()));
     let restarted = async {
         sleep(Duration::from_secs(1)).await;
@@ -412,8 +412,8 @@ async fn a_worker_that_returns_late_after_a_restart_of_the_head_loses_no_call() 
 #[tokio::test(start_paused = true)]
 async fn a_member_that_joins_again_tells_its_time_anew() {
     let mut cluster = Cluster::new();
-    let _first = cluster.start("a", MOMENT).await;
-    sleep(MOMENT).await;
+    let _first = cluster.start("a", MARGIN_TIMEOUT).await;
+    sleep(MARGIN_TIMEOUT).await;
     let clock = async || cluster.head.members(&CallContext::default()).await.unwrap()[0].spec.clock_ms;
     let before = clock().await;
     sleep(Duration::from_secs(90)).await;
@@ -427,12 +427,12 @@ async fn a_member_that_joins_again_tells_its_time_anew() {
 #[tokio::test(start_paused = true)]
 async fn a_worker_that_must_drain_finishes_its_calls_and_leaves() {
     let mut cluster = Cluster::new();
-    let _first = cluster.start("a", MOMENT).await;
+    let _first = cluster.start("a", MARGIN_TIMEOUT).await;
     let second = cluster.start("b", Duration::from_secs(30)).await;
-    sleep(MOMENT).await;
+    sleep(MARGIN_TIMEOUT).await;
     let calls = join_all((0..2).map(|_| cluster.call()));
     let drained = async {
-        sleep(MOMENT).await;
+        sleep(MARGIN_TIMEOUT).await;
         cluster.head.drain(&CallContext::default(), "b").await.unwrap();
         timeout(Duration::from_millis(200), second.draining().cancelled()).await.expect("it is told at once");
         assert_eq!(cluster.shares(8).await, [("a".to_owned(), 8)].into());
@@ -454,8 +454,8 @@ async fn a_worker_waits_for_its_head_and_a_name_in_use_is_an_error() {
         sleep(Duration::from_secs(4)).await;
         head.start(3);
     };
-    let (keeper, ()) = tokio::join!(cluster.start("a", MOMENT), started);
-    sleep(MOMENT).await;
+    let (keeper, ()) = tokio::join!(cluster.start("a", MARGIN_TIMEOUT), started);
+    sleep(MARGIN_TIMEOUT).await;
     assert_eq!(cluster.state("a").await, MemberState::Serving);
     let mut other = MemberSpec::new("a", Incarnation(2));
     other.timing = TIMING;

@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
 use futures_util::future::join_all;
-use gym_client::{CallOptions, SERVER_WAIT, ServerClient, Transports};
+use gym_client::{CallOptions, SERVER_TIMEOUT, ServerClient, Transports};
 use gym_core::registry::{MemoryRegistry, Registration, Registry};
 use gym_core::rollout::FailureClass;
 use gym_core::server::ServerKind;
@@ -100,7 +100,7 @@ async fn a_call_waits_for_a_limited_time_and_has_not_started() {
     assert_eq!(error.failure_class(), FailureClass::TransportUnreachable);
     assert!(error.chain().iter().any(|link| link.message.contains("was away for all of the 300 s")), "{error}");
     let took = began.elapsed();
-    assert!(took >= SERVER_WAIT && took <= SERVER_WAIT + Duration::from_secs(5), "{took:?}");
+    assert!(took >= SERVER_TIMEOUT && took <= SERVER_TIMEOUT + Duration::from_secs(5), "{took:?}");
     // Its own deadline may be earlier.
     let began = Instant::now();
     assert_eq!(ground.call(OUTAGE).await.unwrap_err().code(), Code::DeadlineExceeded);

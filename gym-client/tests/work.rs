@@ -485,7 +485,7 @@ const TIMING: MemberTiming = MemberTiming {
     reconnect: Duration::from_millis(100),
 };
 
-const MOMENT: Duration = Duration::from_millis(10);
+const MARGIN_TIMEOUT: Duration = Duration::from_millis(10);
 
 /// A pool that follows a head server, and workers that are members of it.
 struct Cluster {
@@ -511,7 +511,7 @@ impl Heartbeats {
             let mut known = MemberState::Joining;
             for seq in 1.. {
                 while stopped.load(Ordering::Relaxed) {
-                    tokio::time::sleep(MOMENT).await;
+                    tokio::time::sleep(MARGIN_TIMEOUT).await;
                 }
                 let expected = if known == MemberState::Joining { MemberState::Serving } else { known };
                 let (lease, round_trip_us) = (lease.clone(), None);
@@ -697,7 +697,7 @@ async fn a_worker_drops_the_rollouts_of_a_collector_that_is_gone() {
 #[tokio::test(start_paused = true)]
 async fn finished_items_are_counted_as_long_as_a_worker_polls() {
     let mut cluster = Cluster::new(20);
-    cluster.start("w1", MOMENT).await;
+    cluster.start("w1", MARGIN_TIMEOUT).await;
     for count in 1..=3 {
         cluster.run().await.unwrap();
         tokio::time::sleep(Duration::from_secs(12)).await;
@@ -708,7 +708,7 @@ async fn finished_items_are_counted_as_long_as_a_worker_polls() {
 #[tokio::test(start_paused = true)]
 async fn a_member_that_returns_gets_work_again() {
     let mut cluster = Cluster::new(15);
-    cluster.start("w1", MOMENT).await;
+    cluster.start("w1", MARGIN_TIMEOUT).await;
     assert_eq!(cluster.run().await.unwrap(), "\"w1\"");
     let frozen = &cluster.heartbeats["w1"].frozen;
     frozen.store(true, Ordering::Relaxed);
@@ -726,7 +726,7 @@ async fn a_member_that_returns_gets_work_again() {
 async fn a_worker_that_is_no_member_gets_work_from_a_pool_that_follows_a_cluster() {
     let cluster = Cluster::new(16);
     let runs = Arc::default();
-    let client = serve_env(&cluster.net, "w1", counting(&runs, MOMENT), &cluster.world).await;
+    let client = serve_env(&cluster.net, "w1", counting(&runs, MARGIN_TIMEOUT), &cluster.world).await;
     let _worker = pull(client, options("w1", 4, &cluster.world), &cluster.world);
     assert!(cluster.run().await.is_ok());
 }
@@ -757,7 +757,7 @@ async fn a_pool_that_other_machines_reach_gives_work_only_to_members() {
     }
     let _own = pull(client, options("own", 4, &cluster.world), &cluster.world);
     assert_eq!(cluster.run().await.expect("the collector's own worker"), "\"no member\"");
-    cluster.start("w1", MOMENT).await;
+    cluster.start("w1", MARGIN_TIMEOUT).await;
     let workers: Vec<_> = cluster.pool.snapshot().workers.into_iter().map(|worker| worker.name.to_string()).collect();
     assert_eq!(workers, ["own", "w1"]);
     // A restarted head server lists nobody at first.

@@ -11,7 +11,7 @@ use gym_core::group::{HandlesBlocking, HostOptions, Method, Methods, Payload, Wo
 use gym_core::{CallContext, Code, Execution, Handler, Request, Result};
 use tokio::time::timeout;
 
-const SOON: Duration = Duration::from_secs(60);
+const SHORT_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Blocks until the test releases it, even if it is cancelled. Returns whether it was cancelled.
 #[derive(Clone, Copy, Debug)]
@@ -114,7 +114,7 @@ async fn host(group: &'static str, calls_max: usize) -> WorkerHost {
 }
 
 fn post(method: &'static str) -> Request {
-    post_within(SOON * 30, method)
+    post_within(SHORT_TIMEOUT * 30, method)
 }
 
 fn post_within(timeout: Duration, method: &'static str) -> Request {
@@ -127,7 +127,7 @@ async fn until_running(host: &WorkerHost) {
             tokio::task::yield_now().await;
         }
     };
-    timeout(SOON, running).await.expect("it runs");
+    timeout(SHORT_TIMEOUT, running).await.expect("it runs");
 }
 
 #[tokio::test]
@@ -140,12 +140,13 @@ async fn a_worker_that_blocks_beyond_the_grace_keeps_nobody_waiting_and_runs_not
     let error = host.stop(Duration::ZERO).await.expect_err("it blocks");
     assert_eq!(error.code(), Code::DeadlineExceeded);
     for answer in [running, waiting] {
-        let error = timeout(SOON, answer).await.expect("at once").expect("no panic").expect_err("nobody answers");
+        let error =
+            timeout(SHORT_TIMEOUT, answer).await.expect("at once").expect("no panic").expect_err("nobody answers");
         assert_eq!((error.code(), error.execution()), (Code::Unavailable, Execution::Unknown), "{error}");
     }
     strings.go.send(()).expect("it waits");
-    assert_eq!(strings.told.recv_timeout(SOON), Ok(true), "it was told");
-    strings.ended.recv_timeout(SOON).expect("the worker ends after the call that it ran");
+    assert_eq!(strings.told.recv_timeout(SHORT_TIMEOUT), Ok(true), "it was told");
+    strings.ended.recv_timeout(SHORT_TIMEOUT).expect("the worker ends after the call that it ran");
     assert_eq!(strings.shared.counted.load(Ordering::Relaxed), 0);
 }
 
@@ -164,7 +165,7 @@ async fn those_who_leave_the_line_of_a_worker_that_blocks_keep_no_room() {
     let stays = tokio::spawn(host.handle(post("/worker/count")));
     strings.go.send(()).expect("it waits");
     for answer in [running, stays] {
-        timeout(SOON, answer).await.expect("soon").expect("no panic").expect("an answer");
+        timeout(SHORT_TIMEOUT, answer).await.expect("soon").expect("no panic").expect("an answer");
     }
     assert_eq!(strings.shared.counted.load(Ordering::Relaxed), 1);
 }
@@ -177,13 +178,13 @@ async fn those_whose_deadline_passes_in_the_line_of_a_worker_that_blocks_keep_no
     until_running(&host).await;
     for number in 0..100 {
         let mut answer = host.handle(post_within(Duration::ZERO, "/worker/count"));
-        let error = timeout(SOON, answer.as_mut()).await.expect("at once").expect_err("it is late");
+        let error = timeout(SHORT_TIMEOUT, answer.as_mut()).await.expect("at once").expect_err("it is late");
         assert_eq!((error.code(), error.execution()), (Code::DeadlineExceeded, Execution::NotStarted), "call {number}");
         // The reply is not dropped yet.
         assert_eq!(host.status().waiting, 0, "call {number}");
     }
     strings.go.send(()).expect("it waits");
-    timeout(SOON, running).await.expect("soon").expect("no panic").expect("an answer");
+    timeout(SHORT_TIMEOUT, running).await.expect("soon").expect("no panic").expect("an answer");
 }
 
 #[tokio::test]
@@ -192,11 +193,11 @@ async fn a_stop_that_is_given_up_ends_the_worker() {
     let host = host("half-stopped", 8).await;
     let running = tokio::spawn(host.handle(post("/worker/block")));
     until_running(&host).await;
-    assert!(host.stop(SOON * 30).now_or_never().is_none(), "it blocks");
-    let error = timeout(SOON, running).await.expect("at once").expect("no panic").expect_err("nobody answers");
+    assert!(host.stop(SHORT_TIMEOUT * 30).now_or_never().is_none(), "it blocks");
+    let error = timeout(SHORT_TIMEOUT, running).await.expect("at once").expect("no panic").expect_err("nobody answers");
     assert_eq!((error.code(), error.execution()), (Code::Unavailable, Execution::Unknown), "{error}");
     strings.go.send(()).expect("it waits");
-    strings.ended.recv_timeout(SOON).expect("the worker ends after the call that it ran");
+    strings.ended.recv_timeout(SHORT_TIMEOUT).expect("the worker ends after the call that it ran");
 }
 
 #[tokio::test]
@@ -205,14 +206,14 @@ async fn a_kill_ends_a_stop_that_still_waits() {
     let host = host("killed", 8).await;
     let running = tokio::spawn(host.handle(post("/worker/block")));
     until_running(&host).await;
-    let mut stopping = Box::pin(host.stop(SOON * 30));
+    let mut stopping = Box::pin(host.stop(SHORT_TIMEOUT * 30));
     assert!(stopping.as_mut().now_or_never().is_none(), "it blocks");
     host.kill();
-    let error = timeout(SOON, running).await.expect("at once").expect("no panic").expect_err("nobody answers");
+    let error = timeout(SHORT_TIMEOUT, running).await.expect("at once").expect("no panic").expect_err("nobody answers");
     assert_eq!((error.code(), error.execution()), (Code::Unavailable, Execution::Unknown), "{error}");
-    let error = timeout(SOON, stopping).await.expect("at once").expect_err("a call was running");
+    let error = timeout(SHORT_TIMEOUT, stopping).await.expect("at once").expect_err("a call was running");
     assert_eq!((error.code(), error.execution()), (Code::Unavailable, Execution::Unknown), "{error}");
     strings.go.send(()).expect("it waits");
-    strings.ended.recv_timeout(SOON).expect("the worker ends after the call that it ran");
-    host.stop(SOON).await.expect("it has ended");
+    strings.ended.recv_timeout(SHORT_TIMEOUT).expect("the worker ends after the call that it ran");
+    host.stop(SHORT_TIMEOUT).await.expect("it has ended");
 }

@@ -20,10 +20,10 @@ use gym_transport_rdma::transport::{UcxConnector, UcxStats};
 use tokio::task::JoinHandle;
 
 /// Longer than any operation here, so that only a hang exceeds it.
-const FAR: Duration = Duration::from_secs(60);
+const LONG_TIMEOUT: Duration = Duration::from_secs(60);
 
 async fn soon<T>(future: impl Future<Output = T>) -> T {
-    tokio::time::timeout(FAR, future).await.expect("it does not hang")
+    tokio::time::timeout(LONG_TIMEOUT, future).await.expect("it does not hang")
 }
 
 /// A channel and the server at its other end.
@@ -42,7 +42,7 @@ impl Both {
             let incoming = listener.accept().await?;
             incoming.serve(Arc::new(handler), Default::default()).await
         });
-        let (cx, options) = (CallContext::within(FAR), ConnectOptions::default());
+        let (cx, options) = (CallContext::within(LONG_TIMEOUT), ConnectOptions::default());
         let channel = soon(connector.connect(&cx, &endpoint, &options)).await.unwrap();
         Some(Self { ends, channel, serving })
     }
@@ -57,7 +57,7 @@ fn echo() -> impl Handler {
 }
 
 fn post(route: &'static str) -> Request {
-    Request::post(CallContext::within(FAR), route, "{}")
+    Request::post(CallContext::within(LONG_TIMEOUT), route, "{}")
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -141,7 +141,7 @@ async fn a_level_that_cannot_be_had_is_refused_with_what_there_is() {
         let endpoint = listener.endpoints()[0].clone();
         let serving =
             tokio::spawn(async move { listener.accept().await?.serve(Arc::new(echo()), Default::default()).await });
-        let (cx, options) = (CallContext::within(FAR), ConnectOptions::default().at(level));
+        let (cx, options) = (CallContext::within(LONG_TIMEOUT), ConnectOptions::default().at(level));
         let error = soon(connector.connector.connect(&cx, &endpoint, &options)).await.unwrap_err();
         assert_eq!((error.code(), error.execution()), (Code::Unavailable, Execution::NotStarted), "{error}");
         assert!(error.to_string().contains(said), "{error}");
@@ -183,7 +183,7 @@ async fn ten_thousand_calls_dropped_anywhere_leave_nothing_running_and_the_pools
             }
         })
         .await;
-        both.channel.close(FAR).await.expect("no call is left");
+        both.channel.close(LONG_TIMEOUT).await.expect("no call is left");
         soon(both.serving).await.unwrap().unwrap();
     }
 }
@@ -216,7 +216,8 @@ async fn a_peer_that_says_nothing_of_shared_memory_leaves_time_for_the_network()
     });
     let config = UcxConfig { fabric, connect_timeout: Duration::from_secs(10), ..UcxConfig::default() };
     let connector = UcxConnector::new(Arc::new(names), config);
-    let connected = soon(connector.connect(&CallContext::within(FAR), &endpoint, &ConnectOptions::default())).await;
+    let connected =
+        soon(connector.connect(&CallContext::within(LONG_TIMEOUT), &endpoint, &ConnectOptions::default())).await;
     let said = connected.unwrap_err().to_string();
     assert!(said.contains("asked for the network") && said.contains("no shared memory: no answer within"), "{said}");
     assert!(asked.load(Ordering::Relaxed), "{said}");

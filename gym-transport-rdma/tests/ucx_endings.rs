@@ -10,7 +10,8 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use common::{
-    EndOf, Hook, Meeting, Names, SOON, Way, active_message, block_on, open, pair, payload, peer_worker, recorder,
+    EndOf, Hook, Meeting, Names, SHORT_TIMEOUT, Way, active_message, block_on, open, pair, payload, peer_worker,
+    recorder,
 };
 use gym_core::{Code, Error};
 use gym_transport_rdma::fabric::{
@@ -20,14 +21,14 @@ use gym_transport_rdma::fabric::{
 
 const BIG: usize = 1 << 20;
 /// A wrong token gets no response over shared memory, so each such case takes this long.
-const REFUSED_WITHIN: Duration = Duration::from_secs(2);
+const REFUSED_TIMEOUT: Duration = Duration::from_secs(2);
 
 fn fabrics(way: Way) -> Option<(Fabric, Fabric)> {
     Some((open(way.calling())?, open(way.answering())?))
 }
 
 fn shut_down(way: Way, (caller, answerer): &(Fabric, Fabric)) {
-    assert!(caller.shutdown(SOON) && answerer.shutdown(SOON), "{way:?}: something was leaked");
+    assert!(caller.shutdown(SHORT_TIMEOUT) && answerer.shutdown(SHORT_TIMEOUT), "{way:?}: something was leaked");
 }
 
 fn connect(fabric: &Fabric, to: Connect) -> EndOf {
@@ -42,7 +43,7 @@ fn expect(fabric: &Fabric, expected: Expect) -> EndOf {
 
 /// Waits until this many hellos were rejected.
 fn refused(answerer: &Fabric, hellos: u64) {
-    let deadline = tokio::time::Instant::now() + SOON;
+    let deadline = tokio::time::Instant::now() + SHORT_TIMEOUT;
     while answerer.stats().refused_tokens < hellos {
         assert!(tokio::time::Instant::now() < deadline, "{:?}", answerer.stats());
         std::thread::yield_now();
@@ -65,7 +66,7 @@ fn a_goodbye_comes_after_everything_that_was_posted_before() {
         for index in 0..20_u8 {
             here.post(vec![index], payload(if index % 2 == 0 { BIG } else { 10 }, index.into()));
         }
-        here.connection.close(SOON);
+        here.connection.close(SHORT_TIMEOUT);
         let mut arrived: Vec<u8> = (0..20).map(|_| there.message().0[0]).collect();
         arrived.sort_unstable();
         assert!(arrived.into_iter().eq(0..20), "{way:?}");
@@ -83,8 +84,8 @@ fn both_ends_may_say_goodbye_at_once() {
         let Some(fabrics) = fabrics(way) else { return };
         for _ in 0..20 {
             let (here, there) = pair(way, &fabrics.0, &fabrics.1, None);
-            here.connection.close(SOON);
-            there.connection.close(SOON);
+            here.connection.close(SHORT_TIMEOUT);
+            there.connection.close(SHORT_TIMEOUT);
             assert!(matches!(here.ended(), CloseReason::Closed | CloseReason::ClosedByPeer), "{way:?}");
             assert!(matches!(there.ended(), CloseReason::Closed | CloseReason::ClosedByPeer), "{way:?}");
         }
@@ -98,14 +99,14 @@ fn a_shutdown_says_goodbye_for_every_connection() {
         let Some((caller, answerer)) = fabrics(way) else { return };
         let (here, there) = pair(way, &caller, &answerer, None);
         here.post(vec![1], payload(BIG, 1));
-        assert!(caller.shutdown(SOON), "{way:?}");
+        assert!(caller.shutdown(SHORT_TIMEOUT), "{way:?}");
         assert!(matches!(here.ended(), CloseReason::Closed), "{way:?}");
         there.message();
         assert!(matches!(there.ended(), CloseReason::ClosedByPeer), "{way:?}");
         let to = Names::new().connect(Target::Network(([127, 0, 0, 1], 1).into()));
         assert!(caller.connect(to, recorder(None).0).is_err());
         assert!(peer_worker(&caller).is_err());
-        assert!(answerer.shutdown(SOON), "{way:?}");
+        assert!(answerer.shutdown(SHORT_TIMEOUT), "{way:?}");
     }
 }
 
@@ -138,12 +139,12 @@ fn a_queue_that_is_full_of_messages_still_takes_an_end() {
                 let (entered, released) = &*held.lock().unwrap();
                 entered.send(()).unwrap();
                 // Returns when the sender is dropped.
-                let _ = released.recv_timeout(SOON);
+                let _ = released.recv_timeout(SHORT_TIMEOUT);
                 None
             });
             let (here, there) = pair(way, &caller, &answerer, Some(hook));
             here.post(vec![1], vec![]);
-            enters.recv_timeout(SOON).unwrap();
+            enters.recv_timeout(SHORT_TIMEOUT).unwrap();
             for delivery in [Delivery::Ordered, Delivery::Urgent] {
                 let post = || there.connection.post(ActiveMessage { delivery, ..active_message(vec![2], vec![]) });
                 let refused = std::iter::repeat_with(post).find_map(Result::err).unwrap();
@@ -152,13 +153,13 @@ fn a_queue_that_is_full_of_messages_still_takes_an_end() {
             let mut answerer = Some(answerer);
             match how {
                 "close" => there.connection.close(Duration::ZERO),
-                "goodbye" => there.connection.close(SOON),
+                "goodbye" => there.connection.close(SHORT_TIMEOUT),
                 _ => drop(answerer.take()),
             }
             drop(release);
             assert!(matches!(there.ended(), CloseReason::Closed), "{way:?} {how}");
             drop(answerer);
-            assert!(caller.shutdown(SOON), "{way:?} {how}");
+            assert!(caller.shutdown(SHORT_TIMEOUT), "{way:?} {how}");
         }
     }
 }
@@ -172,7 +173,7 @@ fn a_wrong_token_is_refused_and_the_right_one_still_works_once() {
         let wrong = Connect {
             token: Token::random(),
             id: ConnectionId::random(),
-            within: REFUSED_WITHIN,
+            within: REFUSED_TIMEOUT,
             ..meeting.connect_from(&caller)
         };
         let intruder = connect(&caller, wrong);
@@ -183,13 +184,13 @@ fn a_wrong_token_is_refused_and_the_right_one_still_works_once() {
         there.opened();
         // The same hello again; its token was used already.
         let Some(other) = open(way.calling()) else { return };
-        let replay = Connect { within: REFUSED_WITHIN, ..meeting.connect_from(&other) };
+        let replay = Connect { within: REFUSED_TIMEOUT, ..meeting.connect_from(&other) };
         let replay = connect(&other, replay);
         refused(&answerer, 2);
         assert_eq!(lost(replay.ended()).code(), Code::Unavailable, "{way:?}");
         here.post(vec![5], vec![]);
         assert_eq!(there.message().0[..], [5], "{way:?}: the first one is undisturbed");
-        assert!(other.shutdown(SOON));
+        assert!(other.shutdown(SHORT_TIMEOUT));
         shut_down(way, &(caller, answerer));
     }
 }
@@ -199,7 +200,7 @@ fn a_peer_that_does_not_come_in_time_is_told_as_lost_and_its_token_is_void() {
     for &way in Way::all() {
         let Some((caller, answerer)) = fabrics(way) else { return };
         let meeting = Meeting::new(way, &caller, &answerer);
-        let late = Connect { within: REFUSED_WITHIN, ..meeting.connect() };
+        let late = Connect { within: REFUSED_TIMEOUT, ..meeting.connect() };
         let there = expect(&answerer, Expect { within: Duration::from_millis(20), ..meeting.expect() });
         assert!(lost(there.ended()).to_string().contains("did not connect in time"), "{way:?}");
         let late = connect(&caller, late);
@@ -216,7 +217,7 @@ fn nobody_listening_is_told_as_lost() {
     let here = connect(&caller, Names::new().connect(Target::Network(port)));
     let error = lost(here.ended());
     assert_eq!((error.code(), error.execution()), (Code::Unavailable, gym_core::Execution::NotStarted), "{error}");
-    assert!(caller.shutdown(SOON));
+    assert!(caller.shutdown(SHORT_TIMEOUT));
 }
 
 #[test]
@@ -227,7 +228,7 @@ fn rubbish_in_place_of_a_worker_address_is_an_error() {
         let to = Connect { within: Duration::from_millis(200), ..Names::new().connect(target) };
         assert_eq!(lost(connect(&caller, to).ended()).code(), Code::Unavailable);
     }
-    assert!(caller.shutdown(SOON));
+    assert!(caller.shutdown(SHORT_TIMEOUT));
 }
 
 #[test]
@@ -244,7 +245,7 @@ fn peers_on_this_host_beyond_the_bound_are_refused_until_one_leaves() {
     lost(connect(&fabric, Names::new().connect(rubbish)).ended());
     drop(second);
     peer_worker(&fabric).unwrap();
-    assert!(fabric.shutdown(SOON));
+    assert!(fabric.shutdown(SHORT_TIMEOUT));
 }
 
 /// After the worker is destroyed, its address would refer to other memory, which a late peer would overwrite.
@@ -259,7 +260,7 @@ fn an_advertised_address_keeps_its_worker_until_no_peer_may_connect_to_it() {
     let short = block_on(fabric.peer_worker(Duration::from_millis(1))).unwrap();
     let _ = short.address();
     drop(short);
-    let deadline = tokio::time::Instant::now() + SOON;
+    let deadline = tokio::time::Instant::now() + SHORT_TIMEOUT;
     while fabric.stats().peer_workers_closed < 2 {
         assert!(tokio::time::Instant::now() < deadline, "{:?}", fabric.stats());
         std::thread::yield_now();
@@ -268,7 +269,7 @@ fn an_advertised_address_keeps_its_worker_until_no_peer_may_connect_to_it() {
     let _ = told.address();
     drop(told);
     assert_eq!(peer_worker(&fabric).unwrap_err().code(), Code::ResourceExhausted);
-    assert!(fabric.shutdown(SOON));
+    assert!(fabric.shutdown(SHORT_TIMEOUT));
     let stats = fabric.stats();
     assert_eq!(stats.peer_workers_opened, stats.peer_workers_closed, "{stats:?}");
 }
@@ -291,7 +292,7 @@ fn without_shared_memory_there_is_no_peer_worker() {
     let Some(fabric) = open(common::calling_network()) else { return };
     let error = peer_worker(&fabric).unwrap_err();
     assert_eq!((error.code(), error.execution()), (Code::Unavailable, gym_core::Execution::NotStarted), "{error}");
-    assert!(fabric.shutdown(SOON));
+    assert!(fabric.shutdown(SHORT_TIMEOUT));
 }
 
 #[test]
@@ -330,7 +331,7 @@ fn a_refused_payload_ends_the_senders_part_and_nothing_is_allocated() {
         here.connection
             .post(ActiveMessage { done: Some(done_call), ..active_message(vec![9], payload(64 << 20, 0)) })
             .unwrap();
-        done.recv_timeout(SOON).expect("a refusal ends the send");
+        done.recv_timeout(SHORT_TIMEOUT).expect("a refusal ends the send");
         here.post(vec![1], payload(BIG, 1));
         assert_eq!(there.message().0[..], [1], "{way:?}");
         assert_eq!(fabrics.1.pool().stats().fresh, 1, "{way:?}: only the second one landed");

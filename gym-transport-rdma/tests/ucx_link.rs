@@ -16,13 +16,13 @@ use gym_core::{CallContext, Code, Endpoint, Execution, Request};
 use tokio::time::{Instant, timeout};
 
 /// Deadline of a call that gets no response.
-const DEADLINE: Duration = Duration::from_secs(3);
+const CALL_TIMEOUT: Duration = Duration::from_secs(3);
 /// Tolerance for a busy, emulated machine.
 const LATE: Duration = Duration::from_secs(5);
 /// Time without heartbeats after which a peer is lost.
-const SILENCE: Duration = Duration::from_secs(6);
+const SILENCE_TIMEOUT: Duration = Duration::from_secs(6);
 /// Maximum time to reconnect.
-const AGAIN: Duration = Duration::from_secs(60);
+const RETRY_INTERVAL: Duration = Duration::from_secs(60);
 
 fn sh(command: &str) {
     let status = Command::new("sh").args(["-c", command]).status().expect("a shell");
@@ -35,7 +35,7 @@ async fn again(connector: &OnWay, endpoint: &Endpoint) -> Figures {
     loop {
         match Figures::of(connector, endpoint).await {
             Ok(figures) => return figures,
-            Err(error) => assert!(began.elapsed() < AGAIN, "not connected again: {error}"),
+            Err(error) => assert!(began.elapsed() < RETRY_INTERVAL, "not connected again: {error}"),
         }
     }
 }
@@ -49,7 +49,7 @@ async fn a_pulled_cable_ends_calls_within_their_deadlines_and_a_new_connection_w
     };
     let Some(ends) = Ends::open(Way::Network).await else { return };
     let (connector, mut listener) =
-        ends.pair(ConnectionLimits { silence_max: SILENCE, ..ConnectionLimits::default() }).await;
+        ends.pair(ConnectionLimits { silence_max: SILENCE_TIMEOUT, ..ConnectionLimits::default() }).await;
     let endpoint = listener.endpoints()[0].clone();
     let handler = Arc::new(answering());
     tokio::spawn(async move {
@@ -62,24 +62,24 @@ async fn a_pulled_cable_ends_calls_within_their_deadlines_and_a_new_connection_w
     assert!(figure.calls > 0);
 
     // One call is in flight; the others are sent after the link is down.
-    let waits = Request::post(CallContext::within(DEADLINE * 10), "/figures/wait", "{}");
+    let waits = Request::post(CallContext::within(CALL_TIMEOUT * 10), "/figures/wait", "{}");
     let waiting = figures.channel().start(waits).await.unwrap();
     sh(&down);
     for _ in 0..3 {
         let began = Instant::now();
-        let call = Request::post(CallContext::within(DEADLINE), "/figures/echo", "{}");
+        let call = Request::post(CallContext::within(CALL_TIMEOUT), "/figures/echo", "{}");
         let error = figures.channel().call(call).await.expect_err("nothing comes through");
         assert!(matches!(error.code(), Code::DeadlineExceeded | Code::Unavailable), "{error}");
-        assert!(began.elapsed() < DEADLINE + LATE, "{error} after {:?}", began.elapsed());
+        assert!(began.elapsed() < CALL_TIMEOUT + LATE, "{error} after {:?}", began.elapsed());
     }
     // The heartbeats fail long before the deadline of the call in flight.
-    timeout(SILENCE * 2 + LATE, figures.channel().closed()).await.expect("the link says that its peer is gone");
+    timeout(SILENCE_TIMEOUT * 2 + LATE, figures.channel().closed()).await.expect("the link says that its peer is gone");
     let error = timeout(LATE, waiting).await.expect("at once").expect_err("it has no answer");
     assert_eq!((error.code(), error.execution()), (Code::Unavailable, Execution::Unknown), "{error}");
     let began = Instant::now();
-    let refused = connector.connect(&CallContext::within(DEADLINE), &endpoint, &ConnectOptions::default()).await;
+    let refused = connector.connect(&CallContext::within(CALL_TIMEOUT), &endpoint, &ConnectOptions::default()).await;
     assert_eq!(refused.expect_err("the cable is out").execution(), Execution::NotStarted);
-    assert!(began.elapsed() < DEADLINE + LATE);
+    assert!(began.elapsed() < CALL_TIMEOUT + LATE);
 
     sh(&up);
     let figures = again(&connector, &endpoint).await;

@@ -29,7 +29,7 @@ use tokio::process::{Child, Command};
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout};
 
-const PATIENCE: Duration = Duration::from_secs(300);
+const WAIT_TIMEOUT: Duration = Duration::from_secs(300);
 
 /// Three environments with an agent each, and a scripted model.
 const CONFIG: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../examples/configs/quickstart.yaml");
@@ -116,7 +116,7 @@ impl<'a> Cluster<'a> {
             }
             anyhow::bail!("the head has ended")
         };
-        let url = timeout(PATIENCE, url).await.context("the head is not ready")??;
+        let url = timeout(WAIT_TIMEOUT, url).await.context("the head is not ready")??;
         tokio::spawn(async move { while let Ok(Some(_)) = lines.next_line().await {} });
         Ok(Self { scratch, head: Running { child }, url, workers: Vec::new() })
     }
@@ -139,7 +139,7 @@ impl<'a> Cluster<'a> {
         let (registry, mut joined) = (self.registry()?, None);
         let serving = async {
             loop {
-                let known = registry.members(&CallContext::within(PATIENCE)).await?;
+                let known = registry.members(&CallContext::within(WAIT_TIMEOUT)).await?;
                 if known.len() >= members {
                     joined.get_or_insert_with(Instant::now);
                 }
@@ -149,7 +149,7 @@ impl<'a> Cluster<'a> {
                 sleep(Duration::from_millis(2)).await;
             }
         };
-        timeout(PATIENCE, serving).await.context("the workers do not serve")??;
+        timeout(WAIT_TIMEOUT, serving).await.context("the workers do not serve")??;
         joined.context("nobody joined")
     }
 
@@ -161,7 +161,7 @@ impl<'a> Cluster<'a> {
         command.args(["--input", TASKS, "--output", "rows.jsonl", "--progress", "none", "--disable-aggregation"]);
         command.args(["--limit", &tasks.to_string(), "--num-repeats", &rollouts.div_ceil(tasks).to_string()]);
         command.args(["--concurrency", &concurrency.to_string()]).stdout(Stdio::piped());
-        let output = timeout(PATIENCE, command.output()).await.context("a collection does not end")??;
+        let output = timeout(WAIT_TIMEOUT, command.output()).await.context("a collection does not end")??;
         let report: serde_json::Value = serde_json::from_slice(&output.stdout).context("no report")?;
         ensure!(output.status.success(), "a collection ended with {}", output.status);
         let seconds = report["seconds"].as_f64().with_context(|| format!("no time in {report}"))?;
@@ -244,7 +244,7 @@ fn watch(registry: Arc<dyn MemberRegistry>, tasks: &mut JoinSet<()>) -> tokio::s
         let mut seen = None;
         loop {
             let wait = Duration::from_secs(20);
-            if let Ok(update) = registry.roster(&CallContext::within(PATIENCE), seen, wait).await {
+            if let Ok(update) = registry.roster(&CallContext::within(WAIT_TIMEOUT), seen, wait).await {
                 let changed = seen != Some(update.now);
                 seen = Some(update.now);
                 if changed && send.send(update.now).await.is_err() {
@@ -276,9 +276,10 @@ async fn change(
     }];
     let began = Instant::now();
     let options = MemberOptions::default();
-    let member = MemberKeeper::join(registry, &CallContext::within(PATIENCE), spec, options, &World::real()).await?;
+    let member =
+        MemberKeeper::join(registry, &CallContext::within(WAIT_TIMEOUT), spec, options, &World::real()).await?;
     for watcher in watchers {
-        timeout(PATIENCE, watcher.recv()).await.context("a watcher learns nothing")?;
+        timeout(WAIT_TIMEOUT, watcher.recv()).await.context("a watcher learns nothing")?;
     }
     let taken = began.elapsed().as_secs_f64() * 1e3;
     member.leave(Duration::from_secs(2)).await;
@@ -307,7 +308,7 @@ async fn members(count: usize) -> Result<()> {
     for at in 0..count {
         let mut spec = MemberSpec::new(format!("member-{at}"), Incarnation(1));
         spec.timing = timing();
-        let cx = CallContext::within(PATIENCE);
+        let cx = CallContext::within(WAIT_TIMEOUT);
         keepers.push(MemberKeeper::join(Arc::clone(&registry), &cx, spec, MemberOptions::default(), &world).await?);
         watchers.push(watch(Arc::clone(&registry), &mut tasks));
     }

@@ -12,7 +12,7 @@ use gym_benches::role::{self, Part};
 use gym_benches::stack::{Collection, INSTANCES, ModelAt, Plan, Scratch, Served, free_port, write_config, write_rows};
 
 /// The limit of one counted run; valgrind is about fifty times slower than the processor.
-const PATIENCE: Duration = Duration::from_secs(600);
+const WAIT_TIMEOUT: Duration = Duration::from_secs(600);
 
 /// Rows of the input; each is repeated as often as needed.
 const TASKS: u64 = 5;
@@ -44,7 +44,7 @@ async fn bench(options: Options) -> Result<()> {
                 } else {
                     arguments.splice(..0, how.map(str::to_owned));
                 }
-                counted.push(count::run(&sibling(program)?, &arguments, &logs.join(name), PATIENCE).await?);
+                counted.push(count::run(&sibling(program)?, &arguments, &logs.join(name), WAIT_TIMEOUT).await?);
             }
             print(name, counted[1].saturating_sub(counted[0]) / more);
         }
@@ -80,7 +80,7 @@ async fn separated(scratch: &Scratch, logs: &Path, more: u64) -> Result<()> {
             concurrency: 32,
         };
         let mut part = Part::start(&["collect", &served.head, &plan.argument()])?;
-        let done: Collection = part.told(PATIENCE).await?;
+        let done: Collection = part.told(WAIT_TIMEOUT).await?;
         part.end(Duration::from_secs(10)).await?;
         ensure!(done.rows == rollouts, "{} of {rollouts} rollouts were recorded", done.rows);
         served.stop().await?;

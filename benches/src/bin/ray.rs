@@ -30,7 +30,7 @@ const RANKS: u32 = 8;
 const WINDOW: u64 = 1_000;
 /// The CPU time of an item, as in the peer's script, where a batch has 25.
 const ITEM: Duration = Duration::from_micros(200);
-const LIMIT: Duration = Duration::from_secs(120);
+const CALL_TIMEOUT: Duration = Duration::from_secs(120);
 
 struct Verifier;
 worker! {
@@ -170,7 +170,7 @@ fn rounds(options: &Options) -> usize {
 }
 
 fn cx() -> CallContext {
-    CallContext::within(LIMIT)
+    CallContext::within(CALL_TIMEOUT)
 }
 
 async fn stop(cluster: VirtualCluster, group: Arc<Group>) -> Result<()> {
@@ -191,7 +191,7 @@ async fn restart(group: &Group) -> Result<f64> {
             group.call(Ping, 7).dispatch(Dispatch::rank(fresh.rank)).context(&cx()).await?;
             return Ok(begin.elapsed().as_secs_f64());
         }
-        ensure!(begin.elapsed() < LIMIT, "rank {} is {:?} after {LIMIT:?}", fresh.rank, now.state);
+        ensure!(begin.elapsed() < CALL_TIMEOUT, "rank {} is {:?} after {CALL_TIMEOUT:?}", fresh.rank, now.state);
         sleep(Duration::from_millis(2)).await;
     }
 }

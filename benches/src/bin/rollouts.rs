@@ -18,7 +18,7 @@ use gym_benches::{bodies, measure, role};
 const BURST: usize = 16_384 - 384;
 
 /// The limit of a collection for both sides, far beyond the expected time.
-const PATIENCE: Duration = Duration::from_secs(500);
+const WAIT_TIMEOUT: Duration = Duration::from_secs(500);
 
 fn main() -> Result<()> {
     role::main(bench)
@@ -109,7 +109,7 @@ impl Bench {
             let plan = self.plan(&name, ours, concurrency);
             let (before, counted) = (measure::cpu_of(&pids), http_requests(served).await?);
             let mut part = Part::start(&["collect", &served.head, &plan.argument()])?;
-            let done: Collection = part.told(PATIENCE).await?;
+            let done: Collection = part.told(WAIT_TIMEOUT).await?;
             part.end(Duration::from_secs(10)).await?;
             let rows = done.rows.max(1) as f64;
             // Includes the collector's own few requests to the head server.
@@ -123,7 +123,7 @@ impl Bench {
             if let Some(peer) = &self.peer {
                 let plan = self.plan(&format!("{name}_peer"), theirs, concurrency);
                 let before = measure::cpu_of(&peer.pids());
-                let (rows, per_second) = peer.collect(&plan, PATIENCE).await?;
+                let (rows, per_second) = peer.collect(&plan, WAIT_TIMEOUT).await?;
                 let after = measure::cpu_of(&peer.pids());
                 peer_cpu.push(after.saturating_sub(before).as_secs_f64() * 1e3 / rows.max(1) as f64);
                 peer_rate.push(per_second);
@@ -173,7 +173,7 @@ impl Bench {
     async fn burst(&self, name: &str, served: &Served, steady: f64) -> Result<()> {
         let count = if self.options.quick { 2_000 } else { BURST };
         let mut load = self.load(served, 1_024)?;
-        (load.count_max, load.time_max) = (count as u64, PATIENCE);
+        (load.count_max, load.time_max) = (count as u64, WAIT_TIMEOUT);
         let done = load.run().await?;
         let say = |who: &str, done: &Done| {
             let (first, last) = (done.first.as_secs_f64() * 1e3, done.wall.as_secs_f64());
@@ -190,7 +190,7 @@ impl Bench {
         // The same burst through the collector, with every row written.
         let plan = self.plan(&format!("{name}_burst"), (count / 5) as u32, count);
         let mut part = Part::start(&["collect", &served.head, &plan.argument()])?;
-        let collected: Collection = part.told(PATIENCE).await?;
+        let collected: Collection = part.told(WAIT_TIMEOUT).await?;
         part.end(Duration::from_secs(10)).await?;
         println!(
             "{name}_burst_collected rows={} failures={} in {:.2}s",
@@ -214,7 +214,7 @@ impl Bench {
             for _ in 0..self.options.rounds().min(3) {
                 let plan = self.plan(&format!("{name}_c{concurrency}"), repeats, concurrency);
                 let mut part = Part::start(&["all-in-one", &config, &plan.argument()])?;
-                let done: Collection = part.told(PATIENCE).await?;
+                let done: Collection = part.told(WAIT_TIMEOUT).await?;
                 part.end(Duration::from_secs(10)).await?;
                 cpu.push(done.cpu_s * 1e3 / done.rows.max(1) as f64);
                 rate.push(done.rate());

@@ -29,7 +29,7 @@ pub(crate) const BODY_BYTES_MAX: usize = 1 << 20;
 /// Maximum silence of a client.
 pub(crate) const SILENCE_MAX: Duration = Duration::from_secs(1);
 /// The limit of one wait in a case.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
+pub(crate) const WAIT_TIMEOUT: Duration = Duration::from_secs(60);
 /// Maximum characters of a message in the table.
 const SHOWN_CHARS: usize = 220;
 
@@ -108,7 +108,7 @@ impl Ground {
     }
 
     pub(crate) async fn stop(self) {
-        timeout(PATIENCE, self.stack.stop()).await.expect("the stack stops");
+        timeout(WAIT_TIMEOUT, self.stack.stop()).await.expect("the stack stops");
     }
 
     pub(crate) fn head(&self) -> &str {
@@ -150,7 +150,7 @@ impl Ground {
     pub(crate) async fn send(&self, address: &str, bytes: &[u8]) -> Answer {
         let mut stream = connect(address).await;
         // A server can respond and close before it has read everything.
-        let _ = timeout(PATIENCE, stream.write_all(bytes)).await.expect("the server reads");
+        let _ = timeout(WAIT_TIMEOUT, stream.write_all(bytes)).await.expect("the server reads");
         read_answer(&mut stream).await
     }
 
@@ -168,7 +168,7 @@ impl Ground {
     /// Runs a collection and returns its result; panics if the run does not end.
     pub(crate) async fn run(&self, options: CollectOptions) -> Result<CollectSummary> {
         let collector = RolloutCollector::new(self.client.clone(), self.names.clone(), self.world.clone());
-        let collected = timeout(PATIENCE, Box::pin(collector.collect(options, CancelToken::new()))).await;
+        let collected = timeout(WAIT_TIMEOUT, Box::pin(collector.collect(options, CancelToken::new()))).await;
         let collected = collected.expect("the collection ends")?;
         let snapshot = &collected.snapshot;
         assert_eq!(snapshot.total, snapshot.done(), "every row has a rollout or a failure: {snapshot:?}");
@@ -192,7 +192,7 @@ impl Ground {
 
     pub(crate) async fn output_of(&self, mut command: Command) -> Got {
         let child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
-        let output = timeout(PATIENCE, child.wait_with_output()).await.expect("the command ends").unwrap();
+        let output = timeout(WAIT_TIMEOUT, child.wait_with_output()).await.expect("the command ends").unwrap();
         let text = [output.stderr, output.stdout].concat();
         let outcome = output.status.code().map_or_else(|| output.status.to_string(), |code| format!("exit {code}"));
         Got::new(outcome, String::from_utf8_lossy(&text))
@@ -203,7 +203,7 @@ impl bad_input::Ground for Ground {
     /// Checks that every server reports that it is healthy and idle, and that a rollout scores as before.
     async fn assert_well(&self) {
         assert_eq!(self.reward_of(&self.solved).await, Some(1.0), "a correct rollout");
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + WAIT_TIMEOUT;
         for (name, address) in &self.addresses {
             loop {
                 let answer = self.send(address, &request("GET", "/health", &[], "")).await;
@@ -269,14 +269,14 @@ pub(crate) fn outcome(collected: Result<CollectSummary>) -> Got {
 }
 
 pub(crate) async fn connect(address: &str) -> TcpStream {
-    timeout(PATIENCE, TcpStream::connect(address)).await.expect("the server accepts").unwrap()
+    timeout(WAIT_TIMEOUT, TcpStream::connect(address)).await.expect("the server accepts").unwrap()
 }
 
 /// Reads until the server closes the connection, as it must.
 pub(crate) async fn read_answer(stream: &mut TcpStream) -> Answer {
     let mut bytes = Vec::new();
     // The server may reset the connection after its response if the client is still sending.
-    let _ = timeout(PATIENCE, stream.read_to_end(&mut bytes)).await.expect("the server answers or closes");
+    let _ = timeout(WAIT_TIMEOUT, stream.read_to_end(&mut bytes)).await.expect("the server answers or closes");
     let text = String::from_utf8_lossy(&bytes).into_owned();
     let (head, body) = text.split_once("\r\n\r\n").unwrap_or((&text, ""));
     let status = head.split(' ').nth(1).and_then(|status| status.parse().ok()).unwrap_or(0);

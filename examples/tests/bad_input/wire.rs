@@ -5,7 +5,7 @@ use std::time::Duration;
 use tokio::io::AsyncWriteExt;
 use tokio::time::{Instant, sleep, timeout};
 
-use super::ground::{BODY_BYTES_MAX, PATIENCE, SILENCE_MAX, connect, read_answer, request};
+use super::ground::{BODY_BYTES_MAX, SILENCE_MAX, WAIT_TIMEOUT, connect, read_answer, request};
 use super::{Case, Got};
 
 fn body(
@@ -151,7 +151,7 @@ pub(crate) fn cases() -> Vec<Case> {
                         sleep(Duration::from_millis(20)).await;
                     }
                 };
-                match timeout(PATIENCE, drip).await {
+                match timeout(WAIT_TIMEOUT, drip).await {
                     Ok(()) => Got::new("closed", "the connection is closed after head_timeout"),
                     Err(_) => Got::new("open", "the connection is still open"),
                 }
@@ -231,9 +231,9 @@ pub(crate) fn cases() -> Vec<Case> {
                     sleep(Duration::from_millis(5)).await;
                 }
             };
-            timeout(PATIENCE, open(1)).await.expect("the model is asked");
+            timeout(WAIT_TIMEOUT, open(1)).await.expect("the model is asked");
             drop(stream);
-            timeout(PATIENCE, open(0)).await.expect("the model is asked no longer");
+            timeout(WAIT_TIMEOUT, open(0)).await.expect("the model is asked no longer");
             Got::new("cancelled", "the model's call ends with the caller, before the agent's ten seconds are over")
         })
     }));

@@ -11,7 +11,7 @@ use tokio::io::{AsyncBufReadExt as _, BufReader, Lines};
 use tokio::process::{Child, ChildStdout, Command};
 use tokio::time::timeout;
 
-use super::{PATIENCE, examples, gym_examples};
+use super::{WAIT_TIMEOUT, examples, gym_examples};
 
 const TASKS: usize = 100;
 const REPEATS: usize = 4;
@@ -55,7 +55,7 @@ impl Server {
                 tokio::time::sleep(Duration::from_millis(20)).await;
             }
         };
-        timeout(PATIENCE, found).await.unwrap_or_else(|_| panic!("`{text}` is not in:\n{}", self.log()));
+        timeout(WAIT_TIMEOUT, found).await.unwrap_or_else(|_| panic!("`{text}` is not in:\n{}", self.log()));
     }
 
     /// Waits for the line that begins with this text, and returns the rest of it.
@@ -68,7 +68,7 @@ impl Server {
             }
             panic!("the server ended without `{start}`");
         };
-        timeout(PATIENCE, found).await.unwrap_or_else(|_| panic!("no line `{start}`"))
+        timeout(WAIT_TIMEOUT, found).await.unwrap_or_else(|_| panic!("no line `{start}`"))
     }
 
     pub(crate) fn signal(&self, signal: Signal) {
@@ -128,7 +128,7 @@ impl<'a> Collecting<'a> {
         tokio::pin!(collecting);
         let mut looks = tokio::time::interval(Duration::from_millis(2));
         let mut disturb = Some(disturb);
-        let ended = timeout(PATIENCE, async {
+        let ended = timeout(WAIT_TIMEOUT, async {
             loop {
                 tokio::select! {
                     ended = &mut collecting => break ended.unwrap(),

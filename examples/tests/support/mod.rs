@@ -14,7 +14,7 @@ use gym_server::{Servers, Stack, StackOptions};
 use tokio::process::Command;
 
 /// Maximum wait of these tests; anything that takes longer is considered hung.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
+pub(crate) const WAIT_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Returns the directory of the examples.
 pub(crate) fn examples() -> PathBuf {
@@ -38,7 +38,7 @@ pub(crate) async fn start(
         .pick_port(move |wish| free_port(wish, &mut random))
         .load(&files, &Overrides::parse(overrides).expect("overrides"))
         .expect("a configuration");
-    let starting = tokio::time::timeout(PATIENCE, Stack::start(config, servers, &world, options));
+    let starting = tokio::time::timeout(WAIT_TIMEOUT, Stack::start(config, servers, &world, options));
     let stack = starting.await.expect("the stack starts in time").expect("the stack starts");
     let head = stack.servers().iter().find(|row| row.kind == "head_server").expect("a head").url.clone();
     (stack, head)

@@ -10,7 +10,7 @@ pub mod url;
 pub mod values;
 
 pub use cookies::CookieJar;
-pub use outage::{AwaitedServer, AwaitedServers, SERVER_WAIT};
+pub use outage::{AwaitedServer, AwaitedServers, SERVER_TIMEOUT};
 pub use replicas::JOINS_RUNS_LABEL;
 pub use server_client::{CallOptions, ServerClient};
 pub use session::Session;

@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 use tokio::time::Instant;
 
 /// Time for which a call waits for a server that is away: the `retry_budget_seconds` of a model endpoint.
-pub const SERVER_WAIT: Duration = Duration::from_secs(300);
+pub const SERVER_TIMEOUT: Duration = Duration::from_secs(300);
 
 /// A server for which calls wait, because it cannot be reached.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -133,7 +133,7 @@ impl AwaitedServers {
             server: server.clone(),
             seconds: outage.since.elapsed().as_secs(),
             waiting: outage.waiting.load(Relaxed),
-            gives_up_after_seconds: SERVER_WAIT.as_secs(),
+            gives_up_after_seconds: SERVER_TIMEOUT.as_secs(),
             reason: outage.reason().to_string(),
         };
         lock(&self.0.away).iter().map(report).collect()

@@ -18,18 +18,18 @@ use tokio::time::{Instant, sleep, timeout};
 use crate::launch::context::SupervisionContext;
 use crate::launch::error::LaunchError;
 use crate::launch::lines::{OutputTail, Stream, forward};
-use crate::launch::process::tree::{KILL_WAIT, ProcessTree, SessionLeader, TreeProcess};
+use crate::launch::process::tree::{KILL_TIMEOUT, ProcessTree, SessionLeader, TreeProcess};
 use crate::launch::process::{shim, spawner};
 use crate::launch::spec::{ChildSpec, RestartBudget, RestartPolicy};
 use gym_core::base::cgroup::{MemoryKill, MemoryWatch};
 use gym_core::base::process::{MARK_VARIABLE, start_ticks};
 
 /// Limit for reading the rest of the output pipes after all processes have ended.
-const DRAIN_WAIT: Duration = Duration::from_secs(1);
+const DRAIN_TIMEOUT: Duration = Duration::from_secs(1);
 /// Limit for opening the shim's gate, which the shim reads within milliseconds.
-const GATE_WAIT: Duration = Duration::from_secs(10);
+const GATE_TIMEOUT: Duration = Duration::from_secs(10);
 /// Time that a stop may take beyond its grace and the kill: the wait for the leader and for the last output.
-const STOP_SLACK: Duration = Duration::from_secs(7);
+const STOP_MARGIN_TIMEOUT: Duration = Duration::from_secs(7);
 
 /// The report of the end of one incarnation of a child.
 #[derive(Debug, Clone)]
@@ -148,7 +148,9 @@ impl ChildHandle {
                 sooner
             });
             let mut state = self.state.clone();
-            if let Ok(Ok(last)) = timeout(grace + KILL_WAIT + STOP_SLACK, state.wait_for(ChildState::is_final)).await {
+            if let Ok(Ok(last)) =
+                timeout(grace + KILL_TIMEOUT + STOP_MARGIN_TIMEOUT, state.wait_for(ChildState::is_final)).await
+            {
                 return Ok(last.clone());
             }
             // The child has ended, or its supervisor has: the first start failed, or the launcher or runtime was
@@ -165,7 +167,7 @@ impl ChildHandle {
                 }
                 _ => Vec::new(),
             };
-            Err(LaunchError::StillAlive { name: self.name.to_string(), pids, waited: KILL_WAIT })
+            Err(LaunchError::StillAlive { name: self.name.to_string(), pids, waited: KILL_TIMEOUT })
         })
     }
 }
@@ -229,7 +231,7 @@ impl ChildSupervisor {
         // Before the program runs, and in its control group.
         let memory = MemoryWatch::start(pid);
         self.shared.register(leader).await?;
-        let opened = timeout(GATE_WAIT, gate.write_all(&[shim::GATE_OPEN])).await;
+        let opened = timeout(GATE_TIMEOUT, gate.write_all(&[shim::GATE_OPEN])).await;
         if let Err(error) = opened.unwrap_or_else(|late| Err(late.into()))
             // A shim that ended has printed the reason to standard error, which the exit report contains.
             && error.kind() != std::io::ErrorKind::BrokenPipe
@@ -353,7 +355,7 @@ impl ChildSupervisor {
             () = stop_due(&mut stop) => tree.end(&[(Duration::ZERO, Signal::KILL)]).await,
         };
         // Reaped only now: until then the kernel cannot reuse its process ID, which is also the ID of the group.
-        let status = match timeout(KILL_WAIT, process.wait()).await {
+        let status = match timeout(KILL_TIMEOUT, process.wait()).await {
             Ok(status) => status.map_err(|error| error.to_string()),
             Err(_) => Err("did not end after SIGKILL".to_owned()),
         };
@@ -367,7 +369,7 @@ impl ChildSupervisor {
         left: &[TreeProcess],
     ) -> ExitReport {
         // Another process may hold the pipes open; the report then contains the lines received so far.
-        let _ = timeout(DRAIN_WAIT, async { while incarnation.output.join_next().await.is_some() {} }).await;
+        let _ = timeout(DRAIN_TIMEOUT, async { while incarnation.output.join_next().await.is_some() {} }).await;
         incarnation.output.abort_all();
         if left.is_empty() {
             self.shared.forget(incarnation.leader).await;

@@ -262,7 +262,7 @@ impl Launcher {
             let watchdog = self.shared.watchdog.lock().await.watchdog.take();
             if let Some(watchdog) = watchdog {
                 // The watchdog has no process left to end, unless a child could not be stopped.
-                watchdog.end(self.shared.grace + tree::KILL_WAIT + Duration::from_secs(1)).await;
+                watchdog.end(self.shared.grace + tree::KILL_TIMEOUT + Duration::from_secs(1)).await;
             }
             failed.map_or(Ok(()), Err)
         })

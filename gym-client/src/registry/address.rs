@@ -8,10 +8,10 @@ use gym_core::{Code, Endpoint, Error, Execution, Result};
 use tokio::time::Instant;
 
 /// Limit for the resolution of a host's name.
-const RESOLVE_TIME: Duration = Duration::from_secs(20);
+const RESOLVE_TIMEOUT: Duration = Duration::from_secs(20);
 /// Time between two attempts to resolve the name of the head server, and between two messages about it.
-const LOOK_UP_EVERY: Duration = Duration::from_secs(1);
-const SAY_EVERY: Duration = Duration::from_secs(10);
+const LOOKUP_INTERVAL: Duration = Duration::from_secs(1);
+const LOG_INTERVAL: Duration = Duration::from_secs(10);
 
 /// The addresses of a member.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -48,12 +48,12 @@ impl HeadRoute {
         loop {
             match Self::find(head).await {
                 Err(error) if began.elapsed() < within => {
-                    if said.is_none_or(|said| said.elapsed() >= SAY_EVERY) {
+                    if said.is_none_or(|said| said.elapsed() >= LOG_INTERVAL) {
                         said = Some(Instant::now());
                         let left = within.saturating_sub(began.elapsed()).as_secs();
                         tracing::warn!(%error, "waiting up to {left} s for the name of the head server; correct it with --head-url or HEAD_SERVER_URL");
                     }
-                    tokio::time::sleep(LOOK_UP_EVERY).await;
+                    tokio::time::sleep(LOOKUP_INTERVAL).await;
                 }
                 found => return found,
             }
@@ -163,7 +163,7 @@ pub fn own_address() -> IpAddr {
 
 /// Resolves a host with a port.
 async fn resolve(address: &str) -> std::io::Result<SocketAddr> {
-    let found = tokio::time::timeout(RESOLVE_TIME, tokio::net::lookup_host(address)).await;
+    let found = tokio::time::timeout(RESOLVE_TIMEOUT, tokio::net::lookup_host(address)).await;
     let mut found = found.map_err(|_| std::io::Error::from(std::io::ErrorKind::TimedOut))??;
     found.next().ok_or_else(|| std::io::Error::other("it has no address"))
 }

@@ -16,16 +16,16 @@ use tokio::time::Instant;
 
 /// Waits between two attempts to reach the head server: doubled from the first to the last. The last is short, because a restarted head
 /// is complete only when all members have returned.
-const RETRY_FIRST: Duration = Duration::from_millis(50);
-const RETRY_LAST: Duration = Duration::from_millis(500);
+const FIRST_RETRY_INTERVAL: Duration = Duration::from_millis(50);
+const LAST_RETRY_INTERVAL: Duration = Duration::from_millis(500);
 /// Time between two messages while a head server does not respond.
-const SAY_EVERY: Duration = Duration::from_secs(10);
+const LOG_INTERVAL: Duration = Duration::from_secs(10);
 /// Time that a heartbeat's response may take beyond the interval.
-const REPLY_TIME: Duration = Duration::from_secs(5);
+const REPLY_TIMEOUT: Duration = Duration::from_secs(5);
 /// The part of the interval after which the next heartbeat is sent. The one before it is still at the head server, which therefore notices
 /// the end of this process at any time. If its response is lost, nothing is late. Half, because a busy machine may delay a process.
 const NEXT_BEFORE_END: f64 = 0.5;
-/// Maximum number of heartbeats without a response, of which two are usual: more than are sent while a response takes [`REPLY_TIME`].
+/// Maximum number of heartbeats without a response, of which two are usual: more than are sent while a response takes [`REPLY_TIMEOUT`].
 const SENT_MAX: usize = 8;
 /// The largest part of a wait that is drawn at random, so that the members of a restarted head do not return at one instant.
 const JITTER: f64 = 0.5;
@@ -180,7 +180,7 @@ type SentHeartbeats = FuturesUnordered<BoxFuture<'static, (u64, Result<Heartbeat
 impl Membership {
     /// Joins, and repeats that while the head server does not respond.
     async fn join(&mut self, cx: &CallContext) -> Result<MemberLease> {
-        let (mut wait, mut said) = (RETRY_FIRST, None::<Instant>);
+        let (mut wait, mut said) = (FIRST_RETRY_INTERVAL, None::<Instant>);
         loop {
             self.spec.tell_time(&self.world);
             let error = match self.registry.join(cx, self.spec.clone()).await {
@@ -198,7 +198,7 @@ impl Membership {
             if !temporary || cx.check().is_err() || cx.remaining() < wait {
                 return Err(error);
             }
-            if said.is_none_or(|said| said.elapsed() >= SAY_EVERY) {
+            if said.is_none_or(|said| said.elapsed() >= LOG_INTERVAL) {
                 said = Some(Instant::now());
                 match error.code() {
                     Code::AlreadyExists => {
@@ -219,12 +219,12 @@ impl Membership {
 
     async fn pause(&mut self, wait: &mut Duration) {
         tokio::time::sleep(wait.mul_f64(1.0 - JITTER * self.rng.f64())).await;
-        *wait = (*wait * 2).min(RETRY_LAST);
+        *wait = (*wait * 2).min(LAST_RETRY_INTERVAL);
     }
 
     /// Sends heartbeats until the member stops or its name is taken.
     async fn keep(mut self, mut lease: MemberLease, stop: CancelToken) {
-        let mut wait = RETRY_FIRST;
+        let mut wait = FIRST_RETRY_INTERVAL;
         let mut warned = false;
         let mut sent = SentHeartbeats::new();
         let mut ping: Option<Ping> = None;
@@ -259,7 +259,7 @@ impl Membership {
                     if std::mem::take(&mut warned) {
                         tracing::info!(member = self.spec.name, "the head server responds again");
                     }
-                    wait = RETRY_FIRST;
+                    wait = FIRST_RETRY_INTERVAL;
                     self.learn(reply, seq);
                 }
                 Err(error) if error.code() == Code::NotFound => {
@@ -296,7 +296,7 @@ impl Membership {
                 }
             }
         }
-        let cx = CallContext::within(REPLY_TIME);
+        let cx = CallContext::within(REPLY_TIMEOUT);
         if let Err(error) = self.registry.leave(&cx, lease).await {
             tracing::debug!(member = self.spec.name, %error, "did not leave; the head server notices");
         }
@@ -330,7 +330,7 @@ impl Membership {
             round_trip_us: self.round_trip_us.take(),
             known,
         };
-        let (registry, limit) = (Arc::clone(&self.registry), self.spec.timing.heartbeat + REPLY_TIME);
+        let (registry, limit) = (Arc::clone(&self.registry), self.spec.timing.heartbeat + REPLY_TIMEOUT);
         Box::pin(async move { (beat.seq, registry.beat(&CallContext::within(limit), &beat).await) })
     }
 
@@ -339,7 +339,7 @@ impl Membership {
         let registry = Arc::clone(&self.registry);
         Box::pin(async move {
             let began = Instant::now();
-            registry.ping(&CallContext::within(REPLY_TIME)).await.ok()?;
+            registry.ping(&CallContext::within(REPLY_TIMEOUT)).await.ok()?;
             Some(u64::try_from(began.elapsed().as_micros()).unwrap_or(u64::MAX))
         })
     }

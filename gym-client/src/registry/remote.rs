@@ -38,7 +38,7 @@ use crate::transport::Transports;
 const CALL_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Time after which the head server answers a watch without a change: shorter than the idle limits of proxies.
-const WATCH_WAIT: Duration = Duration::from_secs(20);
+const WATCH_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// The body of `POST /registry/watch`.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -158,10 +158,10 @@ impl RemoteRegistry {
     }
 
     async fn changed(&self, name: &str, seen: Option<&Vec<Instance>>) -> Result<Vec<Instance>> {
-        let request = WatchRequest { name: name.to_owned(), seen: seen.cloned(), wait_ms: millis(WATCH_WAIT) };
+        let request = WatchRequest { name: name.to_owned(), seen: seen.cloned(), wait_ms: millis(WATCH_TIMEOUT) };
         let json =
             serde_json::to_vec(&request).map_err(|error| Error::internal("cannot serialise").caused_by(error))?;
-        let cx = CallContext::within(WATCH_WAIT + CALL_TIMEOUT);
+        let cx = CallContext::within(WATCH_TIMEOUT + CALL_TIMEOUT);
         read(&self.send(&Request::post(cx, "/registry/watch", json), true).await?)
     }
 }

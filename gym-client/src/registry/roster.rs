@@ -7,10 +7,10 @@ use gym_core::registry::{MemberRegistry, RosterUpdate, RosterVersion};
 use gym_core::{CallContext, Code, Error};
 
 /// Time after which the head server answers without a change: shorter than the idle limits of proxies.
-const ROSTER_WAIT: Duration = Duration::from_secs(20);
+const ROSTER_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// Time between two attempts while the head server does not respond.
-const RETRY_EVERY: Duration = Duration::from_millis(200);
+const RETRY_INTERVAL: Duration = Duration::from_millis(200);
 
 /// What a follower of a roster learns.
 pub(crate) enum RosterNews<'a> {
@@ -27,7 +27,7 @@ pub(crate) async fn follow_roster(registry: Arc<dyn MemberRegistry>, mut hear: i
     let mut seen: Option<RosterVersion> = None;
     let mut away = false;
     loop {
-        let update = registry.roster(&CallContext::within(ROSTER_WAIT * 2), seen, ROSTER_WAIT).await;
+        let update = registry.roster(&CallContext::within(ROSTER_TIMEOUT * 2), seen, ROSTER_TIMEOUT).await;
         match update {
             Ok(update) => {
                 away = false;
@@ -44,7 +44,7 @@ pub(crate) async fn follow_roster(registry: Arc<dyn MemberRegistry>, mut hear: i
                 if !std::mem::replace(&mut away, true) && !hear(RosterNews::Away(&error)) {
                     return;
                 }
-                tokio::time::sleep(RETRY_EVERY).await;
+                tokio::time::sleep(RETRY_INTERVAL).await;
             }
         }
     }

@@ -55,7 +55,7 @@ pub const HTTP: Transport = Transport::new("http", 400);
 pub const BUILT_IN: [Transport; 5] = [Transport::MEM, SHM, RDMA, UCX_TCP, HTTP];
 
 /// Time to look at the devices of this machine. A child process loads UCX meanwhile, which takes less than a second.
-const DIAGNOSE_WAIT: Duration = Duration::from_secs(10);
+const DIAGNOSE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The backends of one program, and the policy that selects among them. Cheap to clone; clones share the records of the peers
 /// ([`Transports::paths`]).
@@ -188,7 +188,7 @@ impl Transports {
         // The in-process transport reaches no peer of another process, for which the policy is meant.
         let allowed =
             |report: &TransportReport| report.transport != Transport::MEM && self.policy.allows(report.transport);
-        let reports = self.diagnose(DIAGNOSE_WAIT).await;
+        let reports = self.diagnose(DIAGNOSE_TIMEOUT).await;
         let reports: Vec<&TransportReport> = reports.iter().filter(|report| allowed(report)).collect();
         if reports.iter().any(|report| report.usable) {
             return Ok(());

@@ -11,7 +11,7 @@ use futures_util::FutureExt as _;
 use futures_util::future::BoxFuture;
 use futures_util::stream::{FuturesUnordered, StreamExt as _};
 use gym_core::base::host_name;
-use gym_core::message::{CALL_WAIT, CALL_WAIT_METADATA, TraceContext};
+use gym_core::message::{CALL_WAIT_METADATA, CALL_WAIT_TIMEOUT, TraceContext};
 use gym_core::registry::MemberTiming;
 use gym_core::transport::{ConnectOptions, RetryPolicy};
 use gym_core::{
@@ -27,7 +27,7 @@ use crate::work::message::{self, AnswerBody, DoneBody, ItemBody, PollBody, WORK_
 
 /// Time that a poll may take in addition to its wait. Shorter than the silence after which the pool removes the worker, so that a
 /// connection that carries nothing any more is replaced before. Grows with the attempts at one poll and with its bytes.
-const POLL_SLACK: Duration = Duration::from_secs(8);
+const POLL_MARGIN_TIMEOUT: Duration = Duration::from_secs(8);
 
 /// The slowest transfer of responses that is not taken for a broken connection.
 const BYTES_PER_SECOND_MIN: usize = 1 << 20;
@@ -42,9 +42,9 @@ const RESPONSE_BYTES_MAX: usize = 255 << 20;
 /// Responses wait for others for at most this time, so that small rollouts share a poll.
 const FLUSH_DELAY_MAX: Duration = Duration::from_millis(5);
 
-/// Longest pause between two attempts to reach a pool whose items run: after [`CALL_WAIT`] without a connection, it is gone. The pool has given up
+/// Longest pause between two attempts to reach a pool whose items run: after [`CALL_WAIT_TIMEOUT`] without a connection, it is gone. The pool has given up
 /// the worker before that.
-const LOOK_FOR_POOL_EVERY: Duration = Duration::from_millis(250);
+const POOL_LOOKUP_INTERVAL: Duration = Duration::from_millis(250);
 
 /// Settings of a worker.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -342,7 +342,7 @@ impl PullerState {
     fn exchange(&self, number: u64, body: Request, attempts: u32, wait: Duration) -> BoxFuture<'static, Polled> {
         let (pool, transports) = (Arc::clone(&self.pool), self.client.transports().clone());
         let transfer = Duration::from_secs((body.message.len() / BYTES_PER_SECOND_MIN) as u64);
-        let patience = self.options.wait + POLL_SLACK * (attempts + 1).min(10) + transfer;
+        let patience = self.options.wait + POLL_MARGIN_TIMEOUT * (attempts + 1).min(10) + transfer;
         let incarnation = self.incarnation;
         Box::pin(async move {
             if !wait.is_zero() {
@@ -387,13 +387,13 @@ impl PullerState {
                 let mut wait = RetryPolicy::default().backoff(attempts, &mut self.rng);
                 if error.code() == Code::Unavailable && !self.running.is_empty() {
                     let since = *self.unreached.get_or_insert_with(Instant::now);
-                    if since.elapsed() >= CALL_WAIT {
+                    if since.elapsed() >= CALL_WAIT_TIMEOUT {
                         let rollouts = self.running.len();
                         tracing::warn!(worker = self.options.name, rollouts, %error, "the pool is gone; what runs for it is dropped");
                         self.restart();
                         return true;
                     }
-                    wait = wait.min(LOOK_FOR_POOL_EVERY);
+                    wait = wait.min(POOL_LOOKUP_INTERVAL);
                 }
                 if attempts == 1 {
                     tracing::warn!(worker = self.options.name, %error, "the pool did not answer; trying again");

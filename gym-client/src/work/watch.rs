@@ -22,7 +22,7 @@ pub const WORK_LABEL: &str = "work";
 pub const PULLS_LABEL: &str = "pulls";
 
 /// Time between two looks at the registry: the delay until a new pool gets workers.
-const LOOK_EVERY: Duration = Duration::from_secs(1);
+const POLL_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Limit for one look at the registry.
 const LOOK_TIMEOUT: Duration = Duration::from_secs(10);
@@ -117,7 +117,7 @@ async fn watch(
         tokio::select! {
             biased;
             () = drain.cancelled() => break,
-            () = tokio::time::sleep(LOOK_EVERY) => {}
+            () = tokio::time::sleep(POLL_INTERVAL) => {}
         }
     }
     join_all(pullers.into_values().map(|(puller, _)| puller.drain(grace))).await;

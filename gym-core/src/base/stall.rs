@@ -23,7 +23,7 @@ use tokio::runtime::Handle;
 use tokio::time::Instant;
 
 /// Pause between two looks of the watchdog.
-const TICK: Duration = Duration::from_millis(100);
+const POLL_INTERVAL: Duration = Duration::from_millis(100);
 /// A poll of this length is remembered, so that the error of a passed deadline can name it.
 const NOTED_AFTER: Duration = Duration::from_millis(200);
 /// A poll of this length is a stall, which is counted and logged. Polls take microseconds. A thread that a busy machine does not run for a
@@ -207,7 +207,7 @@ pub fn watch() {
     STARTED.call_once(|| {
         let watchdog = std::thread::Builder::new().name("gym-watchdog".to_owned()).spawn(|| {
             loop {
-                std::thread::park_timeout(TICK);
+                std::thread::park_timeout(POLL_INTERVAL);
                 monitor().look(Instant::now()).into_iter().for_each(StallEvent::log);
                 monitor().wake_blocked_runtimes();
             }
@@ -396,7 +396,7 @@ impl MonitorState {
 
     fn during(&self, instant: Instant, now: Instant) -> Option<Stall> {
         // The watchdog notices both ends of a stall at most one tick late.
-        let covers = |stall: &Stall| stall.since <= instant + TICK && instant <= stall.since + stall.lasted;
+        let covers = |stall: &Stall| stall.since <= instant + POLL_INTERVAL && instant <= stall.since + stall.lasted;
         self.noted(now).chain(self.ended.iter().cloned()).filter(covers).max_by_key(|stall| stall.lasted)
     }
 }

@@ -31,10 +31,10 @@ pub const CALL_METADATA: &str = "x-gym-call";
 pub const CALL_WAIT_METADATA: &str = "x-gym-call-wait-ms";
 
 /// The [`CALL_WAIT_METADATA`] of clients of this SDK, which send a broken call again at once.
-pub const CALL_WAIT: Duration = Duration::from_millis(1_500);
+pub const CALL_WAIT_TIMEOUT: Duration = Duration::from_millis(1_500);
 
 /// Default time until the deadline of a call: longer than a slow model turn, shorter than a night.
-pub const DEFAULT_DEADLINE: Duration = Duration::from_secs(600);
+pub const DEFAULT_CALL_TIMEOUT: Duration = Duration::from_secs(600);
 
 /// Default limit of a reply in bytes. A rollout of 128k training tokens is about 2.5 MB. The limit therefore admits images and
 /// expert routing, while a faulty peer cannot exhaust the memory.
@@ -120,7 +120,7 @@ impl CallContext {
         self
     }
 
-    /// Adds the id of the call, [`CALL_METADATA`]: a number that no other call has; and [`CALL_WAIT`], in which it is sent again.
+    /// Adds the id of the call, [`CALL_METADATA`]: a number that no other call has; and [`CALL_WAIT_TIMEOUT`], in which it is sent again.
     #[must_use]
     pub fn with_call_id(mut self, id: u128) -> Self {
         let mut text = String::with_capacity(CALL_ID_BYTES);
@@ -128,7 +128,7 @@ impl CallContext {
         // Every rollout in flight has them, and nothing else.
         self.metadata.reserve_exact(2);
         self.metadata.push(CALL_METADATA, text);
-        self.metadata.push(CALL_WAIT_METADATA, CALL_WAIT.as_millis().to_string());
+        self.metadata.push(CALL_WAIT_METADATA, CALL_WAIT_TIMEOUT.as_millis().to_string());
         self
     }
 
@@ -180,9 +180,9 @@ impl CallContext {
 }
 
 impl Default for CallContext {
-    /// Returns a context that ends after [`DEFAULT_DEADLINE`].
+    /// Returns a context that ends after [`DEFAULT_CALL_TIMEOUT`].
     fn default() -> Self {
-        Self::within(DEFAULT_DEADLINE)
+        Self::within(DEFAULT_CALL_TIMEOUT)
     }
 }
 

@@ -14,8 +14,8 @@ mod response;
 pub(crate) use bounds::CallBounds;
 pub use content::{ContentType, Message};
 pub use context::{
-    CALL_METADATA, CALL_WAIT, CALL_WAIT_METADATA, CallContext, DEFAULT_DEADLINE, DEFAULT_REPLY_BYTES_MAX, Incarnation,
-    TraceContext,
+    CALL_METADATA, CALL_WAIT_METADATA, CALL_WAIT_TIMEOUT, CallContext, DEFAULT_CALL_TIMEOUT, DEFAULT_REPLY_BYTES_MAX,
+    Incarnation, TraceContext,
 };
 #[doc(hidden)]
 pub use failure::{FAILURE_METADATA, readable, shorten};

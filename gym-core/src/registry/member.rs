@@ -31,13 +31,13 @@ use crate::server::ServerKind;
 use crate::transport::Endpoint;
 
 /// Time between two heartbeats of a member, unless it sets another one: `WORKER_HEARTBEAT_INTERVAL`.
-pub const DEFAULT_HEARTBEAT: Duration = Duration::from_secs(30);
+pub const DEFAULT_HEARTBEAT_INTERVAL: Duration = Duration::from_secs(30);
 
 /// Time after which a silent member is gone, unless it sets another one: `WORKER_TIMEOUT`.
 pub const DEFAULT_MEMBER_TIMEOUT: Duration = Duration::from_secs(300);
 
 /// Time in which a member whose connection broke may return, unless it sets another one.
-pub const DEFAULT_RECONNECT: Duration = Duration::from_millis(100);
+pub const DEFAULT_RECONNECT_TIMEOUT: Duration = Duration::from_millis(100);
 
 /// Missed heartbeats that make a member suspect.
 pub const MISSED_MAX: u32 = 2;
@@ -80,20 +80,24 @@ impl Default for MemberLimits {
 /// The intervals of a member's heartbeats.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MemberTiming {
-    /// Time between two heartbeats, in milliseconds on the wire. Default: [`DEFAULT_HEARTBEAT`].
+    /// Time between two heartbeats, in milliseconds on the wire. Default: [`DEFAULT_HEARTBEAT_INTERVAL`].
     #[serde(rename = "heartbeat_ms", with = "millis")]
     pub heartbeat: Duration,
     /// Time after which a silent member is gone, in milliseconds on the wire. Default: [`DEFAULT_MEMBER_TIMEOUT`].
     #[serde(rename = "timeout_ms", with = "millis")]
     pub timeout: Duration,
-    /// Time in which a member whose connection broke may return, in milliseconds on the wire. Default: [`DEFAULT_RECONNECT`].
+    /// Time in which a member whose connection broke may return, in milliseconds on the wire. Default: [`DEFAULT_RECONNECT_TIMEOUT`].
     #[serde(rename = "reconnect_ms", with = "millis")]
     pub reconnect: Duration,
 }
 
 impl Default for MemberTiming {
     fn default() -> Self {
-        Self { heartbeat: DEFAULT_HEARTBEAT, timeout: DEFAULT_MEMBER_TIMEOUT, reconnect: DEFAULT_RECONNECT }
+        Self {
+            heartbeat: DEFAULT_HEARTBEAT_INTERVAL,
+            timeout: DEFAULT_MEMBER_TIMEOUT,
+            reconnect: DEFAULT_RECONNECT_TIMEOUT,
+        }
     }
 }
 

@@ -18,9 +18,9 @@ mod tuning;
 
 pub use lease::{DEFAULT_TTL, Instance, Lease, Registration, Registry};
 pub use member::{
-    DEFAULT_HEARTBEAT, DEFAULT_MEMBER_TIMEOUT, DEFAULT_RECONNECT, GoneServer, Heartbeat, HeartbeatReply, JoinedMember,
-    MISSED_MAX, Member, MemberLease, MemberLimits, MemberNode, MemberServer, MemberSpec, MemberState, MemberTiming,
-    RosterUpdate, RosterVersion, ServerChange, SuspectMember,
+    DEFAULT_HEARTBEAT_INTERVAL, DEFAULT_MEMBER_TIMEOUT, DEFAULT_RECONNECT_TIMEOUT, GoneServer, Heartbeat,
+    HeartbeatReply, JoinedMember, MISSED_MAX, Member, MemberLease, MemberLimits, MemberNode, MemberServer, MemberSpec,
+    MemberState, MemberTiming, RosterUpdate, RosterVersion, ServerChange, SuspectMember,
 };
 pub use membership::MemberRegistry;
 pub use memory::MemoryRegistry;

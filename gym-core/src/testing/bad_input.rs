@@ -14,7 +14,7 @@ use tokio::time::timeout;
 use crate::base::error::{Error, Result};
 
 /// The deadline of one case; none takes longer than a few seconds.
-const PATIENCE: Duration = Duration::from_secs(90);
+const WAIT_TIMEOUT: Duration = Duration::from_secs(90);
 /// If this environment variable is set, a run writes the document.
 const WRITES: &str = "GYM_BAD_INPUT_TABLE";
 
@@ -108,13 +108,13 @@ pub async fn try_all<G: Ground>(ground: &G, cases: &[Case<G>], say: impl Fn(&str
     let mut tried = Tried { lines: Vec::new(), kinds, wrong: Vec::new() };
     for case in cases {
         // A case that panics must not hide the others.
-        let got = match timeout(PATIENCE, AssertUnwindSafe((case.run)(ground)).catch_unwind()).await {
+        let got = match timeout(WAIT_TIMEOUT, AssertUnwindSafe((case.run)(ground)).catch_unwind()).await {
             Ok(Ok(got)) => got,
             Ok(Err(_)) => Got::new("panic", "the case itself failed; see above"),
-            Err(_) => Got::new("hang", format!("still running after {PATIENCE:?}")),
+            Err(_) => Got::new("hang", format!("still running after {WAIT_TIMEOUT:?}")),
         };
         tried.wrong.extend(case.complaint(&got));
-        let well = timeout(PATIENCE, AssertUnwindSafe(ground.assert_well()).catch_unwind()).await;
+        let well = timeout(WAIT_TIMEOUT, AssertUnwindSafe(ground.assert_well()).catch_unwind()).await;
         if !matches!(well, Ok(Ok(()))) {
             tried
                 .wrong

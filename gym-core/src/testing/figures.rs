@@ -29,7 +29,7 @@ const TAKE: &str = "/figures/take";
 /// The route that responds 200 ms before the deadline.
 const WAIT: &str = "/figures/wait";
 /// The deadline of each call.
-const PATIENCE: Duration = Duration::from_secs(60);
+const WAIT_TIMEOUT: Duration = Duration::from_secs(60);
 /// The largest accepted response.
 const REPLY_BYTES_MAX: usize = 2 << 30;
 /// The head of a small call, of the size of a typed call's head.
@@ -86,7 +86,7 @@ impl Figures {
     /// # Errors
     /// The errors of the connector.
     pub async fn of(connector: &dyn Connector, to: &Endpoint) -> Result<Self> {
-        Ok(Self::over(connector.connect(&CallContext::within(PATIENCE), to, &ConnectOptions::default()).await?))
+        Ok(Self::over(connector.connect(&CallContext::within(WAIT_TIMEOUT), to, &ConnectOptions::default()).await?))
     }
 
     /// Uses an open channel.
@@ -199,7 +199,7 @@ async fn used<T>(mut cpu: impl FnMut() -> Duration, meanwhile: impl Future<Outpu
 }
 
 fn request(route: &'static str, segment: Option<&Bytes>) -> Request {
-    let mut context = CallContext::within(PATIENCE);
+    let mut context = CallContext::within(WAIT_TIMEOUT);
     context.reply_bytes_max = REPLY_BYTES_MAX;
     let mut request = Request::post(context, route, HEAD);
     request.message.segments.extend(segment.cloned());

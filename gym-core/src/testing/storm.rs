@@ -16,7 +16,7 @@ use crate::transport::Channel;
 use crate::transport::{Handler, handler_fn};
 
 /// A deadline that no call reaches: a held call ends only when it is dropped.
-const FAR: Duration = Duration::from_secs(60);
+const LONG_TIMEOUT: Duration = Duration::from_secs(60);
 const CALLS: usize = 10_000;
 /// Maximum number of replies that are kept unread for a while.
 const KEPT_MAX: usize = 16;
@@ -65,7 +65,7 @@ impl Storm {
         for call in 0..CALLS {
             let bytes = if call % 20 == 0 { 300_000 } else { random.usize(..3_000) };
             let route = if random.bool() { HOLD } else { ECHO };
-            let request = with_segment(Request::post(CallContext::within(FAR), route, "{}"), bytes);
+            let request = with_segment(Request::post(CallContext::within(LONG_TIMEOUT), route, "{}"), bytes);
             let Some(mut reply) = polled(pin!(channel.start(request)), random.u8(..3)).await else { continue };
             match random.u8(..10) {
                 0 => kept.push(reply),

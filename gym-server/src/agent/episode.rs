@@ -42,7 +42,7 @@ const LIMIT_IN_CODE: &str = "limit the turns in the code of the agent";
 
 /// The deadline of a request that closes a session. It is long enough for a busy server, and short enough that requests to an
 /// exited server do not accumulate. A session that was not closed expires.
-const CLOSE_DEADLINE: Duration = Duration::from_secs(30);
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// An episode in progress. Dropping it closes its session in the background, verified or not. It has no limit of turns: an agent that calls a model in a
 /// loop needs one, and names it with [`Episode::truncate`].
@@ -301,7 +301,7 @@ struct BeginningSession {
 impl Drop for BeginningSession {
     fn drop(&mut self) {
         if let Some(begun) = self.begun.take() {
-            self.client.in_background(async move { drop(tokio::time::timeout(CLOSE_DEADLINE, begun).await) });
+            self.client.in_background(async move { drop(tokio::time::timeout(CLOSE_TIMEOUT, begun).await) });
         }
     }
 }
@@ -345,7 +345,7 @@ impl ResourcesSession {
         // The request is not cancelled with the episode, because a session that began without a visible reply could not be closed.
         let mut own = cx.child();
         own.cancel = CancelToken::new();
-        own.deadline += CLOSE_DEADLINE;
+        own.deadline += CLOSE_TIMEOUT;
         let mut session = Self {
             client: client.clone(),
             calls: Some(calls),
@@ -390,7 +390,7 @@ impl ResourcesSession {
     /// Returns a context that is not a child of the episode's: the session is closed even if the episode was cancelled or timed
     /// out.
     fn closing(&self) -> CallContext {
-        let mut cx = CallContext::within(CLOSE_DEADLINE);
+        let mut cx = CallContext::within(CLOSE_TIMEOUT);
         cx.trace = self.trace;
         cx
     }

@@ -33,7 +33,7 @@ use tokio::time::Instant;
 
 /// The grace period of an episode without callers. NeMo Gym's clients resend after half a second; recovery takes longer if a load
 /// balancer restarts or a link flaps.
-pub(crate) const DEFAULT_GRACE: Duration = Duration::from_secs(30);
+pub(crate) const DEFAULT_STOP_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Maximum episodes without callers; beyond it, an episode is dropped with its last caller. Equals the queue length of a server.
 const ABANDONED_MAX: usize = 16_384;
@@ -385,7 +385,7 @@ mod tests {
             (Some("a"), Some("a"), 1),
         ];
         for (first, second, episodes) in table {
-            let (runs, counts) = (RunDeduplicator::new(DEFAULT_GRACE), Counts::default());
+            let (runs, counts) = (RunDeduplicator::new(DEFAULT_STOP_TIMEOUT), Counts::default());
             let both = tokio::join!(call_of(first, &runs, &counts, ROW, 5), call_of(second, &runs, &counts, ROW, 5));
             let second_episode = (episodes - 1).to_string();
             assert_eq!(
@@ -400,7 +400,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn an_episode_without_callers_is_joined_whatever_the_call_id() {
         for (first, second) in [(None, Some("a")), (Some("a"), None), (Some("a"), Some("b")), (Some("a"), Some("a"))] {
-            let (runs, counts) = (RunDeduplicator::new(DEFAULT_GRACE), Counts::default());
+            let (runs, counts) = (RunDeduplicator::new(DEFAULT_STOP_TIMEOUT), Counts::default());
             leave_of(first, 2, &runs, &counts, 20).await;
             assert_eq!(call_of(second, &runs, &counts, ROW, 20).await, "0", "{first:?} {second:?}");
             assert_eq!((counts.get(), runs.len()), ((1, 1, 0), 0));
@@ -409,7 +409,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn two_callers_who_lost_their_connections_get_their_two_episodes_back() {
-        let (runs, counts) = (RunDeduplicator::new(DEFAULT_GRACE), Counts::default());
+        let (runs, counts) = (RunDeduplicator::new(DEFAULT_STOP_TIMEOUT), Counts::default());
         tokio::join!(leave_after(2, &runs, &counts, 20), leave_of(Some("b"), 3, &runs, &counts, 20));
         assert_eq!(runs.len(), 2);
         // The one with an id gets its own, although the other one is free too.
@@ -420,7 +420,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn a_caller_who_joins_a_free_episode_leaves_none_to_the_next() {
-        let (runs, counts) = (RunDeduplicator::new(DEFAULT_GRACE), Counts::default());
+        let (runs, counts) = (RunDeduplicator::new(DEFAULT_STOP_TIMEOUT), Counts::default());
         leave_after(2, &runs, &counts, 20).await;
         let both = tokio::join!(call(&runs, &counts, ROW, 20), call(&runs, &counts, ROW, 20));
         assert_eq!((both, counts.get()), (("0".into(), "1".into()), (2, 2, 0)));
@@ -429,7 +429,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn a_replay_within_the_grace_joins_the_running_episode() {
-        let (runs, counts) = (RunDeduplicator::new(DEFAULT_GRACE), Counts::default());
+        let (runs, counts) = (RunDeduplicator::new(DEFAULT_STOP_TIMEOUT), Counts::default());
         leave_after(2, &runs, &counts, 20).await;
         tokio::time::sleep(Duration::from_secs(3)).await;
         let began = Instant::now();
@@ -440,7 +440,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn a_replay_within_the_grace_gets_an_answer_that_nobody_took() {
-        let (runs, counts) = (RunDeduplicator::new(DEFAULT_GRACE), Counts::default());
+        let (runs, counts) = (RunDeduplicator::new(DEFAULT_STOP_TIMEOUT), Counts::default());
         leave_after(2, &runs, &counts, 5).await;
         tokio::time::sleep(Duration::from_secs(20)).await;
         assert_eq!(counts.get(), (1, 1, 0));
@@ -450,7 +450,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn an_episode_without_caller_is_dropped_when_the_grace_is_over() {
-        let (runs, counts) = (RunDeduplicator::new(DEFAULT_GRACE), Counts::default());
+        let (runs, counts) = (RunDeduplicator::new(DEFAULT_STOP_TIMEOUT), Counts::default());
         leave_after(2, &runs, &counts, 100).await;
         tokio::time::sleep(Duration::from_secs(29)).await;
         assert_eq!((counts.get(), runs.len()), ((1, 0, 0), 1));
@@ -465,7 +465,7 @@ mod tests {
         let leave = async |by, runs: &RunDeduplicator, counts: &Counts| {
             tokio::time::timeout(Duration::from_secs(2), call_by(by, runs, counts, ROW, 20)).await.unwrap_err();
         };
-        let (runs, counts) = (RunDeduplicator::new(DEFAULT_GRACE), Counts::default());
+        let (runs, counts) = (RunDeduplicator::new(DEFAULT_STOP_TIMEOUT), Counts::default());
         leave(wait(1_500), &runs, &counts).await;
         tokio::time::sleep(Duration::from_millis(1_400)).await;
         leave(wait(1_500), &runs, &counts).await;
@@ -484,7 +484,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn an_episode_without_caller_is_dropped_when_no_caller_can_come_back() {
         let draining = CancelToken::new();
-        let (runs, counts) = (RunDeduplicator::new(DEFAULT_GRACE).until(draining.clone()), Counts::default());
+        let (runs, counts) = (RunDeduplicator::new(DEFAULT_STOP_TIMEOUT).until(draining.clone()), Counts::default());
         leave_after(2, &runs, &counts, 100).await;
         assert_eq!((counts.get(), runs.len()), ((1, 0, 0), 1));
         draining.cancel();
@@ -496,7 +496,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn a_caller_who_came_back_outlives_the_grace_and_may_leave_again() {
-        let (runs, counts) = (RunDeduplicator::new(DEFAULT_GRACE), Counts::default());
+        let (runs, counts) = (RunDeduplicator::new(DEFAULT_STOP_TIMEOUT), Counts::default());
         leave_after(2, &runs, &counts, 100).await;
         tokio::time::sleep(Duration::from_secs(20)).await;
         leave_after(40, &runs, &counts, 100).await;
@@ -508,7 +508,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn a_delivered_answer_is_forgotten_at_once() {
-        let (runs, counts) = (RunDeduplicator::new(DEFAULT_GRACE), Counts::default());
+        let (runs, counts) = (RunDeduplicator::new(DEFAULT_STOP_TIMEOUT), Counts::default());
         assert_eq!(call(&runs, &counts, ROW, 5).await, "0");
         assert_eq!(call(&runs, &counts, ROW, 5).await, "1");
         leave_after(1, &runs, &counts, 5).await;
@@ -519,7 +519,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn other_bodies_and_other_attempts_are_other_episodes() {
-        let (runs, counts) = (RunDeduplicator::new(DEFAULT_GRACE), Counts::default());
+        let (runs, counts) = (RunDeduplicator::new(DEFAULT_STOP_TIMEOUT), Counts::default());
         let other = r#"{"_ng_task_index":3,"_ng_rollout_index":0,"x":2}"#;
         let later = r#"{"_ng_task_index":3,"_ng_rollout_index":0,"x":1,"_ng_attempt_index":1}"#;
         let three =
@@ -536,7 +536,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn dropping_the_table_ends_what_it_kept() {
-        let (runs, counts) = (RunDeduplicator::new(DEFAULT_GRACE), Counts::default());
+        let (runs, counts) = (RunDeduplicator::new(DEFAULT_STOP_TIMEOUT), Counts::default());
         leave_after(2, &runs, &counts, 100).await;
         drop(runs);
         tokio::time::sleep(Duration::from_secs(1)).await;

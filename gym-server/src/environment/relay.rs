@@ -12,7 +12,7 @@ use gym_core::transport::INCARNATION_METADATA;
 use gym_core::{CallContext, CancelToken, EnvironmentServer, Metadata, RawObject, Request, Response, Result, Route};
 use serde::Deserialize;
 
-use crate::environment::deduplication::{DEFAULT_GRACE, RunCaller, RunDeduplicator, RunKey};
+use crate::environment::deduplication::{DEFAULT_STOP_TIMEOUT, RunCaller, RunDeduplicator, RunKey};
 use crate::role::reply;
 use crate::role::settings::{Seconds, ServerRef};
 
@@ -120,7 +120,7 @@ impl Relay {
     }
 
     fn over(config: RelayConfig, route: AgentRoute) -> Self {
-        let grace: Duration = config.replay_grace_seconds.map_or(DEFAULT_GRACE, |seconds| seconds.0);
+        let grace: Duration = config.replay_grace_seconds.map_or(DEFAULT_STOP_TIMEOUT, |seconds| seconds.0);
         Self { agent: AgentClient { name: config.agent_server.name.into(), route }, runs: RunDeduplicator::new(grace) }
     }
 }

@@ -13,7 +13,7 @@ use tokio::time::Instant;
 const ASK_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Time between two questions to a member that remains suspect.
-const ASK_EVERY: Duration = Duration::from_secs(10);
+const ASK_INTERVAL: Duration = Duration::from_secs(10);
 
 /// Asks each suspect member when it becomes suspect, and from then on every ten seconds, and notes what it did.
 pub(crate) async fn ask_suspects(registry: MemoryRegistry, transports: Transports) {
@@ -21,10 +21,12 @@ pub(crate) async fn ask_suspects(registry: MemoryRegistry, transports: Transport
     let mut asked: BTreeMap<(String, Incarnation), Instant> = BTreeMap::new();
     loop {
         // Notes are changes too, so a member that was just asked is passed over.
-        let Ok(update) = registry.roster(&CallContext::within(ASK_EVERY * 2), seen, ASK_EVERY).await else { return };
+        let Ok(update) = registry.roster(&CallContext::within(ASK_INTERVAL * 2), seen, ASK_INTERVAL).await else {
+            return;
+        };
         seen = Some(update.now);
         let now = Instant::now();
-        asked.retain(|_, at| now.duration_since(*at) < ASK_EVERY);
+        asked.retain(|_, at| now.duration_since(*at) < ASK_INTERVAL);
         let due: Vec<&SuspectMember> =
             update.suspects.iter().filter(|suspect| !asked.contains_key(&key(suspect))).collect();
         join_all(due.iter().map(|suspect| ask(&registry, &transports, suspect))).await;
@@ -73,7 +75,7 @@ mod tests {
         let living = net.host("living");
         let handler = handler_fn(|_: Request| async { Ok(Response::json("{}")) });
         let serving =
-            serve(Box::new(living.listen("agent").unwrap()), Arc::new(handler), CancelToken::new(), ASK_EVERY);
+            serve(Box::new(living.listen("agent").unwrap()), Arc::new(handler), CancelToken::new(), ASK_INTERVAL);
         living.spawn(async move {
             let _ = serving.await;
         });
@@ -102,7 +104,7 @@ mod tests {
         assert_eq!(why().await, expected);
         // It is asked again: its process has ended meanwhile.
         net.crash("living");
-        tokio::time::sleep(ASK_EVERY + ASK_TIMEOUT).await;
+        tokio::time::sleep(ASK_INTERVAL + ASK_TIMEOUT).await;
         assert!(why().await[0].ends_with("it does not answer at sim://living/agent"), "{:?}", why().await);
         // The same reason reaches collectors.
         let roster = registry.roster(&CallContext::default(), None, Duration::ZERO).await.unwrap();

@@ -21,7 +21,7 @@ use crate::stack::instance::{RunningServer, registration};
 use crate::stack::options::StackOptions;
 
 /// The interval at which a starting server is polled.
-const POLL_EVERY: Duration = Duration::from_millis(200);
+const POLL_INTERVAL: Duration = Duration::from_millis(200);
 
 /// The Python servers of a stack.
 #[derive(Debug)]
@@ -290,6 +290,6 @@ async fn register(watched: &WatchedServer, pid: u32, incarnation: Incarnation) -
             }
             Err(error) => tracing::trace!(server = watched.instance.name, %error, "does not answer yet"),
         }
-        tokio::time::sleep(POLL_EVERY).await;
+        tokio::time::sleep(POLL_INTERVAL).await;
     }
 }

@@ -62,9 +62,9 @@ pub struct Stack {
 
 /// Time between two messages, and between two looks, while workers are missing.
 #[cfg(feature = "cli")]
-const WAITING_EVERY: Duration = Duration::from_secs(10);
+const WAITING_INTERVAL: Duration = Duration::from_secs(10);
 #[cfg(feature = "cli")]
-const WORKERS_EVERY: Duration = Duration::from_millis(100);
+const WORKERS_INTERVAL: Duration = Duration::from_millis(100);
 
 /// Time in which a head server that holds the wanted port must respond, to be named in the error.
 const RUNNING_HEAD_TIMEOUT: Duration = Duration::from_secs(1);
@@ -535,10 +535,10 @@ impl Stack {
                 return Err(Error::finished(Code::DeadlineExceeded, text).about("wait for workers"));
             }
             if now >= next {
-                next = now + WAITING_EVERY;
+                next = now + WAITING_INTERVAL;
                 say(&format!("waiting for workers: {missing}"));
             }
-            tokio::time::sleep(WORKERS_EVERY).await;
+            tokio::time::sleep(WORKERS_INTERVAL).await;
         }
         Ok(())
     }

@@ -38,10 +38,10 @@ use crate::values;
 use crate::whole;
 
 /// The time after the end of the faults within which everything must be done. Attempts, leases and partitions last seconds.
-const DONE_WITHIN: Duration = Duration::from_secs(900);
+const DONE_TIMEOUT: Duration = Duration::from_secs(900);
 
 /// The time after the end of the faults after which all members serve and go on serving.
-const COMPLETE_WITHIN: Duration = Duration::from_secs(20);
+const COMPLETE_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// The time after a restart of the head server after which all workers serve again, if nothing else happened.
 const COMPLETE_AFTER_RESTART: Duration = Duration::from_secs(2);
@@ -200,11 +200,11 @@ impl Deployment {
 
     /// Waits until the collector is done and all workers serve.
     pub(crate) async fn is_done(&self) {
-        if tokio::time::timeout(DONE_WITHIN, self.orders.done.cancelled()).await.is_err() {
-            self.audit.violation(format_args!("not done {DONE_WITHIN:?} after the healing"));
+        if tokio::time::timeout(DONE_TIMEOUT, self.orders.done.cancelled()).await.is_err() {
+            self.audit.violation(format_args!("not done {DONE_TIMEOUT:?} after the healing"));
         }
         if self.plan.cluster.is_some() {
-            tokio::time::sleep_until(self.began + self.plan.heals_at + COMPLETE_WITHIN).await;
+            tokio::time::sleep_until(self.began + self.plan.heals_at + COMPLETE_TIMEOUT).await;
             self.check_members().await;
         }
     }
@@ -238,7 +238,7 @@ impl Deployment {
             let member = members.iter().find(|member| member.spec.name == worker);
             if member.is_none_or(|member| member.state != MemberState::Serving) {
                 let state = member.map(|member| (member.state, &member.reason));
-                self.audit.violation(format_args!("{worker} is {state:?} {COMPLETE_WITHIN:?} after the healing"));
+                self.audit.violation(format_args!("{worker} is {state:?} {COMPLETE_TIMEOUT:?} after the healing"));
             }
         }
     }

@@ -31,7 +31,7 @@ const TURN: &str = "turn of an agent";
 const TURN_FAILED: &str = "turn that failed at the ranks";
 
 /// The time between two attempts of the policy to find a rank.
-const LOOK_AGAIN: Duration = Duration::from_millis(200);
+const RETRY_INTERVAL: Duration = Duration::from_millis(200);
 
 /// Plays a seed.
 pub(crate) async fn play(plan: WholePlan, late_check: LateCheck) -> Report {
@@ -122,11 +122,11 @@ impl ModelServer for Policy {
                 None => Error::not_started(Code::Unavailable, "the controller has no group that serves"),
             };
             // What may have run is not repeated here; the caller decides.
-            if error.execution() != Execution::NotStarted || cx.remaining() <= LOOK_AGAIN {
+            if error.execution() != Execution::NotStarted || cx.remaining() <= RETRY_INTERVAL {
                 self.audit.count(TURN_FAILED);
                 return Err(error);
             }
-            tokio::time::sleep(LOOK_AGAIN).await;
+            tokio::time::sleep(RETRY_INTERVAL).await;
         }
     }
 

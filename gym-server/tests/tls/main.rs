@@ -26,7 +26,7 @@ use tokio_rustls::rustls::pki_types::{CertificateDer, PrivateKeyDer};
 const ROLE: &str = "GYM_TLS_TEST_ENDPOINT";
 const KEY: &str = "sk-only-over-tls";
 const ANSWER: &str = r#"{"status":"completed","output":[],"n":1E5}"#;
-const PATIENCE: Duration = Duration::from_secs(60);
+const WAIT_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Accepts one connection after another, and answers one request on each if it carries the key.
 async fn serve(listener: TcpListener, acceptor: TlsAcceptor) {
@@ -72,7 +72,7 @@ async fn ask(endpoint: &str) {
     config.retry_backoff_ms = 1;
     let model = OpenAiModel::new(config, &World::real()).expect("https is built in");
     let body = RawObject::parse(r#"{"input":"x"}"#).expect("an object");
-    match model.responses(&CallContext::within(PATIENCE), &SessionId::new("s"), &body).await {
+    match model.responses(&CallContext::within(WAIT_TIMEOUT), &SessionId::new("s"), &body).await {
         Ok(answer) => println!("answer {}", String::from_utf8_lossy(&answer.0.into_text())),
         Err(error) => println!("error {:?} {:?} {error}", error.code(), error.execution()),
     }
@@ -88,7 +88,8 @@ async fn asked_by(case: &str, trusted: &Path, endpoint: String) -> String {
     command.env("RAY_AUTH_TOKEN", KEY).env_remove("RAY_AUTH_MODE");
     command.env(ROLE, endpoint).env("SSL_CERT_FILE", trusted).env_remove("SSL_CERT_DIR");
     let output = tokio::task::spawn_blocking(move || command.output());
-    let output: Output = tokio::time::timeout(PATIENCE, output).await.expect("in time").expect("it ran").expect("so");
+    let output: Output =
+        tokio::time::timeout(WAIT_TIMEOUT, output).await.expect("in time").expect("it ran").expect("so");
     String::from_utf8(output.stdout).expect("text")
 }
 
@@ -153,7 +154,7 @@ async fn ask_ray(url: &str) {
     use gym_group::ray::{RayAddress, RayDashboard};
 
     let address = RayAddress::parse(url, "env.yaml:3").expect("an address");
-    let cx = CallContext::within(PATIENCE);
+    let cx = CallContext::within(WAIT_TIMEOUT);
     match RayDashboard::connect(&cx, &address).await {
         Ok((dashboard, version)) => {
             println!("connected to {version:?}; stopped {:?}", dashboard.stop(&cx, "j1").await.expect("stops"));

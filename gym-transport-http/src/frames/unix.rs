@@ -18,7 +18,7 @@ use crate::frames::UNIX_SCHEME;
 use crate::frames::config::FramesConfig;
 use crate::frames::connection::socket::Socket;
 use crate::frames::stream::{ByteStream, FramedServer};
-use crate::wire::socket::ACCEPT_RETRY_DELAY;
+use crate::wire::socket::ACCEPT_RETRY_INTERVAL;
 
 /// Distinguishes the listeners that this process creates at the same time.
 static DRAFTS: AtomicU32 = AtomicU32::new(0);
@@ -140,8 +140,8 @@ impl Listener for UnixListener {
                 }
                 Err(error) => {
                     // The process has no descriptors or memory left, or the peer disconnected: neither ends the listener.
-                    tracing::warn!(%error, "no new connections for {ACCEPT_RETRY_DELAY:?}");
-                    sleep(ACCEPT_RETRY_DELAY).await;
+                    tracing::warn!(%error, "no new connections for {ACCEPT_RETRY_INTERVAL:?}");
+                    sleep(ACCEPT_RETRY_INTERVAL).await;
                 }
             }
         }

@@ -18,7 +18,7 @@ use crate::frames::connection::answering::ListenerState;
 use crate::http1::SCHEME;
 use crate::http1::config::HttpConfig;
 use crate::http1::incoming::HttpIncoming;
-use crate::wire::socket::{ACCEPT_RETRY_DELAY, set_keep_alive};
+use crate::wire::socket::{ACCEPT_RETRY_INTERVAL, set_keep_alive};
 
 /// Accepts HTTP/1.1 connections. Connections beyond the limit wait in the kernel's backlog, and calls beyond theirs wait in the
 /// listener. No peer is rejected for lack of capacity.
@@ -135,8 +135,8 @@ impl Listener for HttpListener {
                             .caused_by(error));
                     }
                     Some(Errno::MFILE | Errno::NFILE | Errno::NOBUFS | Errno::NOMEM) => {
-                        tracing::warn!(%error, "no new connections for {ACCEPT_RETRY_DELAY:?}");
-                        sleep(ACCEPT_RETRY_DELAY).await;
+                        tracing::warn!(%error, "no new connections for {ACCEPT_RETRY_INTERVAL:?}");
+                        sleep(ACCEPT_RETRY_INTERVAL).await;
                     }
                     // The peer disconnected while it waited, or the network reported an error.
                     _ => tracing::debug!(%error, "accept"),

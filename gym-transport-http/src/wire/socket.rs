@@ -10,7 +10,7 @@ use tokio::net::TcpStream;
 use crate::wire::address::HostPort;
 
 /// Pause before accepting again if the process has no file descriptor left: time for a few calls to end.
-pub(crate) const ACCEPT_RETRY_DELAY: Duration = Duration::from_millis(50);
+pub(crate) const ACCEPT_RETRY_INTERVAL: Duration = Duration::from_millis(50);
 
 /// Connects to the peer.
 pub(crate) async fn connect(address: &HostPort) -> Result<TcpStream> {

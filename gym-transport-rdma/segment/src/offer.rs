@@ -35,7 +35,7 @@ use crate::time::{timespec, until};
 /// Connections that wait for the creator. More processes than this wait in `connect`.
 const BACKLOG: i32 = 128;
 /// How long the creator waits for one process, which must not keep the others waiting.
-const ANSWER_WITHIN: Duration = Duration::from_secs(1);
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(1);
 /// The longest time until the creator notices an abort.
 const WAIT_MAX: Duration = Duration::from_millis(100);
 
@@ -94,7 +94,7 @@ impl FdOffer {
             };
             match self.accept(left.min(WAIT_MAX)) {
                 // One process that fails must not end the others.
-                Ok(Some(peer)) => served += usize::from(self.give(&peer, left.min(ANSWER_WITHIN)).is_ok()),
+                Ok(Some(peer)) => served += usize::from(self.give(&peer, left.min(ANSWER_TIMEOUT)).is_ok()),
                 Ok(None) | Err(Errno::INTR | Errno::CONNABORTED) => {}
                 Err(errno) => return Err(failed(errno).about(subject())),
             }
@@ -137,7 +137,9 @@ impl FdOffer {
 pub fn fetch(name: &str, deadline: Instant) -> Result<OwnedFd> {
     let fetched = fetch_file(name, deadline).map_err(|errno| match errno {
         Errno::PERM => Error::not_started(Code::FailedPrecondition, "the socket belongs to another user"),
-        Errno::AGAIN | Errno::TIMEDOUT => Error::not_started(Code::DeadlineExceeded, "the deadline has passed"),
+        Errno::AGAIN | Errno::TIMEDOUT => {
+            Error::not_started(Code::DeadlineExceeded, "the deadline has passed")
+        }
         errno => failed(errno),
     });
     fetched.map_err(|error| error.about(format!("fetch a segment from the socket {name}")))

@@ -71,9 +71,9 @@ use crate::memory::Pool;
 pub use crate::sys::{LIBRARY_VARIABLE, LibraryInfo, LoadError, LoadOptions};
 
 /// Time for connections to close after the last handle is dropped.
-const GRACE_OF_DROP: Duration = Duration::from_secs(1);
+const DROP_TIMEOUT: Duration = Duration::from_secs(1);
 /// Additional time to wait for a shutdown. The thread keeps the deadline itself, unless a callback blocks it.
-const SHUTDOWN_SLACK: Duration = Duration::from_secs(5);
+const SHUTDOWN_MARGIN_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Handle to the fabric's thread.
 ///
@@ -187,7 +187,7 @@ impl Fabric {
         let shared = &self.0.0;
         // Fails only if the fabric has ended already.
         let _ = shared.queue.push_always(Command::Shutdown(within), true);
-        shared.wait_for_end(within + SHUTDOWN_SLACK).unwrap_or(false)
+        shared.wait_for_end(within + SHUTDOWN_MARGIN_TIMEOUT).unwrap_or(false)
     }
 }
 
@@ -203,6 +203,6 @@ impl fmt::Debug for Fabric {
 impl Drop for ShutdownOnDrop {
     fn drop(&mut self) {
         // Fails only if the fabric has ended already.
-        let _ = self.0.queue.push_always(Command::Shutdown(GRACE_OF_DROP), true);
+        let _ = self.0.queue.push_always(Command::Shutdown(DROP_TIMEOUT), true);
     }
 }

@@ -17,7 +17,7 @@ use crate::messaging::reassembly::Reassembly;
 use crate::messaging::round_trips::{RoundTripHistogram, RoundTrips};
 
 /// Time for which a closed connection may still send.
-const CLOSE_GRACE: Duration = Duration::from_secs(1);
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Posts active messages; implemented by a fabric's connection and by tests.
 pub(crate) trait Carrier: fmt::Debug + Send + Sync + 'static {
@@ -285,7 +285,7 @@ impl<C: Carrier> mux::MessageSender for UcxSendQueue<C> {
             std::mem::take(&mut state.queue)
         };
         drop(queue);
-        self.0.carrier.close(CLOSE_GRACE);
+        self.0.carrier.close(CLOSE_TIMEOUT);
     }
 }
 

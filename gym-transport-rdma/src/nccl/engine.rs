@@ -25,9 +25,9 @@ use crate::nccl::raw::{Comm, Communication, Operation, Progress};
 /// Commands that wait for the thread at most. Beyond, a call is refused.
 const COMMANDS_MAX: usize = 4096;
 /// How often the thread looks at what is in flight.
-const LOOK_EVERY: Duration = Duration::from_micros(100);
+const POLL_INTERVAL: Duration = Duration::from_micros(100);
 /// The time after which an abort is given up. NCCL's may hang (NVIDIA/nccl#549), and what a rank has on its device cannot be taken back without it.
-const ABORT_WITHIN: Duration = Duration::from_secs(5);
+const ABORT_TIMEOUT: Duration = Duration::from_secs(5);
 /// Exit code of a process whose abort hangs: `EX_SOFTWARE` of sysexits.h.
 const ABORT_HANGS: i32 = 70;
 
@@ -164,7 +164,7 @@ impl State {
         loop {
             let busy = self.comms.values().any(Member::is_busy);
             let command = if busy {
-                commands.recv_timeout(LOOK_EVERY)
+                commands.recv_timeout(POLL_INTERVAL)
             } else {
                 commands.recv().map_err(|_| RecvTimeoutError::Disconnected)
             };
@@ -293,7 +293,7 @@ impl Member {
                 }
                 if Instant::now() > *until {
                     eprintln!(
-                        "NCCL did not abort a communicator within {ABORT_WITHIN:?} ({}): this process ends, so that its rank can be started again",
+                        "NCCL did not abort a communicator within {ABORT_TIMEOUT:?} ({}): this process ends, so that its rank can be started again",
                         ended_by(&self.cause)
                     );
                     std::process::exit(ABORT_HANGS);
@@ -361,7 +361,7 @@ impl Member {
         if let Some(joined) = joined {
             let _ = joined.send(Err(ended_by(&self.cause)));
         }
-        self.stage = Stage::Aborting { until: Instant::now() + ABORT_WITHIN, returned: false, last };
+        self.stage = Stage::Aborting { until: Instant::now() + ABORT_TIMEOUT, returned: false, last };
         let own = own.clone();
         let aborting = std::thread::Builder::new().name("nccl abort".to_owned()).spawn(move || {
             comm.abort();
@@ -376,7 +376,7 @@ impl Member {
 
 impl Stage {
     fn ended() -> Self {
-        Self::Aborting { until: Instant::now() + ABORT_WITHIN, returned: true, last: None }
+        Self::Aborting { until: Instant::now() + ABORT_TIMEOUT, returned: true, last: None }
     }
 }
 

@@ -9,7 +9,7 @@ use serde_json::Value;
 
 /// Limit of a case, unless [`LIMITS`] has it: four times what the slowest of them takes on a quiet machine. Their own bounds are below it, so that
 /// they can say what they wait for.
-const LIMIT: Duration = Duration::from_secs(120);
+const CALL_TIMEOUT: Duration = Duration::from_secs(120);
 
 /// Cases that take longer: the begin of the name, and the limit in seconds.
 const LIMITS: &[(&str, u64)] = &[("gym-examples::bad_input", 300), ("gym-examples::cluster", 240)];
@@ -56,7 +56,7 @@ pub(crate) fn of_build(messages: &Path) -> Result<Vec<Case>> {
         };
         for test in list(&program, &folder)? {
             let name = format!("{group} {test}");
-            let limit = found(LIMITS, &name).map_or(LIMIT, Duration::from_secs);
+            let limit = found(LIMITS, &name).map_or(CALL_TIMEOUT, Duration::from_secs);
             let cores = found(CORES, &name).unwrap_or(0);
             let arguments = ["--exact", &test, "--nocapture"].map(str::to_owned).to_vec();
             cases.push(Case { name, program: program.clone(), arguments, folder: folder.clone(), limit, cores });

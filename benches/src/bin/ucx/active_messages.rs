@@ -22,7 +22,7 @@ use crate::Way;
 /// The argument that makes this program the answering process.
 pub(crate) const SERVE: &str = "serve-active-messages";
 /// The limit after which a measurement has failed.
-const PATIENCE: Duration = Duration::from_secs(60);
+const WAIT_TIMEOUT: Duration = Duration::from_secs(60);
 /// Messages up to this size are echoed.
 const ECHO_BYTES_MAX: usize = 64;
 
@@ -70,7 +70,7 @@ impl ConnectionEvents for Answering {
 /// Creates a dedicated worker for the other process over shared memory.
 fn peer_worker(way: Way, fabric: &Fabric) -> Result<Option<PeerWorker>> {
     let runtime = tokio::runtime::Builder::new_current_thread().build()?;
-    Ok(if way == Way::SharedMemory { Some(runtime.block_on(fabric.peer_worker(PATIENCE))?) } else { None })
+    Ok(if way == Way::SharedMemory { Some(runtime.block_on(fabric.peer_worker(WAIT_TIMEOUT))?) } else { None })
 }
 
 fn active_message(header: Bytes, payload: Bytes) -> ActiveMessage {
@@ -92,14 +92,14 @@ pub(crate) fn serve(way: Way, busy: bool) -> Result<()> {
         shared_memory: peer_worker
             .clone()
             .map(|peer_worker| WorkerPair { local: peer_worker, remote: said.worker.clone().into() }),
-        within: PATIENCE,
+        within: WAIT_TIMEOUT,
     };
     fabric.expect(expected, Arc::new(Answering::default()))?;
     let worker = peer_worker.map(|peer_worker| peer_worker.address().to_vec()).unwrap_or_default();
     let said = Greeting { worker, listens: fabric.listen_address(), ..said };
     println!("{}", serde_json::to_string(&said)?);
     input.read_to_end(&mut Vec::new())?;
-    ensure!(fabric.shutdown(PATIENCE), "the fabric did not end in time");
+    ensure!(fabric.shutdown(WAIT_TIMEOUT), "the fabric did not end in time");
     Ok(())
 }
 
@@ -234,9 +234,9 @@ impl Pair {
             opened,
             connection: OnceLock::new(),
         });
-        let target = Connect { id: caller, token, peer: answerer, target, within: PATIENCE };
+        let target = Connect { id: caller, token, peer: answerer, target, within: WAIT_TIMEOUT };
         fabric.connect(target, Arc::clone(&calling) as Arc<dyn ConnectionEvents>)?;
-        let connection = is_open.recv_timeout(PATIENCE).context("the fabrics did not meet")?;
+        let connection = is_open.recv_timeout(WAIT_TIMEOUT).context("the fabrics did not meet")?;
         Ok(Self { child, input: Some(input), fabric, calling, connection, done })
     }
 
@@ -253,7 +253,7 @@ impl Pair {
         let sent = Instant::now();
         *self.calling.work() = Work::Trips { times: Vec::with_capacity(trips + warm_up), sent, left: trips + warm_up };
         self.connection.post(active_message(Bytes::from_static(b"12345678"), Bytes::from_static(b"abcdefgh")))?;
-        let times = self.done.recv_timeout(PATIENCE).context("a message did not come back")?;
+        let times = self.done.recv_timeout(WAIT_TIMEOUT).context("a message did not come back")?;
         *self.calling.work() = Work::Nothing;
         Ok(RoundTrips::of(times[warm_up..].to_vec()))
     }
@@ -265,7 +265,7 @@ impl Pair {
             began = Instant::now();
             *self.calling.work() = Work::Bulk { segment: segment.clone(), left: count, under_way: 0, window };
             self.calling.more_bulk(false);
-            self.done.recv_timeout(PATIENCE).context("messages were not done")?;
+            self.done.recv_timeout(WAIT_TIMEOUT).context("messages were not done")?;
         }
         *self.calling.work() = Work::Nothing;
         Ok((messages * segment.len()) as f64 / began.elapsed().as_secs_f64())
@@ -279,7 +279,7 @@ impl Drop for Pair {
         if let Err(error) = self.child.wait() {
             eprintln!("the answering process: {error}");
         }
-        if !self.fabric.shutdown(PATIENCE) {
+        if !self.fabric.shutdown(WAIT_TIMEOUT) {
             eprintln!("the fabric did not end in time");
         }
     }

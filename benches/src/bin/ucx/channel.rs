@@ -27,7 +27,7 @@ use crate::Way;
 
 /// The argument that makes this program the answering process.
 pub(crate) const SERVE: &str = "serve-calls";
-const PATIENCE: Duration = Duration::from_secs(600);
+const WAIT_TIMEOUT: Duration = Duration::from_secs(600);
 
 fn ucx(way: Way, listen: bool) -> Ucx {
     let mut fabric = way.fabric();
@@ -162,7 +162,7 @@ impl Peer {
     pub(crate) async fn over_frames(&self) -> Result<Figures> {
         let endpoint = Endpoint::parse(&format!("http+frames://{}", self.http.address()))?;
         let transports = Transports::from_features(gym_core::transport::InProcess::new());
-        let (context, options) = (CallContext::within(PATIENCE), ConnectOptions::default());
+        let (context, options) = (CallContext::within(WAIT_TIMEOUT), ConnectOptions::default());
         Ok(Figures::over(transports.connect_ordered(&context, &[endpoint], &options).await?))
     }
 
@@ -188,7 +188,7 @@ impl Peer {
         let member = RankView::starting(0, Incarnation(1)).in_state(RankState::Healthy).reached_over(channel);
         let view = watch::Sender::new(Arc::new(GroupView::new(1, vec![member])));
         let group = Alone { name: "bench".into(), layout: RankLayout::line(1)?, view };
-        let context = CallContext::within(PATIENCE);
+        let context = CallContext::within(WAIT_TIMEOUT);
         let (began, mut times) = (Instant::now(), Vec::new());
         while began.elapsed() < lasting {
             let at = Instant::now();

@@ -26,7 +26,7 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use crate::page::{Page, code, workspace};
 
 /// Maximum wait for what must happen at once.
-const PATIENCE: Duration = Duration::from_secs(60);
+const WAIT_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// The labels of each metric. The name is that of the samples, except for the suffixes of a histogram.
 const LABELS: [(&str, &[&str]); 71] = [
@@ -202,7 +202,7 @@ async fn of_servers() -> String {
     let address = head.trim_start_matches("http://").trim_end_matches('/').to_owned();
     joins(&head).await;
     let body = scraped(&address).await;
-    worker.drain(PATIENCE).await;
+    worker.drain(WAIT_TIMEOUT).await;
     stack.stop().await;
     body
 }
@@ -211,7 +211,7 @@ async fn of_servers() -> String {
 async fn joins(head: &str) {
     let transports = Transports::from_features(InProcess::new());
     let head = RemoteRegistry::new(Endpoint::parse(head).unwrap(), transports, World::real());
-    let cx = CallContext::within(PATIENCE);
+    let cx = CallContext::within(WAIT_TIMEOUT);
     let lease = head.join(&cx, MemberSpec::new("worker-1", Incarnation(1))).await.unwrap().lease;
     let known = MemberState::Joining;
     let beat = Heartbeat { lease, seq: 1, healthy: true, draining: false, round_trip_us: Some(300), known };
@@ -262,14 +262,14 @@ async fn of_group() -> String {
     let cluster = VirtualCluster::new(spec, ranks).unwrap().simulate_nodes(&[2]);
     let options = GroupOptions::new(Transports::from_features(network));
     let request = GroupRequest::new("policy", "idle", &(), options).unwrap();
-    let group = cluster.start(&CallContext::within(PATIENCE), request).await.unwrap();
-    let counted = group.call(idle::count, 1).deadline(PATIENCE).await.unwrap().into_values();
+    let group = cluster.start(&CallContext::within(WAIT_TIMEOUT), request).await.unwrap();
+    let counted = group.call(idle::count, 1).deadline(WAIT_TIMEOUT).await.unwrap().into_values();
     assert_eq!(counted, [2, 2]);
     let mut registry = Registry::default();
     registry.register_collector(Box::new(group.metrics()));
     let mut text = String::new();
     encode(&mut text, &registry).unwrap();
-    cluster.shutdown(PATIENCE).await.unwrap();
+    cluster.shutdown(WAIT_TIMEOUT).await.unwrap();
     text
 }
 

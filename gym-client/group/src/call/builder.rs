@@ -15,7 +15,7 @@ use gym_core::group::layout::dispatch::{Assignment, Dispatch};
 use gym_core::group::layout::{Rank, RankLayout};
 use gym_core::group::worker::{Method, write};
 use gym_core::message::Message;
-use gym_core::message::{CallContext, DEFAULT_DEADLINE};
+use gym_core::message::{CallContext, DEFAULT_CALL_TIMEOUT};
 use gym_core::{Code, Error, Execution, Result};
 use smallvec::SmallVec;
 use tokio::sync::oneshot;
@@ -95,7 +95,7 @@ impl<'g, M: Method> GroupCall<'g, M> {
     }
 
     /// Sets the time within which every rank must reply, from now on. The context's deadline applies too. The default is
-    /// [`DEFAULT_DEADLINE`](gym_core::message::DEFAULT_DEADLINE).
+    /// [`DEFAULT_CALL_TIMEOUT`](gym_core::message::DEFAULT_CALL_TIMEOUT).
     pub fn deadline(mut self, within: Duration) -> Self {
         self.deadline = Some(Instant::now() + within);
         self
@@ -188,7 +188,7 @@ impl<'g, M: Method> GroupCall<'g, M> {
         let refuse = |error: Error| GroupError::new::<M>(&group, error, None, Vec::new());
         let now = Instant::now();
         let mut context =
-            self.context.unwrap_or_else(|| CallContext::until(self.deadline.unwrap_or(now + DEFAULT_DEADLINE)));
+            self.context.unwrap_or_else(|| CallContext::until(self.deadline.unwrap_or(now + DEFAULT_CALL_TIMEOUT)));
         context.deadline = self.deadline.map_or(context.deadline, |deadline| deadline.min(context.deadline));
         context.check_at(now).map_err(refuse)?;
         let assignments = self.dispatch.assignments(self.layout).map_err(|error| refuse(error.into()))?;

@@ -19,9 +19,9 @@ use crate::provision::place::{GpuFolder, HeldGpus, HeldPlace, HeldRendezvous, Re
 use crate::usage::visible_gpus;
 
 /// Time for the end of ranks that still run on GPUs which their cluster no longer holds. Those of a program that was killed get 3 s, and then die.
-const RANKS_END: Duration = Duration::from_secs(10);
+const RANKS_END_TIMEOUT: Duration = Duration::from_secs(10);
 /// Pause between two looks at such GPUs.
-const LOOK_EVERY: Duration = Duration::from_millis(50);
+const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
 /// Prepares ranks on this machine, for a reservation and for the agent of a node.
 #[async_trait]
@@ -168,7 +168,7 @@ async fn hold(
     if !cluster.use_gpus {
         return Ok((placement, HeldGpus::default()));
     }
-    let until = Instant::now() + RANKS_END;
+    let until = Instant::now() + RANKS_END_TIMEOUT;
     loop {
         let look = folder.look(cx, names, cluster.share_gpus).await?;
         let free = NodeResources { gpus: Devices::Named(look.free()), ..here.clone() };
@@ -186,7 +186,7 @@ async fn hold(
             return Err(not_free(request, here, &look.free(), &look.taken()));
         }
         drop(look);
-        sleep(LOOK_EVERY).await;
+        sleep(POLL_INTERVAL).await;
     }
 }
 

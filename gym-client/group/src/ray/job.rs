@@ -17,13 +17,13 @@ use crate::ray::share::SharePlan;
 use crate::ray::{RayDriver, RayOptions};
 
 /// Time that an agent waits for the next controller after the last one: it may only have been slow.
-const LATER: Duration = Duration::from_secs(10);
+const NEXT_CONTROLLER_TIMEOUT: Duration = Duration::from_secs(10);
 /// Time between SIGTERM and SIGKILL for the ranks of a job that is stopped from outside.
-const RANK_GRACE: Duration = Duration::from_secs(2);
+const RANK_TIMEOUT: Duration = Duration::from_secs(2);
 /// The same for the agents, with their ranks.
-const AGENT_GRACE: Duration = RANK_GRACE.saturating_add(Duration::from_secs(1));
+const AGENT_TIMEOUT: Duration = RANK_TIMEOUT.saturating_add(Duration::from_secs(1));
 /// The same for a driver, with its agents.
-pub(super) const DRIVER_GRACE: Duration = AGENT_GRACE.saturating_add(Duration::from_secs(2));
+pub(super) const DRIVER_TIMEOUT: Duration = AGENT_TIMEOUT.saturating_add(Duration::from_secs(2));
 
 /// The command that starts the driver, but for its file. It runs in a shell that is a child of a process of Ray's raylet, whose arguments name the
 /// interpreter of the node: a head that was started by its full path need not have it in `PATH`. Ray's own environment may have either name there.
@@ -89,7 +89,7 @@ impl JobTemplate {
                 "working_dir": working_dir,
                 "env_vars": {
                     "GYM_RAY_SPEC": self.spec(id, None)?,
-                    "RAY_JOB_STOP_WAIT_TIME_S": DRIVER_GRACE.as_secs().to_string(),
+                    "RAY_JOB_STOP_WAIT_TIME_S": DRIVER_TIMEOUT.as_secs().to_string(),
                     "PYTHONUNBUFFERED": "1",
                 },
             }),
@@ -138,14 +138,14 @@ impl JobTemplate {
             agent: AgentLines {
                 secret: secret.clone(),
                 first_s: (options.start_timeout + lease).as_secs_f64(),
-                later_s: LATER.as_secs_f64(),
-                grace_s: RANK_GRACE.as_secs_f64(),
+                later_s: NEXT_CONTROLLER_TIMEOUT.as_secs_f64(),
+                grace_s: RANK_TIMEOUT.as_secs_f64(),
             },
             placement_attempts: options.attempts()?,
             placement_timeout_s: options.placement_timeout.as_secs_f64(),
             start_timeout_s: options.start_timeout.as_secs_f64(),
             silence_s: lease.as_secs_f64(),
-            grace_s: AGENT_GRACE.as_secs_f64(),
+            grace_s: AGENT_TIMEOUT.as_secs_f64(),
             max_restarts: options.max_restarts,
         };
         let spec = serde_json::to_string(&spec);

@@ -35,11 +35,11 @@ const PORTS_TRIED: u16 = 200;
 /// Starts of a head, each with other ports, while other programs take them.
 const ATTEMPTS: u32 = 3;
 /// Limit of a request that looks whether a dashboard listens.
-const PROBE_TIME: Duration = Duration::from_secs(2);
+const PROBE_TIMEOUT: Duration = Duration::from_secs(2);
 /// Interval between these requests while a head starts, which takes 4 s and more.
-const PROBE_EVERY: Duration = Duration::from_millis(100);
+const PROBE_INTERVAL: Duration = Duration::from_millis(100);
 /// Time between the request to stop and the kill. Ray's processes end within 2 s.
-const STOP_GRACE: Duration = Duration::from_secs(8);
+const STOP_TIMEOUT: Duration = Duration::from_secs(8);
 /// Prefix of the names of the directories of heads.
 const FOLDER_PREFIX: &str = "gymray-";
 /// Time for which the directory of a head stays whose program was killed, or which did not start: its error names the logs there.
@@ -126,9 +126,9 @@ impl LocalHead {
         if is_free(port) {
             return Ok(None);
         }
-        let found = RayDashboard::probe(&cx.child().at_most(PROBE_TIME), address).await?;
+        let found = RayDashboard::probe(&cx.child().at_most(PROBE_TIMEOUT), address).await?;
         let Some((dashboard, version)) = found else { return Ok(None) };
-        let nodes = dashboard.nodes(&cx.child().at_most(PROBE_TIME)).await?;
+        let nodes = dashboard.nodes(&cx.child().at_most(PROBE_TIMEOUT)).await?;
         let labelled =
             nodes.iter().find_map(|node| node.labels.get(PORT_LABEL).filter(|_| node.is_head_node && node.is_alive()));
         let cluster = match labelled {
@@ -164,7 +164,8 @@ impl LocalHead {
         let folder = tokio::task::spawn_blocking(HeadFolder::create).await;
         let folder = folder.map_err(|error| Error::internal("create a directory").caused_by(error))??;
         let output = OutputTail::default();
-        let launcher = Launcher::builder().lines(keeps(&output)).orphan_grace(STOP_GRACE).build().map_err(of_launch)?;
+        let launcher =
+            Launcher::builder().lines(keeps(&output)).orphan_grace(STOP_TIMEOUT).build().map_err(of_launch)?;
         let child = launcher.spawn(ports.spec(program, &folder.path)).await.map_err(|error| {
             let _ = std::fs::remove_dir(&folder.path);
             of_launch(error)
@@ -216,7 +217,7 @@ impl LocalHead {
     pub async fn stop(self) -> Result<()> {
         let Some(own) = self.own else { return Ok(()) };
         own.watch.abort();
-        own.launcher.shutdown(STOP_GRACE).await.map_err(of_launch)?;
+        own.launcher.shutdown(STOP_TIMEOUT).await.map_err(of_launch)?;
         let _ = tokio::task::spawn_blocking(move || std::fs::remove_dir_all(&own.folder.path)).await;
         Ok(())
     }
@@ -316,7 +317,7 @@ impl HeadPorts {
             .env("RAY_ADDRESS", format!("127.0.0.1:{}", self.head))
             .env("PYTHONUNBUFFERED", "1")
             .restart(RestartPolicy::NEVER)
-            .stop_grace(STOP_GRACE)
+            .stop_grace(STOP_TIMEOUT)
     }
 }
 
@@ -415,13 +416,13 @@ async fn ready(
     let mut events = child.events();
     let responds = async {
         loop {
-            if let Some((dashboard, version)) = RayDashboard::probe(&cx.child().at_most(PROBE_TIME), address).await?
-                && let Ok(nodes) = dashboard.nodes(&cx.child().at_most(PROBE_TIME)).await
+            if let Some((dashboard, version)) = RayDashboard::probe(&cx.child().at_most(PROBE_TIMEOUT), address).await?
+                && let Ok(nodes) = dashboard.nodes(&cx.child().at_most(PROBE_TIMEOUT)).await
                 && nodes.iter().any(|node| node.is_head_node && node.is_alive())
             {
                 return Ok(version);
             }
-            tokio::time::sleep(PROBE_EVERY).await;
+            tokio::time::sleep(PROBE_INTERVAL).await;
         }
     };
     let logs = folder.display();

@@ -25,7 +25,7 @@ use crate::usage::node::NodeMonitor;
 /// Capacity of the supervisor's command queue; the supervisor answers each command at once. Further callers wait for capacity.
 const COMMANDS: usize = 8;
 /// The exit of a process is reported when all its descendants have exited, at most this long after it.
-const EXIT_WAIT: Duration = Duration::from_secs(10);
+const EXIT_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// A supervised group. Dropping it kills its ranks; [`Group::shutdown`] lets running calls finish.
 pub struct Group {
@@ -341,7 +341,7 @@ impl Group {
             let news = view.wait_for(|view| {
                 view.member(rank).is_none_or(|m| m.incarnation != incarnation || m.state != RankState::Healthy)
             });
-            let _ = tokio::time::timeout(cx.remaining().min(EXIT_WAIT), news).await;
+            let _ = tokio::time::timeout(cx.remaining().min(EXIT_TIMEOUT), news).await;
         });
         join_all(waits).await;
     }

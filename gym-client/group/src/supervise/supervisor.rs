@@ -31,13 +31,13 @@ use crate::supervise::status::{self, StuckChange, StuckRank};
 use crate::supervise::subset::RankSubset;
 
 /// Time to connect to a rank that has reported its endpoints.
-const CONNECT_WAIT: Duration = Duration::from_secs(10);
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 /// Time for the report of an exit, after the connections of the rank have broken.
-const EXIT_NEWS: Duration = Duration::from_secs(1);
+const EXIT_REPORT_TIMEOUT: Duration = Duration::from_secs(1);
 /// Pause between two attempts to connect again.
-const RECONNECT_EVERY: Duration = Duration::from_secs(1);
+const RECONNECT_INTERVAL: Duration = Duration::from_secs(1);
 /// Time for a status request, which takes microseconds; the limit leaves time for a machine that swaps.
-const PROBE_WAIT: Duration = Duration::from_secs(2);
+const PROBE_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// A turn of the supervisor that is later than this was delayed by a pause of the process, and not by a busy machine.
 const PAUSE_MIN: Duration = Duration::from_secs(1);
@@ -109,7 +109,7 @@ impl GroupState {
 
     /// Requests the status of a rank.
     pub(super) async fn probe(control: &Channel) -> Result<WorkerStatus> {
-        let request = Request::get(CallContext::within(PROBE_WAIT), Route::from_static(STATUS_ROUTE));
+        let request = Request::get(CallContext::within(PROBE_TIMEOUT), Route::from_static(STATUS_ROUTE));
         let response = control.call(request).await?.into_result()?;
         serde_json::from_slice(&response.message.head.to_bytes())
             .map_err(|error| Error::internal("the status cannot be read").caused_by(error))
@@ -318,7 +318,7 @@ impl GroupSupervisor {
                 _ = channels.control.closed() => false,
             };
             // The exit of a rank is reported some time after its connections have broken.
-            sleep(EXIT_NEWS).await;
+            sleep(EXIT_REPORT_TIMEOUT).await;
             loop {
                 // After a long silence, the connection for calls may wait for minutes before it sends again.
                 let silent = states.borrow().member(rank).is_none_or(|member| member.state == RankState::Suspect);
@@ -333,7 +333,7 @@ impl GroupSupervisor {
                         tracing::warn!(%group, rank, %incarnation, %error, "a rank cannot be reached; trying again")
                     }
                 }
-                sleep(RECONNECT_EVERY).await;
+                sleep(RECONNECT_INTERVAL).await;
             }
         };
         self.jobs.spawn(async move {
@@ -623,7 +623,7 @@ impl GroupSupervisor {
 
 /// Tells a rank who meets.
 async fn post_seats(post: SeatsPost) -> Result<()> {
-    let mut cx = CallContext::within(PROBE_WAIT);
+    let mut cx = CallContext::within(PROBE_TIMEOUT);
     cx.incarnation = Some(post.incarnation);
     let request = Request::post(cx, Route::from_static(SEATS_ROUTE), post.seats);
     post.channel.call(request).await?.into_result().map(drop)
@@ -632,7 +632,7 @@ async fn post_seats(post: SeatsPost) -> Result<()> {
 impl RankChannels {
     /// Connects to a rank for calls, and for heartbeats: where the rank serves its status on a thread of its own, or else where it serves calls.
     async fn open(transports: &Transports, incarnation: Incarnation, endpoints: Vec<Endpoint>) -> Result<Self> {
-        let cx = CallContext::within(CONNECT_WAIT);
+        let cx = CallContext::within(CONNECT_TIMEOUT);
         let calls = open_calls(&cx, transports, incarnation, &endpoints).await?;
         let request = Request::get(cx.child(), Route::from_static(CONTROL_ROUTE));
         let answer = calls.call(request).await.and_then(Response::into_result);
@@ -648,14 +648,14 @@ impl RankChannels {
 
     /// Opens both channels again.
     async fn reopen(&self, transports: &Transports, incarnation: Incarnation) -> Result<Self> {
-        let cx = CallContext::within(CONNECT_WAIT);
+        let cx = CallContext::within(CONNECT_TIMEOUT);
         let calls = open_calls(&cx, transports, incarnation, &self.endpoints).await?;
         Ok(Self { calls, ..self.reopen_control(transports, incarnation).await? })
     }
 
     /// Opens the channel for heartbeats again.
     async fn reopen_control(&self, transports: &Transports, incarnation: Incarnation) -> Result<Self> {
-        let cx = CallContext::within(CONNECT_WAIT);
+        let cx = CallContext::within(CONNECT_TIMEOUT);
         let control = open_control(&cx, transports, incarnation, (&self.endpoints, &self.control_endpoints)).await?;
         Ok(Self { control, ..self.clone() })
     }

@@ -19,7 +19,7 @@ use tokio_util::task::AbortOnDropHandle;
 use crate::usage::devices::visible_gpus;
 
 /// Pause between two queries of the processes: their memory changes when models are loaded and freed.
-const PERIOD: Duration = Duration::from_secs(5);
+const SAMPLE_INTERVAL: Duration = Duration::from_secs(5);
 /// The GPUs are queried every second time: a process that opens all of them costs tenths of a second.
 const GPUS_EVERY: u32 = 2;
 /// Limit for a query: if the driver hangs, so does `nvidia-smi`.
@@ -120,7 +120,7 @@ fn tool() -> Option<PathBuf> {
 
 /// Samples until it is aborted.
 async fn sample(tool: PathBuf, last: Arc<GpuSample>) {
-    let mut tick = tokio::time::interval(PERIOD);
+    let mut tick = tokio::time::interval(SAMPLE_INTERVAL);
     tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
     let (mut warned, mut until_gpus) = (false, 0_u32);
     loop {

@@ -15,7 +15,7 @@ use tokio_util::task::AbortOnDropHandle;
 use crate::usage::gpu::{GpuSampler, GpuUsage};
 
 /// Pause between two samples of the node: a read of `/proc/meminfo` costs some ten microseconds.
-const NODE_PERIOD: Duration = Duration::from_secs(1);
+const NODE_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Memory usage of a node.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -62,7 +62,7 @@ impl NodeMonitor {
 }
 
 async fn sample(last: Arc<Mutex<Option<NodeUsage>>>) {
-    let mut tick = interval(NODE_PERIOD);
+    let mut tick = interval(NODE_INTERVAL);
     tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
     let gpu = GpuSampler::shared();
     loop {

@@ -11,7 +11,7 @@ use gym_core::{Code, Error};
 use crate::plan::{Fault, FaultKind};
 
 /// The time after its deadline in which a transfer ends: the other ranks are asked where they are, and agree on a cause.
-pub(crate) const AGREED_WITHIN: Duration = Duration::from_millis(500);
+pub(crate) const AGREED_TIMEOUT: Duration = Duration::from_millis(500);
 
 pub(crate) struct Audit {
     net: SimNet,
@@ -30,7 +30,7 @@ struct State {
 }
 
 /// The time by which the ranks of a step are apart, and that of an operation.
-const SLACK: Duration = Duration::from_millis(700);
+const MARGIN_TIMEOUT: Duration = Duration::from_millis(700);
 
 /// One operation or join that has failed.
 pub(crate) struct Failure {
@@ -107,7 +107,7 @@ impl Audit {
 
     /// Checks a failure of the only fault of a schedule: it names the rank of the fault.
     pub(crate) fn check_blame(&self, fault: &Fault, failure: &Failure, deadline_min: Duration) {
-        let short = |lasts: Duration| lasts + SLACK < deadline_min;
+        let short = |lasts: Duration| lasts + MARGIN_TIMEOUT < deadline_min;
         if fault.kind == FaultKind::Freeze && fault.lasts.is_some_and(short) {
             let Failure { rank, error, .. } = failure;
             self.violation(format_args!("rank {rank} fails, although {fault:?} has ended: {error}"));

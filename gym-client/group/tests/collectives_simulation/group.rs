@@ -16,14 +16,14 @@ use gym_group::collective::{Buffer, Communicator, HostCollectives, Moved, Peers,
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep, timeout};
 
-use crate::audit::{AGREED_WITHIN, Audit, Failure, faulty};
+use crate::audit::{AGREED_TIMEOUT, Audit, Failure, faulty};
 use crate::plan::{Axis, Fault, FaultKind, Plan, Regime, StepPlan};
 use crate::script::{Operation, Part, Script};
 
 /// Longer than any step lasts; only a hang reaches it.
 const STEP_MAX: Duration = Duration::from_secs(120);
 /// The time in which the ranks are told a new epoch.
-const TOLD_WITHIN: Duration = Duration::from_millis(15);
+const TOLD_TIMEOUT: Duration = Duration::from_millis(15);
 /// Steps that may fail after the faults, in the epoch in which ranks have failed: some have missed how a meeting ended.
 const MISSED_MAX: usize = 3;
 
@@ -224,7 +224,7 @@ impl Group {
         while !self.lock().lost.is_empty() {
             sleep(Duration::from_millis(10)).await;
         }
-        sleep(TOLD_WITHIN).await;
+        sleep(TOLD_TIMEOUT).await;
     }
 
     async fn end(self: &Arc<Self>) {
@@ -270,7 +270,7 @@ impl Group {
             Some(communicator) => Ok(communicator),
             None => join(cx).await,
         };
-        if began.elapsed() > self.plan.join + AGREED_WITHIN {
+        if began.elapsed() > self.plan.join + AGREED_TIMEOUT {
             self.audit.violation(format_args!("rank {rank} meets {axis:?} after {:?}", began.elapsed()));
         }
         let communicator = match joined {
@@ -344,7 +344,7 @@ impl Group {
             self.audit.violation(format_args!("{what} on rank {rank} has panicked"));
             return false;
         };
-        if at > until + AGREED_WITHIN {
+        if at > until + AGREED_TIMEOUT {
             self.audit.violation(format_args!("{what} on rank {rank} ends {:?} after its deadline", at - until));
         }
         match moved.result {
@@ -392,7 +392,7 @@ impl Group {
         self.net.note("supervisor", format_args!("tells epoch {} with {} ranks", state.epoch, seats.seats.len()));
         let told: Vec<Member> = state.members.iter().filter(here).cloned().collect();
         for member in told {
-            let (seats, late) = (seats.clone(), TOLD_WITHIN.mul_f64(state.rng.f64()));
+            let (seats, late) = (seats.clone(), TOLD_TIMEOUT.mul_f64(state.rng.f64()));
             let peers = member.peers.clone();
             drop(member.host.spawn(async move {
                 sleep(late).await;

@@ -15,10 +15,10 @@ use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
 
 /// The largest step of a paused clock. Without it, the clock would jump to the deadline of a request whose bytes are on the way.
-const TICK: Duration = Duration::from_millis(10);
+const POLL_INTERVAL: Duration = Duration::from_millis(10);
 /// Real time between two steps, in which bytes arrive that are on the way. The runtime finds nothing to do meanwhile, so without it a busy machine, which
 /// runs the kernel or the thread of a file late, would see seconds of the clock pass in a moment.
-const PAUSE: Duration = Duration::from_micros(200);
+const PAUSE_INTERVAL: Duration = Duration::from_micros(200);
 /// The limit of every wait of a test.
 pub(crate) const LONG: Duration = Duration::from_secs(60);
 
@@ -229,9 +229,9 @@ impl Fake {
         let mut tasks = JoinSet::new();
         tasks.spawn(async {
             loop {
-                sleep(TICK).await;
+                sleep(POLL_INTERVAL).await;
                 // A paused clock stands still while a blocking task runs.
-                let _ = tokio::task::spawn_blocking(|| std::thread::park_timeout(PAUSE)).await;
+                let _ = tokio::task::spawn_blocking(|| std::thread::park_timeout(PAUSE_INTERVAL)).await;
             }
         });
         tasks.spawn(accept(listener, Arc::clone(&cluster)));

@@ -19,7 +19,7 @@ const RANKS: u32 = 3;
 /// The duration of every second call. The kill comes in this time, but on a busy machine such a call may have ended before.
 const CALL: Duration = Duration::from_millis(60);
 /// The duration of the others: they run when the kill comes.
-const ENDLESS: Duration = Duration::from_secs(3_600);
+const ENDLESS_TIMEOUT: Duration = Duration::from_secs(3_600);
 
 pub(crate) async fn workers_killed_during_calls_leave_no_doubt() {
     let number =
@@ -48,7 +48,7 @@ pub(crate) async fn workers_killed_during_calls_leave_no_doubt() {
                 .map(|pid| i32::try_from(*pid).expect("fits")),
         );
         let endless = seed.is_multiple_of(2);
-        let time = if endless { ENDLESS } else { CALL };
+        let time = if endless { ENDLESS_TIMEOUT } else { CALL };
         let job = Job { ms: u64::try_from(time.as_millis()).expect("fits"), tells: true };
         let call = group.call(Work, job).deadline(LONG);
         let running = if idle { None } else { Some(tokio::spawn(call.start().await.expect("handed over"))) };

@@ -16,7 +16,7 @@ use gym_core::transport::RetryPolicy;
 use gym_core::{CallContext, Code, Error, Execution, Request, Result, Route, Verb};
 use tokio::time::Instant;
 
-use crate::client::outage::{AwaitedServers, Outage, SERVER_WAIT};
+use crate::client::outage::{AwaitedServers, Outage, SERVER_TIMEOUT};
 use crate::client::server_client::{CallOptions, ServerClient, lock};
 
 /// Limit of one question to a server that is away.
@@ -57,7 +57,7 @@ impl ServerClient {
     /// cause is `error`.
     pub(super) async fn until_back(&self, cx: &CallContext, server: &str, error: Error, began: Instant) -> Result<()> {
         let waiting = self.inner.outages.begin(server, &error);
-        let (outage, until) = (&waiting.outage, began + SERVER_WAIT);
+        let (outage, until) = (&waiting.outage, began + SERVER_TIMEOUT);
         let shown = Arc::clone(outage);
         let what = move || {
             format!("the server has been away for {:.1} s: {}", shown.since.elapsed().as_secs_f64(), shown.reason())

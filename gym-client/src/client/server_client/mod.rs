@@ -40,7 +40,7 @@ const HOPS_MAX: usize = 3;
 
 /// Time until a resolved name is resolved again. A failed call resolves the name at once; this limit bounds the time in which a
 /// *new* replica receives no calls.
-const RESOLVE_EVERY: Duration = Duration::from_secs(1);
+const RESOLVE_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Time for which an unregistered name is not resolved again, so that callers that wait for a server do not all query the registry.
 const ABSENT_FOR: Duration = Duration::from_millis(100);
@@ -49,7 +49,7 @@ const ABSENT_FOR: Duration = Duration::from_millis(100);
 const SETTLES_AFTER: Duration = Duration::from_secs(2);
 
 /// Time within which a server that is not away answers.
-const ANSWERS_AT_ONCE: Duration = Duration::from_millis(100);
+const PROMPT_ANSWER_TIMEOUT: Duration = Duration::from_millis(100);
 
 /// Number of times that a call is repeated although its server answers at once.
 const REJECTIONS_MAX: u32 = 2;
@@ -292,7 +292,7 @@ impl ServerClient {
             };
             let asked = Instant::now();
             self.until_back(cx, server, error, began).await.map_err(|error| about(error, server, request))?;
-            rejected = if asked.elapsed() < ANSWERS_AT_ONCE { rejected + 1 } else { 0 };
+            rejected = if asked.elapsed() < PROMPT_ANSWER_TIMEOUT { rejected + 1 } else { 0 };
             lock(&failed).clear();
             error = match attempt().await {
                 Ok(done) => return Ok(done),
@@ -508,7 +508,7 @@ impl ServerClient {
         known: Option<&ReplicaSet>,
         seen: Instant,
     ) -> Arc<ReplicaSet> {
-        let stale_from = Instant::now() + RESOLVE_EVERY;
+        let stale_from = Instant::now() + RESOLVE_INTERVAL;
         let fresh = || ReplicaSet::picker(self.inner.balance.as_ref(), &replicas);
         let picker = known.map_or_else(fresh, |known| Arc::clone(&known.picker));
         let resolved = Arc::new(ReplicaSet { replicas, picker, seen, stale_from, doubtful: false });

@@ -25,11 +25,11 @@ use crate::transport::Transports;
 /// Parts that are requested at the same time.
 const PARTS_AHEAD: usize = 4;
 /// Pause between two looks at a value that another process fetches.
-const LOOK_EVERY: Duration = Duration::from_millis(10);
+const POLL_INTERVAL: Duration = Duration::from_millis(10);
 /// Leases that are extended at the same time.
 const ASKS_AHEAD: usize = 8;
 /// Limit of a request that extends a lease in the background.
-const ASK_TIME: Duration = Duration::from_secs(10);
+const ASK_TIMEOUT: Duration = Duration::from_secs(10);
 /// Holders whose connections are kept.
 const PEERS_MAX: usize = 64;
 
@@ -282,7 +282,7 @@ impl Fetcher {
             return true;
         }
         let value = loaded.value.0.reference.clone();
-        match self.ask(&CallContext::within(ASK_TIME), &value, false).await {
+        match self.ask(&CallContext::within(ASK_TIMEOUT), &value, false).await {
             Ok(lease) => {
                 if let Err(error) = loaded.extend(lease) {
                     tracing::warn!(%error, "the lease of a copy could not be extended");
@@ -318,7 +318,7 @@ impl Fetcher {
                     let bytes = copy.file.metadata().map_err(|error| broken(value, error))?.len();
                     return check_size(&value.name, value.bytes, bytes).map(|()| (copy, left));
                 }
-                Found::Busy => sleep(LOOK_EVERY).await,
+                Found::Busy => sleep(POLL_INTERVAL).await,
                 Found::Mine(part) => {
                     let part = Arc::new(part);
                     self.room(copies, value, &part).await?;
@@ -339,7 +339,7 @@ impl Fetcher {
             let (copies, wanted, part) = (Arc::clone(copies), value.clone(), Arc::clone(part));
             match blocking(&self.world, value, move || Ok(copies.make_room(&wanted, &part))).await? {
                 Ok(true) => return Ok(()),
-                Ok(false) => sleep(LOOK_EVERY).await,
+                Ok(false) => sleep(POLL_INTERVAL).await,
                 Err(error) if error.code() == Code::ResourceExhausted && !freed => {
                     freed = true;
                     self.forget_unused().await;

@@ -66,7 +66,7 @@ pub use message::ValueRef;
 const NAME_MAX: usize = 256;
 const LEASE_MIN: Duration = Duration::from_millis(100);
 /// The shortest time between two looks for what has expired.
-const EXPIRE_EVERY_MIN: Duration = Duration::from_millis(50);
+const EXPIRE_INTERVAL_MIN: Duration = Duration::from_millis(50);
 
 /// Options of [`Values`].
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -225,7 +225,7 @@ impl Values {
             return;
         }
         let state = Arc::downgrade(&self.0);
-        let every = (self.0.options.lease / 2).max(EXPIRE_EVERY_MIN);
+        let every = (self.0.options.lease / 2).max(EXPIRE_INTERVAL_MIN);
         self.0.spawn(async move {
             loop {
                 sleep(every).await;

@@ -21,7 +21,7 @@ use crate::collect::run::{RolloutEvent, RolloutObserver};
 /// Events that wait for the file: a second of 16,000 rollouts that start or end, about 4 MB.
 const QUEUE_EVENTS: usize = 16_384;
 /// Interval of the writes. A reader sees a line within this time, and thousands of rollouts share one write.
-const WRITE_EVERY: Duration = Duration::from_millis(100);
+const WRITE_INTERVAL: Duration = Duration::from_millis(100);
 /// Bytes of one write.
 const WRITE_BYTES: usize = 256 << 10;
 /// Limit for the last writes of a run.
@@ -138,7 +138,7 @@ impl EventWriter {
             tokio::select! {
                 biased;
                 ended = &mut ends => break ended,
-                () = tokio::time::sleep(WRITE_EVERY) => {}
+                () = tokio::time::sleep(WRITE_INTERVAL) => {}
             }
         };
         let Ok(run) = ended else { return self.lost };
@@ -164,7 +164,7 @@ impl EventWriter {
                 return;
             }
             if taking.is_none() {
-                tokio::time::sleep(WRITE_EVERY).await;
+                tokio::time::sleep(WRITE_INTERVAL).await;
             }
         }
     }

@@ -20,7 +20,7 @@ const TAIL_BYTES: usize = 64 << 10;
 
 /// Limit for the reader of a pipe to open it, and the interval at which it is looked for.
 const READER_TIMEOUT: Duration = Duration::from_secs(5);
-const READER_EVERY: Duration = Duration::from_millis(50);
+const READER_INTERVAL: Duration = Duration::from_millis(50);
 
 /// A file that takes lines, and the bytes that it has not taken yet.
 #[derive(Debug)]
@@ -81,7 +81,7 @@ impl EventTarget {
             match open_now(path) {
                 Ok(file) => return Ok(Self { file, pending: Vec::new(), within_line: false }),
                 Err(error) if is_without_reader(&error) && Instant::now() < deadline => {
-                    tokio::time::sleep(READER_EVERY).await;
+                    tokio::time::sleep(READER_INTERVAL).await;
                 }
                 Err(error) => return Err(unusable(path, &error)),
             }

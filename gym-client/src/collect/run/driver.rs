@@ -22,7 +22,7 @@ use tokio::time::Instant;
 use tracing::Instrument as _;
 use tracing::field::Empty;
 
-use crate::client::{SERVER_WAIT, ServerClient};
+use crate::client::{SERVER_TIMEOUT, ServerClient};
 use crate::collect::run::events::{BothObservers, Observed, RolloutEventKind, RolloutObserver};
 use crate::collect::run::outcome::{AttemptResult, classify, contradiction, superseded, without_truncated};
 use crate::collect::run::progress::{CollectProgress, Unrecorded};
@@ -536,7 +536,8 @@ impl Driver {
             AttemptResult::Failed { terminal, failure, .. } => {
                 progress.fail(attempt, failure);
                 // Its calls have waited for the server as long as they may; a resumed run waits again.
-                let waited_out = failure.class == FailureClass::TransportUnreachable && began.elapsed() >= SERVER_WAIT;
+                let waited_out =
+                    failure.class == FailureClass::TransportUnreachable && began.elapsed() >= SERVER_TIMEOUT;
                 (if *terminal || waited_out { NextStep::GiveUp } else { next_after(failure.class) }, None)
             }
             AttemptResult::Lost => (NextStep::GiveUp, None),

@@ -24,7 +24,7 @@ use tokio::time::{Instant, MissedTickBehavior, interval_at, sleep, timeout};
 
 use super::{Limit, LimitedProgram, LimitedRun, Limits, cannot_start};
 use crate::launch::process::spawner;
-use crate::launch::process::tree::{KILL_WAIT, ProcessTree, SessionLeader, TreeProcess, TreeUsage};
+use crate::launch::process::tree::{KILL_TIMEOUT, ProcessTree, SessionLeader, TreeProcess, TreeUsage};
 use crate::launch::spec::{ChildSpec, DEFAULT_PATH};
 use gym_core::base::cgroup::MemoryWatch;
 use gym_core::base::process::{MARK_VARIABLE, ProcessStat, start_ticks};
@@ -37,9 +37,9 @@ const GUARD: &str = r#"IFS= read -r gate || exit 125; exec 3>&2 2>/dev/null; (ex
 /// The guard is one of the processes of a run.
 const GUARDS: usize = 1;
 /// Each look reads files of all processes of the machine, which takes some milliseconds.
-const LOOK_EVERY: Duration = Duration::from_millis(100);
+const POLL_INTERVAL: Duration = Duration::from_millis(100);
 /// Limit for reading what is left in the pipes after all processes have ended.
-const DRAIN_WAIT: Duration = Duration::from_secs(1);
+const DRAIN_TIMEOUT: Duration = Duration::from_secs(1);
 /// Bytes of one read: the size of a pipe.
 const READ_BYTES: usize = 64 << 10;
 
@@ -157,7 +157,7 @@ pub(super) async fn run(
         tracing::error!(?pids, "processes of a program did not end after SIGKILL");
     }
     if !closed {
-        let _ = timeout(DRAIN_WAIT, &mut streams).await;
+        let _ = timeout(DRAIN_TIMEOUT, &mut streams).await;
     }
     drop(streams);
     let reaped = started.reap().await;
@@ -240,18 +240,20 @@ impl Started {
     async fn ended(&mut self) {
         while !self.has_ended() {
             // Looks now and then as well: a library may have replaced the handler of the signal.
-            let _ = timeout(LOOK_EVERY, self.children.recv()).await;
+            let _ = timeout(POLL_INTERVAL, self.children.recv()).await;
         }
     }
 
     /// Waits for the end of the program, which has been killed if it had not ended, and returns its status and CPU time.
     async fn reap(&mut self) -> Result<(ExitStatus, Duration)> {
         let hangs = |_| here("end it", io::Error::other("it did not end after SIGKILL"));
-        timeout(KILL_WAIT, self.ended()).await.map_err(hangs)?;
+        timeout(KILL_TIMEOUT, self.ended()).await.map_err(hangs)?;
         let cpu =
             ProcessStat::read(self.group.as_raw_nonzero().get()).map_or(0, |stat| stat.cpu_ticks + stat.waited_ticks);
-        let status =
-            timeout(KILL_WAIT, self.child.wait()).await.map_err(hangs)?.map_err(|error| here("wait for it", error))?;
+        let status = timeout(KILL_TIMEOUT, self.child.wait())
+            .await
+            .map_err(hangs)?
+            .map_err(|error| here("wait for it", error))?;
         self.reaped = true;
         Ok((status, ticks(cpu)))
     }
@@ -265,7 +267,7 @@ fn ticks(count: u64) -> Duration {
 async fn watch(started: &mut Started, limits: &Limits, cx: &CallContext) -> Ending {
     let mut wall = pin!(sleep(limits.wall));
     let mut context = pin!(cx.bound(Execution::Unknown, std::future::pending::<Result<()>>()));
-    let mut look = interval_at(Instant::now() + LOOK_EVERY, LOOK_EVERY);
+    let mut look = interval_at(Instant::now() + POLL_INTERVAL, POLL_INTERVAL);
     look.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {
         tokio::select! {

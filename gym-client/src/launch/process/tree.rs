@@ -19,9 +19,9 @@ use gym_core::base::process::{MemoryUsage, ProcessStat, ProcessTable, add_descen
 
 /// Interval between checks of processes that cannot be waited for: short compared to any grace, long compared to one
 /// check.
-const LOOK_EVERY: Duration = Duration::from_millis(20);
+const POLL_INTERVAL: Duration = Duration::from_millis(20);
 /// Limit for killed processes to disappear; only a process blocked in the kernel (a dead network mount) takes longer.
-pub(in crate::launch) const KILL_WAIT: Duration = Duration::from_secs(5);
+pub(in crate::launch) const KILL_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The child that leads a process group and session. The start time distinguishes it from a later process with the same
 /// ID.
@@ -131,7 +131,7 @@ impl ProcessTree {
     }
 
     /// Ends the tree: sends each signal of `steps` at its time from now, then repeats `SIGKILL` until no process is
-    /// left or [`KILL_WAIT`] has passed. Returns the remaining processes.
+    /// left or [`KILL_TIMEOUT`] has passed. Returns the remaining processes.
     ///
     /// Does not reap: the caller waits for its own child.
     pub(in crate::launch) async fn end(&self, steps: &[(Duration, Signal)]) -> Vec<TreeProcess> {
@@ -139,7 +139,7 @@ impl ProcessTree {
         let last = steps.last().map_or(Duration::ZERO, |(after, _)| *after);
         let mut taken = 0;
         let mut members = self.look().await;
-        let mut look = tokio::time::interval(LOOK_EVERY);
+        let mut look = tokio::time::interval(POLL_INTERVAL);
         look.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         loop {
             if members.is_empty() {
@@ -151,7 +151,7 @@ impl ProcessTree {
                 taken = due;
                 self.signal(&members, steps[due - 1].1);
             }
-            if elapsed >= last + KILL_WAIT {
+            if elapsed >= last + KILL_TIMEOUT {
                 return members;
             }
             look.tick().await;

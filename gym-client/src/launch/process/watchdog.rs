@@ -34,9 +34,9 @@ use crate::launch::process::tree::{ProcessTree, SessionLeader};
 const READY: &[u8] = b"gym-launch-watchdog 1\n";
 /// Limit for the start. A loaded machine starts a process in less than a second; ten seconds allow for a cold binary on
 /// a network disk.
-const START_WAIT: Duration = Duration::from_secs(10);
+const START_TIMEOUT: Duration = Duration::from_secs(10);
 /// Limit for a write. The watchdog reads continuously, so a pipe that stays full for this long has no reader.
-const WRITE_WAIT: Duration = Duration::from_secs(5);
+const WRITE_TIMEOUT: Duration = Duration::from_secs(5);
 /// Maximum length of a line. A registration consists of two numbers, so a longer line does not come from this program.
 const LINE_BYTES_MAX: u64 = 128;
 
@@ -72,13 +72,13 @@ impl Watchdog {
             return Err("the process has no pipes".to_owned());
         };
         let mut output = vec![0_u8; READY.len()];
-        match timeout(START_WAIT, stdout.read_exact(&mut output)).await {
+        match timeout(START_TIMEOUT, stdout.read_exact(&mut output)).await {
             Ok(Ok(_)) if output == READY => Ok(Self { process, pipe }),
             outcome => {
                 let _ = process.start_kill();
-                let _ = timeout(WRITE_WAIT, process.wait()).await;
+                let _ = timeout(WRITE_TIMEOUT, process.wait()).await;
                 Err(match outcome {
-                    Err(_) => format!("no output within {} s", START_WAIT.as_secs()),
+                    Err(_) => format!("no output within {} s", START_TIMEOUT.as_secs()),
                     Ok(Err(_)) => "it ended without output".to_owned(),
                     Ok(Ok(_)) => "its output was not that of a watchdog".to_owned(),
                 })
@@ -99,14 +99,14 @@ impl Watchdog {
     }
 
     async fn say(&mut self, line: String) -> std::io::Result<()> {
-        timeout(WRITE_WAIT, self.pipe.write_all(line.as_bytes())).await.unwrap_or_else(|late| Err(late.into()))
+        timeout(WRITE_TIMEOUT, self.pipe.write_all(line.as_bytes())).await.unwrap_or_else(|late| Err(late.into()))
     }
 
     /// Ends a watchdog that no longer reads. It is killed before the pipe closes, because a watchdog that is only slow
     /// would take the closed pipe for the controller's death.
     pub(in crate::launch) async fn discard(mut self) {
         let _ = self.process.start_kill();
-        let _ = timeout(WRITE_WAIT, self.process.wait()).await;
+        let _ = timeout(WRITE_TIMEOUT, self.process.wait()).await;
     }
 
     /// Closes the pipe and reaps the process.
@@ -115,7 +115,7 @@ impl Watchdog {
         drop(pipe);
         if timeout(wait, process.wait()).await.is_err() {
             let _ = process.start_kill();
-            let _ = timeout(WRITE_WAIT, process.wait()).await;
+            let _ = timeout(WRITE_TIMEOUT, process.wait()).await;
         }
     }
 }

@@ -29,7 +29,7 @@ const SMALL_CALLS: usize = 200;
 /// Bytes of a large call: those of a batch.
 const LARGE_BYTES: usize = 16 << 20;
 /// Time for which large calls are made; at least two.
-const LARGE_FOR: Duration = Duration::from_millis(250);
+const LARGE_CALLS_TIMEOUT: Duration = Duration::from_millis(250);
 
 /// What was measured between two processes of this machine.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -150,7 +150,7 @@ async fn measure(cx: &CallContext, channel: &Channel) -> Result<SelfTest> {
     // The first one pays for buffers and their registration.
     call(&large).await?;
     let (begin, mut calls) = (Instant::now(), 0.0);
-    while calls < 2.0 || begin.elapsed() < LARGE_FOR {
+    while calls < 2.0 || begin.elapsed() < LARGE_CALLS_TIMEOUT {
         call(&large).await?;
         calls += 1.0;
     }

@@ -15,11 +15,11 @@ use crate::registry::{
 use crate::server::ServerKind;
 use crate::transport::Endpoint;
 
-const HEARTBEAT: Duration = Duration::from_secs(1);
+const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(1);
 const TIMEOUT: Duration = Duration::from_secs(3);
-const RECONNECT: Duration = Duration::from_millis(100);
+const RECONNECT_TIMEOUT: Duration = Duration::from_millis(100);
 /// Less than any of these intervals, more than a message takes.
-const MOMENT: Duration = Duration::from_millis(20);
+const MARGIN_TIMEOUT: Duration = Duration::from_millis(20);
 
 /// A registry under test.
 pub trait MemberFixture: fmt::Debug + Send + Sync {
@@ -54,7 +54,7 @@ fn cx() -> CallContext {
 fn spec(name: &str, incarnation: u64, servers: &[&str]) -> MemberSpec {
     let mut spec = MemberSpec::new(name, Incarnation(incarnation));
     spec.host = format!("{name}-host");
-    spec.timing = MemberTiming { heartbeat: HEARTBEAT, timeout: TIMEOUT, reconnect: RECONNECT };
+    spec.timing = MemberTiming { heartbeat: HEARTBEAT_INTERVAL, timeout: TIMEOUT, reconnect: RECONNECT_TIMEOUT };
     let endpoint = Endpoint::parse(&format!("http://{name}:{incarnation}")).expect("an endpoint");
     let server = |server: &&str| MemberServer::new(*server, ServerKind::Agent, [endpoint.clone()]);
     spec.servers = servers.iter().map(server).collect();
@@ -104,7 +104,7 @@ async fn servers(registry: &Arc<dyn MemberRegistry>, name: &str) -> (Vec<u64>, u
 }
 
 async fn roster(registry: &Arc<dyn MemberRegistry>, seen: Option<RosterVersion>) -> RosterUpdate {
-    registry.roster(&cx(), seen, MOMENT).await.expect("a roster")
+    registry.roster(&cx(), seen, MARGIN_TIMEOUT).await.expect("a roster")
 }
 
 async fn a_member_gets_work_after_its_first_healthy_heartbeat(fixture: &impl MemberFixture) {
@@ -125,34 +125,34 @@ async fn a_heartbeat_is_answered_at_a_change_or_after_its_interval(fixture: &imp
     let began = Instant::now();
     assert_eq!(member.beat(MemberState::Serving, false).await.expect("a heartbeat"), MemberState::Serving);
     let took = began.elapsed();
-    assert!(took >= HEARTBEAT && took < HEARTBEAT + MOMENT, "{took:?}");
+    assert!(took >= HEARTBEAT_INTERVAL && took < HEARTBEAT_INTERVAL + MARGIN_TIMEOUT, "{took:?}");
     let drained = async {
-        sleep(HEARTBEAT / 2).await;
+        sleep(HEARTBEAT_INTERVAL / 2).await;
         registry.drain(&cx(), "a").await.expect("a member");
     };
     let began = Instant::now();
     let (answer, ()) = tokio::join!(member.beat(MemberState::Serving, false), drained);
     assert_eq!(answer.expect("a heartbeat"), MemberState::Draining);
-    assert!(began.elapsed() < HEARTBEAT / 2 + MOMENT, "{:?}", began.elapsed());
+    assert!(began.elapsed() < HEARTBEAT_INTERVAL / 2 + MARGIN_TIMEOUT, "{:?}", began.elapsed());
 }
 
 async fn a_silent_member_is_suspect_and_then_gone(fixture: &impl MemberFixture) {
     let registry = fixture.registry();
     let mut member = Process::serving(&registry, spec("a", 1, &["math"])).await;
     let seen = roster(&registry, None).await.now;
-    sleep(HEARTBEAT * 2 - MOMENT).await;
+    sleep(HEARTBEAT_INTERVAL * 2 - MARGIN_TIMEOUT).await;
     assert_eq!(state(&registry, "a").await, Some(MemberState::Serving));
-    sleep(MOMENT * 2).await;
+    sleep(MARGIN_TIMEOUT * 2).await;
     assert_eq!(state(&registry, "a").await, Some(MemberState::Suspect));
     assert_eq!(servers(&registry, "math").await, (vec![], 1));
     // The list and the roster say the same: why, since when, and what time is left.
     let members = registry.members(&cx()).await.expect("the members");
     let why = members[0].why();
     assert!(why.starts_with("no heartbeat for 2") && why.ends_with("; gone in 1 s unless it returns"), "{why}");
-    assert!(members[0].since_ms.is_some_and(|since| since <= MOMENT.as_millis() as u64 * 2), "{members:?}");
+    assert!(members[0].since_ms.is_some_and(|since| since <= MARGIN_TIMEOUT.as_millis() as u64 * 2), "{members:?}");
     let suspects = roster(&registry, Some(seen)).await.suspects;
     assert_eq!(suspects.iter().map(|suspect| suspect.why()).collect::<Vec<_>>(), [why]);
-    sleep(HEARTBEAT).await;
+    sleep(HEARTBEAT_INTERVAL).await;
     assert_eq!(state(&registry, "a").await, Some(MemberState::Gone));
     assert_eq!(servers(&registry, "math").await, (vec![], 0));
     let update = roster(&registry, Some(seen)).await;
@@ -160,10 +160,10 @@ async fn a_silent_member_is_suspect_and_then_gone(fixture: &impl MemberFixture) 
     assert_eq!((gone.name.as_str(), gone.incarnation), ("math", Incarnation(1)));
     let why = gone.lost.as_deref().expect("a reason");
     assert!(why.contains("a is gone") && why.contains("no heartbeat for 3"), "{why}");
-    sleep(HEARTBEAT).await;
+    sleep(HEARTBEAT_INTERVAL).await;
     let members = registry.members(&cx()).await.expect("the members");
     assert!(members[0].why().contains("no heartbeat for 3"), "{members:?}");
-    assert!(members[0].since_ms.is_some_and(|since| since >= HEARTBEAT.as_millis() as u64), "{members:?}");
+    assert!(members[0].since_ms.is_some_and(|since| since >= HEARTBEAT_INTERVAL.as_millis() as u64), "{members:?}");
     assert_eq!((members[0].gone_in_ms, roster(&registry, None).await.suspects), (None, vec![]));
     let refused = member.beat(MemberState::Serving, true).await.expect_err("it is gone");
     assert_eq!(refused.code(), Code::NotFound);
@@ -172,9 +172,9 @@ async fn a_silent_member_is_suspect_and_then_gone(fixture: &impl MemberFixture) 
 async fn a_suspect_member_that_returns_is_checked_first(fixture: &impl MemberFixture) {
     let registry = fixture.registry();
     let mut member = Process::serving(&registry, spec("a", 1, &["math"])).await;
-    sleep(HEARTBEAT * 2 + MOMENT).await;
+    sleep(HEARTBEAT_INTERVAL * 2 + MARGIN_TIMEOUT).await;
     assert_eq!(state(&registry, "a").await, Some(MemberState::Suspect));
-    let answer = timeout(MOMENT, member.beat(MemberState::Serving, false)).await.expect("at once");
+    let answer = timeout(MARGIN_TIMEOUT, member.beat(MemberState::Serving, false)).await.expect("at once");
     assert_eq!(answer.expect("a heartbeat"), MemberState::Joining);
     assert_eq!(servers(&registry, "math").await, (vec![], 1));
     assert_eq!(member.beat(MemberState::Joining, true).await.expect("a heartbeat"), MemberState::Serving);
@@ -184,7 +184,7 @@ async fn a_suspect_member_that_returns_is_checked_first(fixture: &impl MemberFix
 /// Starts a heartbeat and drops its connection.
 async fn break_connection(member: &mut Process<'_>) {
     let beat = member.next(MemberState::Serving, false);
-    let _ = timeout(MOMENT, member.registry.beat(&cx(), &beat)).await.expect_err("it waits");
+    let _ = timeout(MARGIN_TIMEOUT, member.registry.beat(&cx(), &beat)).await.expect_err("it waits");
     // The other side notices.
     sleep(Duration::from_millis(1)).await;
 }
@@ -196,9 +196,9 @@ async fn a_broken_connection_is_a_suspicion_at_once_and_the_end_soon(fixture: &i
     assert_eq!(state(&registry, "a").await, Some(MemberState::Suspect));
     let update = roster(&registry, None).await;
     let began = Instant::now();
-    let update = registry.roster(&cx(), Some(update.now), HEARTBEAT).await.expect("a roster");
+    let update = registry.roster(&cx(), Some(update.now), HEARTBEAT_INTERVAL).await.expect("a roster");
     assert!(matches!(&update.changes[..], [ServerChange::Gone(gone)] if gone.lost.is_some()), "{update:?}");
-    assert!(began.elapsed() <= RECONNECT + MOMENT, "{:?}", began.elapsed());
+    assert!(began.elapsed() <= RECONNECT_TIMEOUT + MARGIN_TIMEOUT, "{:?}", began.elapsed());
     assert_eq!(state(&registry, "a").await, Some(MemberState::Gone));
 }
 
@@ -207,7 +207,7 @@ async fn a_member_that_connects_again_in_time_is_not_gone(fixture: &impl MemberF
     let mut member = Process::serving(&registry, spec("a", 1, &["math"])).await;
     for _ in 0..20 {
         break_connection(&mut member).await;
-        sleep(RECONNECT / 2).await;
+        sleep(RECONNECT_TIMEOUT / 2).await;
         assert_eq!(member.beat(MemberState::Serving, false).await.expect("in time"), MemberState::Joining);
         assert_eq!(member.beat(MemberState::Joining, true).await.expect("healthy"), MemberState::Serving);
     }
@@ -220,13 +220,13 @@ async fn the_late_end_of_an_old_connection_changes_nothing(fixture: &impl Member
     let (old, new) = (member.next(MemberState::Serving, false), member.next(MemberState::Serving, false));
     let context = cx();
     let mut first = Box::pin(registry.beat(&context, &old));
-    let _ = timeout(MOMENT, first.as_mut()).await.expect_err("it waits");
+    let _ = timeout(MARGIN_TIMEOUT, first.as_mut()).await.expect_err("it waits");
     let second = async {
         let answer = registry.beat(&context, &new).await;
         answer.expect("a heartbeat").state
     };
     let late = async {
-        sleep(MOMENT).await;
+        sleep(MARGIN_TIMEOUT).await;
         drop(first);
     };
     assert_eq!(tokio::join!(second, late).0, MemberState::Serving);
@@ -253,10 +253,10 @@ async fn a_member_that_must_drain_is_told_at_once(fixture: &impl MemberFixture) 
     assert!(error.to_string().contains("the members are a"), "{error}");
     registry.drain(&cx(), "a").await.expect("a member");
     assert_eq!(servers(&registry, "math").await, (vec![], 1));
-    let answer = timeout(MOMENT, member.beat(MemberState::Serving, true)).await.expect("at once");
+    let answer = timeout(MARGIN_TIMEOUT, member.beat(MemberState::Serving, true)).await.expect("at once");
     assert_eq!(answer.expect("a heartbeat"), MemberState::Draining);
     // A break does not make it serve again.
-    sleep(HEARTBEAT * 2 + MOMENT).await;
+    sleep(HEARTBEAT_INTERVAL * 2 + MARGIN_TIMEOUT).await;
     assert_eq!(member.beat(MemberState::Serving, true).await.expect("a heartbeat"), MemberState::Draining);
 }
 
@@ -285,7 +285,7 @@ async fn invalid_members_are_rejected_with_the_reason(fixture: &impl MemberFixtu
     let cases: [(&str, Change); 7] = [
         ("--name", Box::new(|spec| spec.name.clear())),
         ("--name", Box::new(|spec| "a b".clone_into(&mut spec.name))),
-        ("WORKER_TIMEOUT", Box::new(|spec| spec.timing.timeout = HEARTBEAT * 2)),
+        ("WORKER_TIMEOUT", Box::new(|spec| spec.timing.timeout = HEARTBEAT_INTERVAL * 2)),
         ("WORKER_TIMEOUT", Box::new(|spec| spec.timing.timeout = Duration::from_secs(1_000 * 86_400))),
         ("more than 0", Box::new(|spec| spec.timing.heartbeat = Duration::ZERO)),
         ("no endpoint", Box::new(|spec| spec.servers[0].endpoints.clear())),
@@ -306,17 +306,17 @@ async fn watchers_get_the_changes_since_their_version(fixture: &impl MemberFixtu
     let first = roster(&registry, None).await;
     assert!(first.complete && first.changes.is_empty(), "{first:?}");
     let began = Instant::now();
-    let same = registry.roster(&cx(), Some(first.now), HEARTBEAT).await.expect("a roster");
+    let same = registry.roster(&cx(), Some(first.now), HEARTBEAT_INTERVAL).await.expect("a roster");
     assert_eq!((same.now, same.changes.len(), same.complete), (first.now, 0, false));
-    assert!(began.elapsed() >= HEARTBEAT, "it waits for a change");
+    assert!(began.elapsed() >= HEARTBEAT_INTERVAL, "it waits for a change");
     let joined = async {
-        sleep(MOMENT).await;
+        sleep(MARGIN_TIMEOUT).await;
         Process::serving(&registry, spec("a", 1, &["math", "code"])).await
     };
     let began = Instant::now();
     let context = cx();
-    let (update, _member) = tokio::join!(registry.roster(&context, Some(first.now), HEARTBEAT), joined);
-    assert!(began.elapsed() < MOMENT * 2, "{:?}", began.elapsed());
+    let (update, _member) = tokio::join!(registry.roster(&context, Some(first.now), HEARTBEAT_INTERVAL), joined);
+    assert!(began.elapsed() < MARGIN_TIMEOUT * 2, "{:?}", began.elapsed());
     let update = update.expect("a roster");
     assert!(!update.complete && update.changes.len() >= 2, "{update:?}");
     let other_life = RosterVersion { term: first.now.term ^ 1, version: update.now.version };

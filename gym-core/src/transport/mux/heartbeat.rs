@@ -15,8 +15,8 @@ const BEATS: u32 = 3;
 /// second to a peer that announces a shorter time.
 const SILENCE_MIN: Duration = Duration::from_millis(300);
 /// A time that no end waits out. In a handshake, the longest one is `u64::MAX` milliseconds.
-const ENDLESS: Duration = Duration::from_millis(u64::MAX);
-/// Stands for [`ENDLESS`] in the pause between two heartbeats, which also keep a connection open across routers.
+const ENDLESS_TIMEOUT: Duration = Duration::from_millis(u64::MAX);
+/// Stands for [`ENDLESS_TIMEOUT`] in the pause between two heartbeats, which also keep a connection open across routers.
 const SILENCE_USUAL: Duration = Duration::from_secs(15);
 
 /// Records whether the peer has sent anything since the last check.
@@ -44,8 +44,8 @@ pub async fn heartbeat(
     theirs: &Handshake,
     each_beat: impl Fn(),
 ) -> Error {
-    let endless = ours.silence_max.max(theirs.silence_max) >= ENDLESS;
-    let bounded = |silence: Duration| if silence >= ENDLESS { SILENCE_USUAL } else { silence.max(SILENCE_MIN) };
+    let endless = ours.silence_max.max(theirs.silence_max) >= ENDLESS_TIMEOUT;
+    let bounded = |silence: Duration| if silence >= ENDLESS_TIMEOUT { SILENCE_USUAL } else { silence.max(SILENCE_MIN) };
     let silence_max = bounded(ours.silence_max);
     let beat = silence_max.min(bounded(theirs.silence_max)) / BEATS;
     let beats_max = if endless { u128::MAX } else { silence_max.as_nanos().div_ceil(beat.as_nanos()) };

@@ -47,13 +47,13 @@ struct LimitedLog(Mutex<(Option<Instant>, u64)>);
 
 impl LimitedLog {
     /// Minimum time between two lines.
-    const EVERY: Duration = Duration::from_secs(30);
+    const WRITE_INTERVAL: Duration = Duration::from_secs(30);
 
     /// Returns the number of lines that were left out before this one; `None` if it is left out as well.
     fn next(&self) -> Option<u64> {
         let mut log = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let (last, left_out) = &mut *log;
-        if last.is_some_and(|last| last.elapsed() < Self::EVERY) {
+        if last.is_some_and(|last| last.elapsed() < Self::WRITE_INTERVAL) {
             *left_out += 1;
             return None;
         }

@@ -19,7 +19,7 @@ use crate::metrics::Metrics;
 use crate::stack::Stack;
 
 /// Time for workers to return their last responses and to learn that the pool is gone.
-const END_GRACE: Duration = Duration::from_secs(2);
+const END_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Limit for the list of servers.
 const LIST_TIMEOUT: Duration = Duration::from_secs(10);
@@ -213,8 +213,8 @@ impl PulledWork {
 
     pub(super) async fn end(self) {
         if let Some(own) = self.own {
-            own.drain(END_GRACE).await;
+            own.drain(END_TIMEOUT).await;
         }
-        self.host.end(END_GRACE).await;
+        self.host.end(END_TIMEOUT).await;
     }
 }

@@ -20,11 +20,11 @@ use crate::cli::collect::figures::duration;
 use crate::cli::console::Console;
 
 /// Interval of the bar's updates.
-const BAR_EVERY: Duration = Duration::from_millis(100);
+const BAR_INTERVAL: Duration = Duration::from_millis(100);
 /// Interval at which a new cause of failures is noticed without a bar.
-const LOOK_EVERY: Duration = Duration::from_secs(1);
+const POLL_INTERVAL: Duration = Duration::from_secs(1);
 /// Interval of the lines: rare enough for a log file.
-const LINE_EVERY: Duration = Duration::from_secs(5);
+const LINE_INTERVAL: Duration = Duration::from_secs(5);
 /// Causes that are described when they first occur.
 const CAUSES_DESCRIBED_MAX: usize = 8;
 /// Characters up to which a line has all its details: beside a bar, it fits into a terminal of 140 columns.
@@ -53,7 +53,7 @@ pub(super) async fn show(
         ProgressMode::Auto => std::io::stderr().is_terminal(),
         ProgressMode::Plain | ProgressMode::None => false,
     };
-    let every = if bar { BAR_EVERY } else { LOOK_EVERY };
+    let every = if bar { BAR_INTERVAL } else { POLL_INTERVAL };
     let bar = bar.then(|| {
         let bar = ProgressBar::with_draw_target(Some(1), ProgressDrawTarget::stderr());
         // The template is a constant with known keys; if it were invalid, the default style would be used.
@@ -102,7 +102,7 @@ pub(super) async fn show(
                 let waits_for = waits_for.borrow().clone();
                 rate.add(now, snapshot.completed + snapshot.given_up);
                 if now >= next_turns {
-                    next_turns = now + LINE_EVERY;
+                    next_turns = now + LINE_INTERVAL;
                     turns = turns_of_oldest(&snapshot);
                 }
                 match &bar {
@@ -114,7 +114,7 @@ pub(super) async fn show(
                     }
                     // Nothing is printed before the rows are counted.
                     None if mode != ProgressMode::None && snapshot.total > 0 && now >= next_line => {
-                        next_line = now + LINE_EVERY;
+                        next_line = now + LINE_INTERVAL;
                         console.line(&line(&snapshot, rate.per_second(), turns, &waits_for));
                     }
                     None => {}

@@ -22,7 +22,7 @@ use gym_core::Endpoint;
 const HEAD_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// A command says after this time that it waits.
-const SAY_AFTER: Duration = Duration::from_secs(2);
+const LOG_AFTER: Duration = Duration::from_secs(2);
 
 /// Returns the fix of a request that no head server answered.
 fn without_head() -> String {
@@ -35,7 +35,7 @@ fn without_head() -> String {
 /// Waits for the answer of a head server, and says so if it takes long.
 async fn patiently<T>(head: &Endpoint, within: Duration, answer: impl Future<Output = T>) -> T {
     let mut answer = pin!(answer);
-    match tokio::time::timeout(SAY_AFTER, answer.as_mut()).await {
+    match tokio::time::timeout(LOG_AFTER, answer.as_mut()).await {
         Ok(answer) => answer,
         Err(_) => {
             eprintln!("waiting for the head server at {head}, up to {} s", within.as_secs());

@@ -17,10 +17,10 @@ use crate::cli::setup::ray::{address, connect};
 use crate::stack::Servers;
 
 /// Limit of a command.
-const TIME: Duration = Duration::from_secs(10);
+const CALL_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Limit of the part of another command that shows the cluster.
-const PART_TIME: Duration = Duration::from_secs(3);
+const PART_TIMEOUT: Duration = Duration::from_secs(3);
 
 /// Runs a command of `rgym ray`.
 pub(in crate::cli) async fn ray(args: RayArgs, overrides: &[String], servers: &Servers) -> Outcome {
@@ -34,7 +34,7 @@ pub(in crate::cli) async fn ray(args: RayArgs, overrides: &[String], servers: &S
         )
     })?;
     let (dashboard, version) = connect(&given).await?;
-    let cx = CallContext::within(TIME);
+    let cx = CallContext::within(CALL_TIMEOUT);
     match args.command {
         RayCommand::Status => status(&cx, &dashboard, &version, args.json).await,
         RayCommand::Resources => resources(&cx, &dashboard, args.json).await,
@@ -80,7 +80,7 @@ pub(super) struct ClusterStatus {
 /// other things too.
 pub(super) async fn of_configuration(config: &GymConfig) -> Result<Option<ClusterStatus>, Failure> {
     let Some(given) = address(config)? else { return Ok(None) };
-    let cx = CallContext::within(PART_TIME);
+    let cx = CallContext::within(PART_TIMEOUT);
     let status = async {
         let (dashboard, version) = RayDashboard::connect(&cx, &given).await?;
         ClusterStatus::of(&cx, &dashboard, &version).await

@@ -23,7 +23,7 @@ use crate::head::page::ClusterView;
 use crate::stack::Servers;
 
 /// Time between two drawings, at least.
-const DRAW_EVERY: Duration = Duration::from_secs(1);
+const DRAW_INTERVAL: Duration = Duration::from_secs(1);
 /// Lines of a screen whose height is unknown.
 const HEIGHT: usize = 40;
 /// Columns of a screen whose width is unknown.
@@ -99,7 +99,7 @@ pub(in crate::cli) async fn top(
         };
         console::print(&screen(&shown));
         let next = async {
-            let (next, ()) = tokio::join!(read(&registry, seen.as_deref()), tokio::time::sleep(DRAW_EVERY));
+            let (next, ()) = tokio::join!(read(&registry, seen.as_deref()), tokio::time::sleep(DRAW_INTERVAL));
             let waits = match &next {
                 Ok(state) => read_waits(&registry, state).await,
                 Err(_) => Waits::new(),

@@ -26,15 +26,15 @@ use crate::role::reply::health::{PROBE_QUERY, TRIAL_QUERY};
 const PROBE_TIMEOUT: Duration = Duration::from_secs(10);
 /// Interval of the probes while a command waits for endpoints, and of the health requests while rollouts run. A user sees a failure
 /// within two intervals.
-const EVERY: Duration = Duration::from_secs(1);
+const WRITE_INTERVAL: Duration = Duration::from_secs(1);
 /// Time after which a server that does not answer is named.
 const SILENT_AFTER: Duration = Duration::from_secs(3);
 /// Interval of the lines while a command waits for endpoints.
-const LINE_EVERY: Duration = Duration::from_secs(15);
+const LINE_INTERVAL: Duration = Duration::from_secs(15);
 
 /// Time after a stop in which rollouts that all wait for something absent are looked for, and the interval.
-const RESTS_WITHIN: Duration = Duration::from_secs(3);
-const RESTS_EVERY: Duration = Duration::from_millis(250);
+const RESTS_TIMEOUT: Duration = Duration::from_secs(3);
+const RESTS_INTERVAL: Duration = Duration::from_millis(250);
 
 /// Rollouts of which each must wait, and servers that are asked for waits.
 const RESTS_SHOWN: usize = 64;
@@ -111,7 +111,7 @@ impl ModelWatch {
                 tried.iter().filter(news).for_each(|found| found.print(wait.is_none(), console));
                 return Ok(());
             }
-            let quiet = printed.as_ref().is_some_and(|(at, _)| at.elapsed() < LINE_EVERY);
+            let quiet = printed.as_ref().is_some_and(|(at, _)| at.elapsed() < LINE_INTERVAL);
             if !quiet {
                 let names: Vec<&str> = silent.iter().map(|endpoint| endpoint.report.url.as_str()).collect();
                 let (names, seconds) = (names.join(", "), left.as_secs());
@@ -119,7 +119,7 @@ impl ModelWatch {
             }
             let at = printed.as_ref().filter(|_| quiet).map_or_else(Instant::now, |(at, _)| *at);
             printed = Some((at, endpoints));
-            tokio::time::sleep(EVERY.min(left)).await;
+            tokio::time::sleep(WRITE_INTERVAL.min(left)).await;
         }
     }
 
@@ -130,8 +130,8 @@ impl ModelWatch {
         let watching = async move {
             let mut silent: BTreeMap<String, Instant> = BTreeMap::new();
             while !sender.is_closed() {
-                tokio::time::sleep(EVERY).await;
-                let (endpoints, awaited) = tokio::join!(self.request(None, EVERY), self.awaited(&mut silent));
+                tokio::time::sleep(WRITE_INTERVAL).await;
+                let (endpoints, awaited) = tokio::join!(self.request(None, WRITE_INTERVAL), self.awaited(&mut silent));
                 let endpoints = endpoints.iter().filter_map(|endpoint| in_progress(&endpoint.server, &endpoint.report));
                 let silent = silent.iter().map(|(server, since)| (server, since.elapsed()));
                 let silent = silent.filter(|(_, silent)| *silent >= SILENT_AFTER).map(|(server, silent)| {
@@ -159,12 +159,12 @@ impl ModelWatch {
     ) {
         stop.cancelled().await;
         let stopped = Instant::now();
-        while stopped.elapsed() < RESTS_WITHIN {
+        while stopped.elapsed() < RESTS_TIMEOUT {
             if let Some(why) = self.rest(progress.snapshot().in_flight).await {
                 console.line(&format!("the rollouts in flight are given up: {why}"));
                 return give_up.cancel();
             }
-            tokio::time::sleep(RESTS_EVERY).await;
+            tokio::time::sleep(RESTS_INTERVAL).await;
         }
         if self.unserved().await.is_none() {
             return;
@@ -178,7 +178,7 @@ impl ModelWatch {
 
     /// Returns why none of the rollouts in flight runs; `None` if one may.
     async fn rest(&self, rollouts: u64) -> Option<String> {
-        let cx = CallContext::within(EVERY);
+        let cx = CallContext::within(WRITE_INTERVAL);
         let listed = self.client.registry().list(&cx).await.unwrap_or_default();
         let addresses =
             listed.into_iter().map(Address::of).take(ASKED_MAX).chain(of_this_machine()).collect::<Vec<_>>();
@@ -201,7 +201,7 @@ impl ModelWatch {
 
     /// Returns the responses that each endpoint has aborted so far.
     pub(in crate::cli) async fn aborted(&self) -> BTreeMap<(String, String), u64> {
-        let endpoints = self.request(None, EVERY).await.into_iter();
+        let endpoints = self.request(None, WRITE_INTERVAL).await.into_iter();
         endpoints.map(|ModelEndpoint { server, report }| ((server, report.url), report.aborted)).collect()
     }
 
@@ -220,10 +220,9 @@ impl ModelWatch {
     /// Returns the servers for which calls of this process and of the other servers wait. Calls of several processes are not added, because the
     /// servers of one process report the same ones. Notes in `silent` since when servers do not answer.
     async fn awaited(&self, silent: &mut BTreeMap<String, Instant>) -> Vec<AwaitedServer> {
-        let asked = self
-            .others
-            .iter()
-            .map(async |server| (server, self.client.get(&CallContext::within(EVERY), server, "/health").await));
+        let asked = self.others.iter().map(async |server| {
+            (server, self.client.get(&CallContext::within(WRITE_INTERVAL), server, "/health").await)
+        });
         let mut told = Vec::new();
         for (server, answer) in join_all(asked).await {
             match answer {
@@ -233,7 +232,7 @@ impl ModelWatch {
                     silent.remove(server);
                 }
                 Err(error) if (error.code(), error.execution()) == (Code::DeadlineExceeded, Execution::Unknown) => {
-                    silent.entry(server.clone()).or_insert_with(|| Instant::now() - EVERY);
+                    silent.entry(server.clone()).or_insert_with(|| Instant::now() - WRITE_INTERVAL);
                 }
                 Err(_) => drop(silent.remove(server)),
             }

@@ -22,7 +22,7 @@ use crate::role::reply;
 use crate::stack::{HEAD_NAME, Stack};
 
 /// Time for a scrape that runs when the process ends.
-const END_GRACE: Duration = Duration::from_secs(1);
+const END_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Answers `/health` and `/metrics`, and passes all other requests on.
 pub(in crate::cli) struct Monitored {
@@ -79,7 +79,7 @@ impl MonitorListener {
         })?;
         console.line(&format!("metrics at {}/metrics", listener.endpoints()[0]));
         let mut serving = JoinSet::new();
-        serving.spawn(serve(listener, handler, CancelToken::new(), END_GRACE));
+        serving.spawn(serve(listener, handler, CancelToken::new(), END_TIMEOUT));
         Ok(Some(Self { _serving: serving }))
     }
 }

@@ -12,9 +12,9 @@ use crate::cli::exit::Failure;
 use crate::cli::setup::configuration::LoadedConfig;
 
 /// Limit of a connection to the dashboard.
-const CONNECT_TIME: Duration = Duration::from_secs(8);
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(8);
 /// Limit of the start of a head, which takes 5 s where Ray's files are in memory.
-const START_TIME: Duration = Duration::from_secs(120);
+const START_TIMEOUT: Duration = Duration::from_secs(120);
 
 /// Returns the address of the configuration, or else of `RAY_ADDRESS`, with its source.
 pub(in crate::cli) fn address(config: &GymConfig) -> Result<Option<RayAddress>> {
@@ -35,7 +35,7 @@ pub(in crate::cli) fn address(config: &GymConfig) -> Result<Option<RayAddress>> 
 
 /// Connects to a cluster.
 pub(in crate::cli) async fn connect(address: &RayAddress) -> Result<(RayDashboard, RayVersion)> {
-    RayDashboard::connect(&CallContext::within(CONNECT_TIME), address).await
+    RayDashboard::connect(&CallContext::within(CONNECT_TIMEOUT), address).await
 }
 
 /// As [`connect_servers`], and says so if servers in Python, which can use Ray, find none.
@@ -75,7 +75,7 @@ async fn local(
     python: Option<&Path>,
     console: &Console,
 ) -> Result<Option<LocalHead>, Failure> {
-    let cx = CallContext::within(START_TIME);
+    let cx = CallContext::within(START_TIMEOUT);
     let head = match LocalHead::find(&cx, address).await? {
         Some(head) => head,
         None => {
@@ -105,7 +105,7 @@ fn program(python: Option<&Path>) -> PathBuf {
 }
 
 async fn already_initialized(dashboard: &RayDashboard, version: &RayVersion, console: &Console) -> Result<(), Failure> {
-    let nodes = dashboard.nodes(&CallContext::within(CONNECT_TIME)).await?;
+    let nodes = dashboard.nodes(&CallContext::within(CONNECT_TIMEOUT)).await?;
     let alive = nodes.iter().filter(|node| node.is_alive()).count();
     let nodes = if alive == 1 { "node" } else { "nodes" };
     console.line(&format!("Ray already initialized: Ray {} with {alive} {nodes}", version.ray_version));

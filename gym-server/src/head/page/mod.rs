@@ -27,9 +27,9 @@ use crate::head::url_of;
 pub(crate) const PAGE: &str = include_str!("page.html");
 
 /// The longest wait of one request for the state: heartbeats change without notice.
-const STATE_WAIT: Duration = Duration::from_secs(5);
+const STATE_TIMEOUT: Duration = Duration::from_secs(5);
 /// The longest wait for a rollout: the collector reports once a second, and its search has a limit.
-const ROLLOUT_WAIT: Duration = Duration::from_secs(15);
+const ROLLOUT_TIMEOUT: Duration = Duration::from_secs(15);
 
 /// What the page shows.
 #[derive(Debug, Serialize, Deserialize)]
@@ -111,7 +111,7 @@ pub(crate) async fn state<R: MemberRegistry + Registry>(
         tokio::select! {
             biased;
             () = collections.changed(seen) => {}
-            roster = registry.roster(cx, Some(version), STATE_WAIT) => version = roster?.now,
+            roster = registry.roster(cx, Some(version), STATE_TIMEOUT) => version = roster?.now,
         }
     }
     let (reports, (views, ended)) = (collections.version(), collections.view(Instant::now(), ended));
@@ -143,7 +143,7 @@ pub(crate) async fn rollout(cx: &CallContext, query: &str, collections: &Collect
     let attempt =
         AttemptId { task: of("task")?, repeat: of("repeat")?, attempt: number(query, "attempt")?.unwrap_or(0) };
     let wanted = WantedRow { attempt, failed: value(query, "failed").is_some_and(|failed| failed == "1") };
-    let found = collections.row(&cx.child().at_most(ROLLOUT_WAIT), id, wanted).await?;
+    let found = collections.row(&cx.child().at_most(ROLLOUT_TIMEOUT), id, wanted).await?;
     let Some(row) = found.row else {
         let problem = found.problem.unwrap_or_else(|| "the collector has no such row".to_owned());
         return Err(Error::finished(Code::NotFound, problem));

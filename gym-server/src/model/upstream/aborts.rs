@@ -30,7 +30,7 @@ const LIST_TIMEOUT: Duration = Duration::from_secs(1);
 const FRESH: Duration = Duration::from_secs(2);
 
 /// Minimum time between two requests for the metrics: vLLM formats them within some ten milliseconds, in the process that serves.
-const APART: Duration = Duration::from_millis(100);
+const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
 /// The finish reason over chat that may hide an abort, as JSON.
 const HIDES: &str = r#""tool_calls""#;
@@ -149,7 +149,7 @@ impl UpstreamState {
             last.result
         } else {
             if let Some(began) = last.began {
-                tokio::time::sleep_until(began + APART).await;
+                tokio::time::sleep_until(began + POLL_INTERVAL).await;
             }
             self.count(cx).await
         };

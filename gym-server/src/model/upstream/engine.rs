@@ -14,7 +14,7 @@ use crate::model::upstream::response::EndpointResponse;
 use crate::model::upstream::{PROBE_TIMEOUT, UpstreamState};
 
 /// Interval of the requests to an engine whose calls take long.
-const ASK_AGAIN: Duration = Duration::from_secs(10);
+const ASK_INTERVAL: Duration = Duration::from_secs(10);
 
 /// The routes of a vLLM in development mode with the key of their answer, its meaning, and what ends it.
 const STANDSTILLS: [(&str, &str, &str, &str); 2] = [
@@ -107,13 +107,13 @@ impl UpstreamState {
         tokio::time::sleep_until(began + self.probe_after).await;
         loop {
             if let Ok(mut asked) = self.asked.try_lock()
-                && asked.is_none_or(|asked: Instant| asked.elapsed() >= ASK_AGAIN)
+                && asked.is_none_or(|asked: Instant| asked.elapsed() >= ASK_INTERVAL)
             {
                 let finding = self.standstill(cx).await;
                 self.health.found(finding);
                 *asked = Some(Instant::now());
             }
-            tokio::time::sleep(ASK_AGAIN).await;
+            tokio::time::sleep(ASK_INTERVAL).await;
         }
     }
 }

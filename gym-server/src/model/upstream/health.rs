@@ -9,7 +9,7 @@ use gym_core::server::{EndpointReport, EndpointState};
 use tokio::time::Instant;
 
 /// Minimum time between two log lines about one endpoint. An endpoint that fails every second call would otherwise fill the log.
-const LOG_EVERY: Duration = Duration::from_secs(30);
+const LOG_INTERVAL: Duration = Duration::from_secs(30);
 
 /// The failure of a call: what a person must know about it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -93,7 +93,7 @@ impl EndpointHealth {
             let changed = failing.since.as_ref().is_none_or(|(_, known)| known.reason != failure.reason);
             let since = failing.since.as_ref().map_or(now, |(since, _)| *since);
             failing.since = Some((since, failure.clone()));
-            if !changed || failing.logged.is_some_and(|logged| now.duration_since(logged) < LOG_EVERY) {
+            if !changed || failing.logged.is_some_and(|logged| now.duration_since(logged) < LOG_INTERVAL) {
                 return;
             }
             failing.logged = Some(now);
@@ -115,7 +115,7 @@ impl EndpointHealth {
     pub(super) fn found(&self, finding: Result<(), EndpointFailure>) {
         if let Err(EndpointFailure { reason, fix, .. }) = &finding {
             let mut logged = self.finding_logged.lock().unwrap_or_else(PoisonError::into_inner);
-            if logged.is_none_or(|logged| logged.elapsed() >= LOG_EVERY) {
+            if logged.is_none_or(|logged| logged.elapsed() >= LOG_INTERVAL) {
                 *logged = Some(Instant::now());
                 let calls = self.in_flight.count();
                 tracing::warn!(endpoint = self.url, calls, reason, fix, "the model endpoint does not respond to calls");

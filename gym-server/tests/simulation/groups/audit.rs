@@ -13,7 +13,7 @@ use gym_group::{ExitCause, GroupError, Rank, WorkerEnv};
 use tokio::time::Instant;
 
 /// The time within which a lease that has ended, or a kill, ends a rank.
-pub(super) const SLACK: Duration = Duration::from_millis(50);
+pub(super) const MARGIN_TIMEOUT: Duration = Duration::from_millis(50);
 
 /// A rank of a group.
 type RankId = (String, Rank);
@@ -138,7 +138,7 @@ impl GroupAudit {
         let this = self.clone();
         tokio::spawn(async move {
             let had = this.ranks_of(life);
-            tokio::time::sleep(this.lease + SLACK).await;
+            tokio::time::sleep(this.lease + MARGIN_TIMEOUT).await;
             for (group, rank, host) in this.ranks_of(life) {
                 this.violation(format_args!(
                     "rank {rank} of {group} on {host} outlives its dead controller by {:?}",
@@ -164,7 +164,7 @@ impl GroupAudit {
         self.truth().groups_ended.insert(group.to_owned(), Instant::now());
         let (this, group) = (self.clone(), group.to_owned());
         tokio::spawn(async move {
-            tokio::time::sleep(this.lease + SLACK).await;
+            tokio::time::sleep(this.lease + MARGIN_TIMEOUT).await;
             let living: Vec<RankId> = {
                 let truth = this.truth();
                 truth
@@ -197,7 +197,7 @@ impl GroupAudit {
                 "two incarnations of rank {rank} of {group} live: {incarnation} on {host}, and {others:?}"
             ));
         }
-        if dead.is_some_and(|dead| dead > self.lease + SLACK) {
+        if dead.is_some_and(|dead| dead > self.lease + MARGIN_TIMEOUT) {
             self.violation(format_args!("rank {rank} of {group} starts {dead:?} after the death of its controller"));
         }
         LiveRank { audit: self.clone(), group, rank, incarnation, host }

@@ -24,11 +24,11 @@ use super::{SECRET, WORKER, agent_endpoint};
 use crate::whole::ServingGroup;
 
 /// Limits the start of a group.
-const START_WITHIN: Duration = Duration::from_secs(40);
+const START_TIMEOUT: Duration = Duration::from_secs(40);
 /// Limits the start of a rank.
-const RANK_STARTS_WITHIN: Duration = Duration::from_secs(15);
+const RANK_STARTS_TIMEOUT: Duration = Duration::from_secs(15);
 /// Limits a restart that the controller asks for.
-const RESTART_WITHIN: Duration = Duration::from_secs(60);
+const RESTART_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// The time between two looks at ranks that serve after the faults.
 const LOOK_AFTER: Duration = Duration::from_secs(2);
@@ -93,8 +93,8 @@ impl Controller {
             options.prepare_timeout = self.plan.deadline * 3;
         }
         let mut request = GroupRequest::new(name.clone(), WORKER, &self.life, options).expect("a number is JSON");
-        (request.on, request.start_timeout) = (self.plan.on(), RANK_STARTS_WITHIN);
-        let left = match cluster.start(&CallContext::within(START_WITHIN), request).await {
+        (request.on, request.start_timeout) = (self.plan.on(), RANK_STARTS_TIMEOUT);
+        let left = match cluster.start(&CallContext::within(START_TIMEOUT), request).await {
             Ok(group) => {
                 self.audit.note("controller", format_args!("{name} serves"));
                 let group = Arc::new(group);
@@ -157,13 +157,13 @@ impl Controller {
             let late: Vec<Rank> = failed.iter().flat_map(GroupError::unanswered).collect();
             if !late.is_empty() && self.rng.bool() {
                 // What hangs is restarted.
-                let restarted = group.restart_workers(&CallContext::within(RESTART_WITHIN), late).await;
+                let restarted = group.restart_workers(&CallContext::within(RESTART_TIMEOUT), late).await;
                 if let Err(error) = restarted {
                     self.restart_failed(&error);
                 }
             } else if !self.plan.restarts || self.rng.u8(..4) == 0 {
                 // Also ranks whose preparation failed.
-                let restarted = group.restart_failed_workers(&CallContext::within(RESTART_WITHIN)).await;
+                let restarted = group.restart_failed_workers(&CallContext::within(RESTART_TIMEOUT)).await;
                 if let Err(error) = restarted {
                     self.restart_failed(&error);
                 }
@@ -188,7 +188,7 @@ impl Controller {
                 return Left::GaveUp;
             }
             if !self.plan.restarts && states.iter().any(|rank| rank.state == RankState::Dead) {
-                let restarted = group.restart_failed_workers(&CallContext::within(RESTART_WITHIN)).await;
+                let restarted = group.restart_failed_workers(&CallContext::within(RESTART_TIMEOUT)).await;
                 if let Err(error) = restarted {
                     self.restart_failed(&error);
                 }

@@ -42,9 +42,9 @@ fn agent_endpoint(host: &str) -> String {
 
 /// The time after the end of the faults within which the ranks serve again. Leases, pauses, starts and calls that wait for a lost response last
 /// seconds each; nothing waits for the default deadline of a call.
-const DONE_WITHIN: Duration = Duration::from_secs(150);
+const DONE_TIMEOUT: Duration = Duration::from_secs(150);
 /// Limits the end of a group whose nodes are well.
-const SHUTDOWN_WITHIN: Duration = Duration::from_secs(30);
+const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Plays a seed.
 pub(crate) async fn play(plan: GroupPlan) -> Report {
@@ -109,20 +109,20 @@ impl Playing {
 
     /// Waits until the ranks serve after the faults.
     pub(crate) async fn serves_again(&self) {
-        if tokio::time::timeout(DONE_WITHIN, self.serves.cancelled()).await.is_err() {
-            self.audit.violation(format_args!("the ranks do not serve {DONE_WITHIN:?} after the healing"));
+        if tokio::time::timeout(DONE_TIMEOUT, self.serves.cancelled()).await.is_err() {
+            self.audit.violation(format_args!("the ranks do not serve {DONE_TIMEOUT:?} after the healing"));
         }
     }
 
     /// Waits until the group was shut down, and returns what was found.
     pub(crate) async fn end(&self) -> Report {
-        if tokio::time::timeout(SHUTDOWN_WITHIN, self.done.cancelled()).await.is_err() {
-            self.audit.violation(format_args!("the group is not shut down within {SHUTDOWN_WITHIN:?}"));
+        if tokio::time::timeout(SHUTDOWN_TIMEOUT, self.done.cancelled()).await.is_err() {
+            self.audit.violation(format_args!("the group is not shut down within {SHUTDOWN_TIMEOUT:?}"));
         }
         let recovered = self.began.elapsed().saturating_sub(self.plan.heals_at);
         self.audit.note_recovery(recovered);
         // Nothing lives longer than its lease.
-        tokio::time::sleep(self.plan.nodes.lease + audit::SLACK).await;
+        tokio::time::sleep(self.plan.nodes.lease + audit::MARGIN_TIMEOUT).await;
         self.audit.check_end();
         let counts = self.audit.calls();
         Report {

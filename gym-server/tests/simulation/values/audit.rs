@@ -27,9 +27,9 @@ pub(super) const CUT_SHORT: &str = "fetch cut short";
 const USED_AFTER_IT_WAS_GONE: &str = "copy used after the value was gone";
 
 /// The longest request that extends a lease in the background.
-const ASK_TIME: Duration = Duration::from_secs(10);
+const ASK_TIMEOUT: Duration = Duration::from_secs(10);
 /// The time that a simulated step takes at most.
-pub(super) const SLACK: Duration = Duration::from_millis(50);
+pub(super) const MARGIN_TIMEOUT: Duration = Duration::from_millis(50);
 /// More than the largest part of a transfer.
 const LARGE: usize = (8 << 20) + 1;
 
@@ -222,7 +222,8 @@ impl ValuesAudit {
         if error.execution() != Execution::Finished || !error.to_string().contains(&reference.name) {
             self.violation(format_args!("an error is not finished, or has no name of the value: {error}"));
         }
-        let ended = value.gone.is_some() || value.dropped.is_some_and(|at| now + SLACK >= at + self.plan.lease);
+        let ended =
+            value.gone.is_some() || value.dropped.is_some_and(|at| now + MARGIN_TIMEOUT >= at + self.plan.lease);
         let must = self.plan.is_calm() || settled;
         match error.code() {
             Code::NotFound if ended => self.count(GONE),
@@ -238,7 +239,7 @@ impl ValuesAudit {
         let Some(gone) = value.gone.filter(|gone| *gone < began) else { return };
         self.count(USED_AFTER_IT_WAS_GONE);
         // The last response can have been on its way for as long as a request may take. The clock of a node can be set back by a lease.
-        let until = gone + self.plan.lease + ASK_TIME.max(self.plan.deadline_max) + SLACK;
+        let until = gone + self.plan.lease + ASK_TIMEOUT.max(self.plan.deadline_max) + MARGIN_TIMEOUT;
         if began > until && !self.truth().clocks.contains(node) {
             let late = began - gone;
             self.violation(format_args!("a value was fetched {late:?} after it was gone"));

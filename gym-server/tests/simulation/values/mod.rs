@@ -25,7 +25,7 @@ use tokio::time::{Instant, sleep, sleep_until, timeout};
 use crate::scenario::{Clocks, Report};
 use crate::script::Step;
 pub(crate) use audit::COUNTED_IN_VALUES;
-use audit::{CUT_SHORT, SLACK, ValuesAudit, contents};
+use audit::{CUT_SHORT, MARGIN_TIMEOUT, ValuesAudit, contents};
 use plan::node_of;
 pub(crate) use plan::{INJECTED_IN_VALUES, ValuesPlan};
 
@@ -34,7 +34,7 @@ const MEMORY_MAX: u64 = 64 << 20;
 /// The time after the end of the faults after which nothing of them is left: requests and pauses last seconds.
 const SETTLED_AFTER: Duration = Duration::from_secs(15);
 /// Limits a fetch that nothing prevents.
-const FETCH_WITHIN: Duration = Duration::from_secs(10);
+const FETCH_TIMEOUT: Duration = Duration::from_secs(10);
 /// The values that a process holds at a time.
 const HELD_MAX: u32 = 4;
 
@@ -244,7 +244,7 @@ impl Playing {
         }
         for reference in self.audit.held() {
             for process in &processes {
-                process.fetch(&reference, FETCH_WITHIN, Duration::ZERO, true).await;
+                process.fetch(&reference, FETCH_TIMEOUT, Duration::ZERO, true).await;
             }
         }
     }
@@ -281,7 +281,7 @@ impl Process {
             let Some(reference) = self.audit.recent(&mut rng).filter(|_| !waits) else { continue };
             let (deadline, used) = (millis(&mut rng, self.plan.deadline_max), millis(&mut rng, self.plan.held_max));
             // Nothing prevents a calm fetch.
-            let deadline = if self.plan.is_calm() { FETCH_WITHIN } else { deadline };
+            let deadline = if self.plan.is_calm() { FETCH_TIMEOUT } else { deadline };
             let cut = (rng.u8(..8) == 0 && !self.plan.is_calm())
                 .then(|| millis(&mut rng, deadline / 4 + Duration::from_millis(1)));
             let this = self.clone();
@@ -339,7 +339,7 @@ impl Process {
         let began = Instant::now();
         self.audit.begins(self.name, reference);
         let value = self.values.fetch(&CallContext::within(deadline), reference).await;
-        if began.elapsed() > deadline + SLACK {
+        if began.elapsed() > deadline + MARGIN_TIMEOUT {
             self.audit.violation(format_args!("a fetch took longer than its deadline"));
         }
         let fetched = match value {

@@ -3,7 +3,7 @@
 use gym_core::testing::{Storm, with_segment};
 use gym_core::transport::mux::ConnectionLimits;
 
-use super::{CALLS_MAX, FAR, joined, post, soon};
+use super::{CALLS_MAX, LONG_TIMEOUT, joined, post, soon};
 use crate::frames::config::FramesConfig;
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -25,7 +25,7 @@ async fn ten_thousand_calls_dropped_anywhere_leave_nothing_in_flight_and_the_poo
         }
     })
     .await;
-    both.channel.close(FAR).await.expect("no call is left");
+    both.channel.close(LONG_TIMEOUT).await.expect("no call is left");
     soon(both.serving).await.unwrap().unwrap();
     assert_eq!(
         (both.listener.pool.bytes(), both.caller_pool.bytes().1),

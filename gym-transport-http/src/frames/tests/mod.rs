@@ -27,16 +27,16 @@ use crate::frames::connection::send_queue::FrameSendQueue;
 use crate::frames::connection::socket::Socket;
 
 /// Far longer than any operation here takes, so that only a hang reaches it.
-const FAR: Duration = Duration::from_secs(60);
+const LONG_TIMEOUT: Duration = Duration::from_secs(60);
 /// Maximum number of calls in flight over a server's connections.
 const CALLS_MAX: usize = 1_000_000;
 
 async fn soon<T>(future: impl Future<Output = T>) -> T {
-    tokio::time::timeout(FAR, future).await.expect("it does not hang")
+    tokio::time::timeout(LONG_TIMEOUT, future).await.expect("it does not hang")
 }
 
 fn post(route: &'static str) -> Request {
-    Request::post(CallContext::within(FAR), route, "{}")
+    Request::post(CallContext::within(LONG_TIMEOUT), route, "{}")
 }
 
 /// Two ends that are connected by a pair of sockets.

@@ -9,7 +9,7 @@ use gym_core::{CallContext, Handler, Request, Response, Result, Route};
 use tokio::io::AsyncWriteExt;
 use tokio::net::UnixStream;
 
-use super::{FAR, joined, request_frame, soon};
+use super::{LONG_TIMEOUT, joined, request_frame, soon};
 use crate::frames::codec::frame::greeting_frame;
 use crate::frames::config::FramesConfig;
 
@@ -64,7 +64,7 @@ impl Handler for Places {
 }
 
 fn request(segments: &[usize]) -> Request {
-    let mut request = Request::post(CallContext::within(FAR), "/x", r#"{"n":1}"#);
+    let mut request = Request::post(CallContext::within(LONG_TIMEOUT), "/x", r#"{"n":1}"#);
     request.message.segments = segments.iter().map(|length| Bytes::from(vec![7; *length])).collect();
     request
 }

@@ -12,7 +12,7 @@ use super::{At, SIZES, all_operations, barriers_of_all_operations, far, in_ranks
 use crate::{Failure, Segment, SegmentCommunicator, deadline_in};
 
 /// Generous: it takes less than a millisecond on an idle machine.
-const AT_ONCE: Duration = Duration::from_secs(5);
+const PROMPT_TIMEOUT: Duration = Duration::from_secs(5);
 
 #[test]
 fn an_abort_at_any_barrier_wakes_every_rank() {
@@ -58,7 +58,7 @@ fn an_abort_wakes_ranks_without_waiting_for_their_next_look() {
         }
         segment.abort();
         for _ in 0..2 {
-            assert!(matches!(receiver.recv_timeout(AT_ONCE).unwrap(), Err(Failure::Aborted)));
+            assert!(matches!(receiver.recv_timeout(PROMPT_TIMEOUT).unwrap(), Err(Failure::Aborted)));
         }
     });
 }

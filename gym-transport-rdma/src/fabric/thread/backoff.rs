@@ -67,7 +67,7 @@ impl Backoff {
         let Driver::Hybrid { tick, idle_tick, .. } = self.driver else { return Duration::ZERO };
         let sleep = self.sleep;
         self.sleep = (sleep * 2).min(idle_tick).max(tick);
-        if timers { sleep.min(TIMER_TICK.max(tick)) } else { sleep }
+        if timers { sleep.min(TIMER_INTERVAL.max(tick)) } else { sleep }
     }
 
     /// Returns the next wait while a send waits for its peer: a full queue in shared memory whose owner is slow,
@@ -91,7 +91,7 @@ const CROWDED_MAX: Duration = Duration::from_secs(1);
 /// First nap: as long as the polling before it.
 const NAP_MIN: Duration = Duration::from_micros(50);
 /// Precision of deadlines.
-const TIMER_TICK: Duration = Duration::from_millis(5);
+const TIMER_INTERVAL: Duration = Duration::from_millis(5);
 
 #[cfg(test)]
 mod tests {
@@ -143,7 +143,7 @@ mod tests {
             wakeups += 1;
         }
         assert!(wakeups < 610, "{wakeups}");
-        assert_eq!(backoff.next_sleep(true), TIMER_TICK);
+        assert_eq!(backoff.next_sleep(true), TIMER_INTERVAL);
     }
 
     #[test]

@@ -11,7 +11,7 @@ use tokio::time::Instant;
 use crate::fabric::handle::command::FabricShared;
 
 /// Time that the exit waits for all threads together. A thread inside a callback may take longer.
-const WITHIN: Duration = Duration::from_secs(1);
+const END_TIMEOUT: Duration = Duration::from_secs(1);
 
 static RUNNING: Mutex<Vec<Weak<FabricShared>>> = Mutex::new(Vec::new());
 /// Id of the process that runs these threads.
@@ -57,7 +57,7 @@ extern "C" fn stop_all() {
     for shared in &running {
         shared.stop();
     }
-    let until = Instant::now() + WITHIN;
+    let until = Instant::now() + END_TIMEOUT;
     for shared in &running {
         shared.wait_for_end(until.saturating_duration_since(Instant::now()));
     }

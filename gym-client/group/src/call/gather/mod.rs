@@ -39,7 +39,7 @@ use crate::call::{GroupError, RankOutcome};
 
 /// The time that a failed call waits for the exit status of a rank whose connection broke. The link notices the end of a process
 /// before its supervisor does.
-const EXIT_WAIT: Duration = Duration::from_millis(500);
+const EXIT_TIMEOUT: Duration = Duration::from_millis(500);
 
 /// The call of one rank.
 pub(crate) struct RankCall {
@@ -449,14 +449,14 @@ impl<M: Method> Call<M> {
         if !matches!(answer, Some(Err(error)) if error.code() == Code::Unavailable) {
             return;
         }
-        let wait = EXIT_WAIT.min(self.deadline.saturating_duration_since(Instant::now()));
+        let wait = EXIT_TIMEOUT.min(self.deadline.saturating_duration_since(Instant::now()));
         let ended = |view: &Arc<GroupView>| !may_answer(view, *rank, *incarnation);
         let _ = tokio::time::timeout(wait, self.view.wait_for(ended)).await;
     }
 }
 
 /// A rank whose last status is older than this is not heard of any more: supervisors ask every five seconds.
-const SILENCE: Duration = Duration::from_secs(12);
+const SILENCE_TIMEOUT: Duration = Duration::from_secs(12);
 
 /// Describes a rank that has not answered: since when, and what it does instead according to its last known status.
 fn unanswered<M: Method>(monitor: Option<&dyn RankMonitor>, slot: &Slot<M::Reply>, waited: Duration) -> String {
@@ -467,7 +467,7 @@ fn unanswered<M: Method>(monitor: Option<&dyn RankMonitor>, slot: &Slot<M::Reply
     // The oldest call holds up the others.
     let running = status.running.first();
     match running {
-        _ if age > SILENCE => text.push_str(&format!(", and no heartbeat for {}", seconds(age))),
+        _ if age > SILENCE_TIMEOUT => text.push_str(&format!(", and no heartbeat for {}", seconds(age))),
         // The status is from before the call.
         _ if age >= waited => {}
         Some(call) => {

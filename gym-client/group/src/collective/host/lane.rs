@@ -23,12 +23,12 @@ use super::wire::Called;
 use super::{pair, ring};
 
 /// The time for the answers that are still due when a rank has left.
-const ANSWERS_WITHIN: std::time::Duration = std::time::Duration::from_secs(1);
+const ANSWERS_TIMEOUT: std::time::Duration = std::time::Duration::from_secs(1);
 
 /// The time after the deadline of a call in which the rank itself notices that it has passed.
-const AFTER_DEADLINE: std::time::Duration = std::time::Duration::from_secs(5);
+const DEADLINE_MARGIN_TIMEOUT: std::time::Duration = std::time::Duration::from_secs(5);
 /// The time in which a rank that has ended an operation in shared memory tells why.
-const TOLD_WITHIN: std::time::Duration = std::time::Duration::from_millis(500);
+const TOLD_TIMEOUT: std::time::Duration = std::time::Duration::from_millis(500);
 
 /// Operations of one kind that a rank may have called and not ended.
 const OPERATIONS_MAX: usize = 4_096;
@@ -128,7 +128,7 @@ async fn run(room: Arc<Room>, mut operations: mpsc::Receiver<Queued>, waiting: A
     }
     underway.detach_all();
     // What was sent must arrive, although nobody calls any more.
-    drop(timeout(ANSWERS_WITHIN, answers.at_most(&room, 0)).await);
+    drop(timeout(ANSWERS_TIMEOUT, answers.at_most(&room, 0)).await);
 }
 
 /// Performs an operation, within the first cause of a failure and the bounds of its call, and gives its buffer back. One on device memory ends in a task of
@@ -296,7 +296,7 @@ async fn in_shared_memory(
     }
     let root = call.operation.named_rank().and_then(|rank| room.meeting.position_of(rank)).unwrap_or_default();
     // The bounds of the call are looked at here, where the error can name the ranks.
-    let last = cx.deadline.into_std() + AFTER_DEADLINE;
+    let last = cx.deadline.into_std() + DEADLINE_MARGIN_TIMEOUT;
     let mut done = shared.perform(call, root, std::mem::take(memory), last);
     let absent =
         room.wait_until(|state: &mut State| room.others().find_map(|other| room.gone_from(state, other, number)));
@@ -331,7 +331,7 @@ async fn in_shared_memory(
         }
         Err(Failure::Aborted) => {
             // Whoever has ended it tells why, unless it ends itself at that moment.
-            let told = timeout(TOLD_WITHIN, room.cause.wait()).await;
+            let told = timeout(TOLD_TIMEOUT, room.cause.wait()).await;
             let why = || Error::unknown(Code::Unavailable, "another rank has ended the meeting, and has not said why");
             Err(told.map_or_else(|_| Ended::Own(why()), Ended::Failed))
         }

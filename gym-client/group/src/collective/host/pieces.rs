@@ -12,7 +12,7 @@ use tokio::time::timeout;
 use super::wire::CHUNK_BYTES;
 
 /// The time in which the pieces of an operation that has failed come back. A connection to a rank that stands still keeps its own longer.
-const BACK_WITHIN: Duration = Duration::from_millis(20);
+const BACK_TIMEOUT: Duration = Duration::from_millis(20);
 
 /// The memory of an operation: whole, or in pieces while chunks of it are under way.
 #[derive(Debug, Default)]
@@ -42,7 +42,7 @@ impl OperationMemory {
 
     /// Gives the memory of an operation that has failed back. What does not come back in time is replaced by zeros: the contents are unspecified.
     pub(super) async fn give_up(mut self) -> BytesMut {
-        drop(timeout(BACK_WITHIN, self.join()).await);
+        drop(timeout(BACK_TIMEOUT, self.join()).await);
         self.join_what_is_back();
         self.whole
     }

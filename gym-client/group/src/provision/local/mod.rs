@@ -45,11 +45,11 @@ pub(super) use {handshake::WORKER_ROLE, worker::set_entered};
 
 /// Pause between two samples of a group whose memory limit is enforced only by sampling. A sample costs some ten microseconds for
 /// each process of the machine. A worker that allocates 1 GB/s is detected within 250 MB of its limit.
-const GUARD_PERIOD: Duration = Duration::from_millis(250);
+const GUARD_INTERVAL: Duration = Duration::from_millis(250);
 /// Pause between two samples that are only reported.
-const SAMPLE_PERIOD: Duration = Duration::from_secs(1);
+const SAMPLE_INTERVAL: Duration = Duration::from_secs(1);
 /// Default time between SIGTERM and SIGKILL for the ranks of a program that died.
-const ORPHAN_GRACE: Duration = Duration::from_secs(3);
+const ORPHAN_TIMEOUT: Duration = Duration::from_secs(3);
 /// The pause after a look is at least this many times as long as the look. The proportional size of a rank with 100 GB in small pages takes seconds.
 const REST: u32 = 4;
 
@@ -87,7 +87,7 @@ impl Default for LocalOptions {
             host: None,
             transport: TransportPolicy::unconfigured(),
             lines: prefixed(std::io::stderr()),
-            orphan_grace: ORPHAN_GRACE,
+            orphan_grace: ORPHAN_TIMEOUT,
         }
     }
 }
@@ -335,7 +335,7 @@ fn high_bytes(limit_bytes: u64) -> u64 {
 /// Takes samples until it is aborted.
 async fn sample(state: Arc<LocalState>) {
     let gpu = GpuSampler::shared();
-    let period = if state.spec.memory_limit_bytes.is_some() { GUARD_PERIOD } else { SAMPLE_PERIOD };
+    let period = if state.spec.memory_limit_bytes.is_some() { GUARD_INTERVAL } else { SAMPLE_INTERVAL };
     loop {
         let (begin, looks) = (Instant::now(), state.looks());
         let take = move || {

@@ -20,7 +20,7 @@ use crate::provision::local::handshake::{ASSIGNMENT_VARIABLE, HandshakeReply, WO
 use crate::provision::variables::Variables;
 
 /// Time for the remaining descendants of a dead worker to exit before they are killed.
-const LEFTOVER_GRACE: Duration = Duration::from_secs(1);
+const LEFTOVER_TIMEOUT: Duration = Duration::from_secs(1);
 /// Capacity for replies between the pipe and the task that waits for them. A worker sends one reply; a second one is logged and
 /// dropped.
 const REPLIES: usize = 4;
@@ -126,7 +126,7 @@ impl RankProcess {
             Some((first, rest)) => rest.iter().fold(ChildSpec::new(name.clone(), first), ChildSpec::arg).arg(program),
             None => ChildSpec::new(name.clone(), program),
         };
-        let mut spec = spec.arg(WORKER_ROLE).restart(RestartPolicy::NEVER).stop_grace(LEFTOVER_GRACE);
+        let mut spec = spec.arg(WORKER_ROLE).restart(RestartPolicy::NEVER).stop_grace(LEFTOVER_TIMEOUT);
         spec.env_clear = true;
         spec.env = environment.into_iter().map(|(name, value)| (name.into(), value.into())).collect();
         let cgroup = memory_limit_bytes.and_then(|limit| kernel_limit(&name, incarnation, limit));

@@ -22,7 +22,7 @@ use crate::provision::workers::Workers;
 
 /// Time for running calls after a worker process was asked to exit. The launcher's own grace period takes precedence if it is
 /// shorter.
-const DRAIN_GRACE: Duration = Duration::from_secs(30);
+const DRAIN_TIMEOUT: Duration = Duration::from_secs(30);
 /// Exit status of a process that could not become a worker.
 const START_FAILED: i32 = 1;
 
@@ -178,7 +178,7 @@ async fn serve_until_signalled(host: WorkerHost, listener: Box<dyn Listener>, ha
         }
         signalled.cancel();
     });
-    let served = gym_core::transport::serve(listener, handler, drain, DRAIN_GRACE).await;
+    let served = gym_core::transport::serve(listener, handler, drain, DRAIN_TIMEOUT).await;
     watch.abort();
     // All calls have ended or were aborted by now; a blocked thread ends with the process.
     let stopped = host.stop(Duration::from_secs(1)).await;

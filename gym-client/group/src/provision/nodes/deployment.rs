@@ -23,9 +23,9 @@ use crate::usage::node::NodeUsage;
 use crate::usage::process::ProcessUsage;
 
 /// Time for a stop beyond the grace.
-const STOP_TIME: Duration = Duration::from_secs(10);
+const STOP_TIMEOUT: Duration = Duration::from_secs(10);
 /// Time for the reports of exits after a stop.
-const EXITS_TIME: Duration = Duration::from_secs(2);
+const EXITS_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// The ranks of a launch. Dropping it kills them.
 #[derive(Debug)]
@@ -291,7 +291,7 @@ impl NodeRanks for NodesRanks {
     async fn stop(&self, grace: Duration) -> Result<()> {
         let launches: Vec<(u64, Arc<NodeLink>)> =
             lock(&self.launches).iter().map(|(launch, link)| (*launch, Arc::clone(link))).collect();
-        let cx = CallContext::within(grace + STOP_TIME);
+        let cx = CallContext::within(grace + STOP_TIMEOUT);
         let stopped = launches.iter().filter(|(_, link)| !link.is_lost()).map(|(launch, link)| async {
             let body = StopBody { session: link.session.clone(), launch: *launch, grace_ms: millis(grace) };
             match link.call::<Value>(&cx, "/node/stop", &body).await {
@@ -301,7 +301,7 @@ impl NodeRanks for NodesRanks {
             }
         });
         let stopped = join_all(stopped).await.into_iter().collect();
-        let _ = tokio::time::timeout(EXITS_TIME, self.exits(|_| true)).await;
+        let _ = tokio::time::timeout(EXITS_TIMEOUT, self.exits(|_| true)).await;
         stopped
     }
 }

@@ -23,15 +23,15 @@ use crate::provision::nodes::message::{
 use crate::usage::node::NodeUsage;
 
 /// Time that a kill may take after the lease has ended, on a node that is busy.
-const KILL_TIME: Duration = Duration::from_millis(500);
+const KILL_TIMEOUT: Duration = Duration::from_millis(500);
 /// Pause between two attempts to reach an agent that does not respond.
-const RETRY_EVERY: Duration = Duration::from_millis(20);
+const RETRY_INTERVAL: Duration = Duration::from_millis(20);
 /// The longest pause before a call is repeated.
 const REPEAT_MAX: Duration = Duration::from_millis(500);
 /// Pause between two looks for an agent that was lost.
-const RETURN_EVERY: Duration = Duration::from_millis(100);
+const RETURN_INTERVAL: Duration = Duration::from_millis(100);
 /// Time of such a look.
-const LOOK_TIME: Duration = Duration::from_secs(1);
+const LOOK_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// An agent that a controller can call.
 #[derive(Debug)]
@@ -243,12 +243,12 @@ impl NodeLink {
     pub(super) async fn watch_return(&self) {
         let returned = async {
             loop {
-                if let Ok(report) = self.client.report(&CallContext::within(LOOK_TIME)).await
+                if let Ok(report) = self.client.report(&CallContext::within(LOOK_TIMEOUT)).await
                     && report.incarnation != self.incarnation
                 {
                     return;
                 }
-                sleep(RETURN_EVERY).await;
+                sleep(RETURN_INTERVAL).await;
             }
         };
         tokio::select! { biased;
@@ -320,10 +320,10 @@ impl LinkPoller {
             let gone = error.code() == Code::Unavailable && now.duration_since(since) >= link.reconnect;
             if gone || silent >= link.lease {
                 let why = format!("its agent has not responded for {silent:.1?}: {error}");
-                let fenced = *link.lease_end() + KILL_TIME;
+                let fenced = *link.lease_end() + KILL_TIMEOUT;
                 return Some(LinkNews::State(link.lose(why, fenced)));
             }
-            sleep(RETRY_EVERY).await;
+            sleep(RETRY_INTERVAL).await;
             let suspect = NodeState::Suspect(error.to_string());
             let first = link.state.send_if_modified(|state| {
                 let first = state.node == NodeState::Serving;

@@ -55,9 +55,9 @@ use source::{FixedAgents, MemberAgents};
 use state::NodesState;
 
 /// Limit of one look at an agent, and of one reservation.
-const REPORT_TIME: Duration = Duration::from_secs(5);
+const REPORT_TIMEOUT: Duration = Duration::from_secs(5);
 /// Limit for the other agents, once one has responded.
-const STRAGGLER_TIME: Duration = Duration::from_secs(1);
+const STRAGGLER_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Reserves bundles on the nodes of a cluster, and starts ranks there.
 ///
@@ -146,18 +146,18 @@ impl Nodes {
         let candidates = self.source.agents(cx).await?;
         let asked = candidates.into_iter().map(|(name, endpoints)| async move {
             let client = AgentClient::new(endpoints, self.transports.clone(), &self.secret);
-            let report = client.report(&cx.child().at_most(REPORT_TIME)).await;
+            let report = client.report(&cx.child().at_most(REPORT_TIMEOUT)).await;
             report.map(|report| (client, report)).map_err(|error| format!("{name}: {error}"))
         });
         let mut asked: FuturesUnordered<_> = asked.collect();
         let (mut agents, mut errors) = (Vec::new(), Vec::new());
-        let mut until = Instant::now() + REPORT_TIME;
+        let mut until = Instant::now() + REPORT_TIMEOUT;
         loop {
             match timeout_at(until, asked.next()).await {
                 Ok(Some(Ok(agent))) => {
                     agents.push(agent);
                     // An agent that is stopped must not hold up the others.
-                    until = until.min(Instant::now() + STRAGGLER_TIME);
+                    until = until.min(Instant::now() + STRAGGLER_TIMEOUT);
                 }
                 Ok(Some(Err(error))) => errors.push(error),
                 Ok(None) => break,

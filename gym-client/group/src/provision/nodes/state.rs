@@ -25,18 +25,18 @@ use crate::provision::nodes::agent::build;
 use crate::provision::nodes::link::{AgentClient, LinkNews, LinkPoller, NodeLink};
 use crate::provision::nodes::message::{NodeReport, PortsBody, PortsReply, ReleaseBody, ReserveBody, millis};
 use crate::provision::nodes::moving::{PlacedBundles, moved};
-use crate::provision::nodes::{Nodes, REPORT_TIME, lock};
+use crate::provision::nodes::{Nodes, REPORT_TIMEOUT, lock};
 use crate::provision::place::{BundleId, placed};
 use crate::provision::variables::Variables;
 use crate::usage::node::NodeUsage;
 use crate::usage::process::ProcessUsage;
 
 /// Pause between two searches for room.
-const SEARCH_EVERY: Duration = Duration::from_millis(500);
+const SEARCH_INTERVAL: Duration = Duration::from_millis(500);
 /// Time between two messages of a search.
-const SAY_EVERY: Duration = Duration::from_secs(10);
+const LOG_INTERVAL: Duration = Duration::from_secs(10);
 /// Time for a release beyond the grace.
-const RELEASE_TIME: Duration = Duration::from_secs(10);
+const RELEASE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The state that a reservation shares with its deployments: it lives as long as any of them.
 #[derive(Debug)]
@@ -199,14 +199,14 @@ impl NodesState {
                 Err(error) => error,
             };
             let waits = matches!(error.code(), Code::ResourceExhausted | Code::Unavailable | Code::DeadlineExceeded);
-            if !waits || Instant::now() + SEARCH_EVERY >= until {
+            if !waits || Instant::now() + SEARCH_INTERVAL >= until {
                 return Err(error);
             }
-            if said.is_none_or(|said| said.elapsed() >= SAY_EVERY) {
+            if said.is_none_or(|said| said.elapsed() >= LOG_INTERVAL) {
                 said = Some(Instant::now());
                 tracing::warn!(%error, left = ?until.duration_since(Instant::now()), "waiting for nodes with enough room");
             }
-            sleep(SEARCH_EVERY).await;
+            sleep(SEARCH_INTERVAL).await;
         }
     }
 
@@ -295,7 +295,7 @@ impl NodesState {
         let times = (options.lease, options.reconnect);
         // An agent that has just stopped must not hold up the search; what it grants later ends with its lease.
         let granted = client
-            .reserve(&cx.child().at_most(REPORT_TIME), &request)
+            .reserve(&cx.child().at_most(REPORT_TIMEOUT), &request)
             .await
             .map_err(|error| error.about(format!("reserve on node {}", report.name)))?;
         let monitor = self.request.cluster.monitor_memory;
@@ -528,7 +528,7 @@ impl NodesState {
 
     async fn give_back(&self, link: &NodeLink, grace: Duration) -> Result<()> {
         let request = ReleaseBody { session: link.session.clone(), grace_ms: millis(grace) };
-        let cx = CallContext::within(grace + RELEASE_TIME);
+        let cx = CallContext::within(grace + RELEASE_TIMEOUT);
         link.call::<Value>(&cx, "/node/release", &request).await.map(drop)
     }
 
@@ -571,7 +571,7 @@ impl Drop for NodesState {
         for link in distinct(&held.hosts).into_iter().filter(|link| !link.is_lost()).cloned() {
             runtime.spawn(async move {
                 let request = ReleaseBody { session: link.session.clone(), grace_ms: 0 };
-                let cx = CallContext::within(RELEASE_TIME);
+                let cx = CallContext::within(RELEASE_TIMEOUT);
                 let _ = link.call::<Value>(&cx, "/node/release", &request).await;
             });
         }

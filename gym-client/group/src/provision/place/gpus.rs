@@ -27,9 +27,9 @@ use tokio::time::{Instant, sleep};
 use crate::usage::devices::gpu_identity;
 
 /// Pause between two attempts to look. A look takes microseconds.
-const TURN_EVERY: Duration = Duration::from_millis(2);
+const TURN_INTERVAL: Duration = Duration::from_millis(2);
 /// Limit for the wait for a turn: a program that was stopped during its look would hold up all others.
-const TURN_WAIT: Duration = Duration::from_secs(5);
+const TURN_TIMEOUT: Duration = Duration::from_secs(5);
 /// Maximum text of the holders of a GPU that is read, in bytes: some hundred lines.
 const HOLDERS_BYTES_MAX: u64 = 1 << 16;
 
@@ -135,7 +135,7 @@ impl GpuFolder {
 
     async fn turn(&self, cx: &CallContext) -> Result<Lock> {
         let mut folder = self.open().map_err(|error| self.unusable(&error))?;
-        let until = Instant::now() + TURN_WAIT;
+        let until = Instant::now() + TURN_TIMEOUT;
         loop {
             cx.check()?;
             folder = match Lock::attempt(folder, File::try_lock).map_err(|error| self.unusable(&error))? {
@@ -144,12 +144,12 @@ impl GpuFolder {
             };
             if Instant::now() >= until {
                 let message = format!(
-                    "{} is locked by another program for {TURN_WAIT:?}\n  fix: continue or end the program that is stopped",
+                    "{} is locked by another program for {TURN_TIMEOUT:?}\n  fix: continue or end the program that is stopped",
                     self.0.display()
                 );
                 return Err(Error::not_started(Code::Unavailable, message).about("hold GPUs"));
             }
-            sleep(TURN_EVERY).await;
+            sleep(TURN_INTERVAL).await;
         }
     }
 

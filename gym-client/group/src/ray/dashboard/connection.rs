@@ -12,10 +12,10 @@ use gym_transport_http::https::{HttpsClient, distrusts_certificate};
 use tokio::sync::OnceCell;
 
 /// Limit of a connection.
-const CONNECT_TIME: Duration = Duration::from_secs(2);
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 /// The TLS handshake comes on top of the connection.
 #[cfg(feature = "tls")]
-const TLS_CONNECT_TIME: Duration = Duration::from_secs(4);
+const TLS_CONNECT_TIMEOUT: Duration = Duration::from_secs(4);
 /// Idle connections that are kept.
 #[cfg(feature = "tls")]
 const TLS_CONNECTIONS_MAX: usize = 4;
@@ -40,7 +40,7 @@ impl Connection {
     pub(super) fn to(dashboard: &str) -> Result<Self> {
         if dashboard.starts_with("https:") {
             #[cfg(feature = "tls")]
-            return HttpsClient::to(dashboard, TLS_CONNECTIONS_MAX, TLS_CONNECT_TIME).map(Self::Tls);
+            return HttpsClient::to(dashboard, TLS_CONNECTIONS_MAX, TLS_CONNECT_TIMEOUT).map(Self::Tls);
             #[cfg(not(feature = "tls"))]
             return Err(Error::not_started(
                 Code::Unimplemented,
@@ -50,7 +50,7 @@ impl Connection {
                 ),
             ));
         }
-        let connector = HttpConnector::new(HttpConfig { connect_timeout: CONNECT_TIME, ..HttpConfig::default() });
+        let connector = HttpConnector::new(HttpConfig { connect_timeout: CONNECT_TIMEOUT, ..HttpConfig::default() });
         Ok(Self::Plain {
             endpoint: Endpoint::parse(dashboard)?,
             connector: Box::new(connector),

@@ -22,11 +22,11 @@ use crate::ray::address::{DASHBOARD_PORT, RayAddress, RayToken, TOKEN_SOURCES};
 /// The version of the REST interface that this client was written for.
 const API_VERSION: &str = "4";
 /// Limit of a request, except uploads and submissions.
-const CALL_TIME: Duration = Duration::from_secs(5);
+const CALL_TIMEOUT: Duration = Duration::from_secs(5);
 /// The path to which jobs are submitted.
 const JOBS: &str = "/api/jobs/";
 /// Limit of a submission. The dashboard hands it on to the job agent of the head, for which it waits up to 10 s before it answers.
-const SUBMIT_TIME: Duration = Duration::from_secs(15);
+const SUBMIT_TIMEOUT: Duration = Duration::from_secs(15);
 /// What Ray says if the head has no job agent.
 const NO_AGENT: &str = "No available agent";
 /// What to do then, unless the cluster has just started.
@@ -34,7 +34,7 @@ const AGENT_FIX: &str = "look into logs/dashboard_agent.log in the directory of 
                          example another Ray cluster of the machine (52365 by default), start the head with `ray start --head \
                          --dashboard-agent-listen-port=PORT`";
 /// Pause before a job is submitted again to a cluster that starts.
-const STARTS_PAUSE: Duration = Duration::from_millis(500);
+const START_RETRY_INTERVAL: Duration = Duration::from_millis(500);
 /// Limit of a response: a log, or the list of nodes.
 const RESPONSE_BYTES_MAX: usize = 64 << 20;
 /// What to do about a program that is too large.
@@ -462,7 +462,7 @@ impl RayDashboard {
             }
             let error = self.refused(JOBS, &response);
             let pause = async {
-                sleep(STARTS_PAUSE).await;
+                sleep(START_RETRY_INTERVAL).await;
                 Ok(())
             };
             if cx.bound(Execution::NotStarted, pause).await.is_err() {
@@ -531,8 +531,8 @@ impl RayDashboard {
     async fn send(&self, cx: &CallContext, verb: Verb, path: &str, body: Option<Bytes>) -> Result<RayResponse> {
         let mut own = match verb {
             Verb::Put => cx.child(),
-            Verb::Post if path == JOBS => cx.child().at_most(SUBMIT_TIME),
-            _ => cx.child().at_most(CALL_TIME),
+            Verb::Post if path == JOBS => cx.child().at_most(SUBMIT_TIMEOUT),
+            _ => cx.child().at_most(CALL_TIMEOUT),
         };
         own.metadata = Metadata::new();
         own.reply_bytes_max = RESPONSE_BYTES_MAX;
@@ -618,7 +618,7 @@ mod tests {
         let address = RayAddress::parse("http://127.0.0.1:1", "a test").unwrap();
         let dashboard = RayDashboard::to(&address, None).unwrap();
         let package = Bytes::from(vec![0; UPLOAD_BYTES_MAX + 1]);
-        let error = dashboard.upload(&CallContext::within(CALL_TIME), "_ray_pkg_a.zip", package).await.unwrap_err();
+        let error = dashboard.upload(&CallContext::within(CALL_TIMEOUT), "_ray_pkg_a.zip", package).await.unwrap_err();
         assert_eq!(error.code(), Code::ResourceExhausted);
         let text = error.to_string();
         for part in

@@ -14,7 +14,7 @@ use tokio::sync::Notify;
 use tokio::time::Instant;
 
 use crate::ray::event::{MARK, RunEnd};
-use crate::ray::job::DRIVER_GRACE;
+use crate::ray::job::DRIVER_TIMEOUT;
 use crate::ray::package::{SHIM, SHIM_FILE};
 
 /// Runs the file of the driver, which is too long for a list of processes. Without the working directory, whose files could be imported instead of Ray.
@@ -81,7 +81,7 @@ impl ChildDriver {
         let lines = Arc::clone(&output);
         let launcher = Launcher::builder()
             .lines(Arc::new(move |_, stream, line| lines.take(stream, line)))
-            .orphan_grace(DRIVER_GRACE);
+            .orphan_grace(DRIVER_TIMEOUT);
         let launcher = launcher.build().map_err(|error| of_launch(python, error))?;
         let mut child = ChildSpec::new("the driver", python)
             .arg("-c")
@@ -91,7 +91,7 @@ impl ChildDriver {
             .env("GYM_RAY_SHIM", SHIM)
             .env("GYM_RAY_SPEC", spec)
             .restart(RestartPolicy::NEVER)
-            .stop_grace(DRIVER_GRACE);
+            .stop_grace(DRIVER_TIMEOUT);
         if let Some(mode) = auth_mode {
             child = child.env("RAY_AUTH_MODE", mode);
         }
@@ -153,7 +153,7 @@ impl ChildDriver {
     pub(super) async fn stop(&self) -> Result<()> {
         self.0
             .launcher
-            .shutdown(DRIVER_GRACE)
+            .shutdown(DRIVER_TIMEOUT)
             .await
             .map_err(|error| Error::internal("stop the driver").caused_by(error))
     }

@@ -19,23 +19,23 @@ use crate::ray::job::JobTemplate;
 use crate::ray::run::child::ChildDriver;
 
 /// Pause between two looks at the log while an agent is awaited.
-const LOOK_SOON: Duration = Duration::from_millis(100);
+const FIRST_POLL_INTERVAL: Duration = Duration::from_millis(100);
 /// Pause between two looks at the log of a job that runs.
-const LOOK_LATER: Duration = Duration::from_secs(1);
+const LATER_POLL_INTERVAL: Duration = Duration::from_secs(1);
 /// Pause between two looks at the status of the job.
-const STATUS_EVERY: Duration = Duration::from_secs(2);
+const STATUS_INTERVAL: Duration = Duration::from_secs(2);
 /// Limit of one look.
-const LOOK_TIME: Duration = Duration::from_secs(5);
+const LOOK_TIMEOUT: Duration = Duration::from_secs(5);
 /// Time for which bundles wait before the program says so.
-const SAY_AFTER: Duration = Duration::from_secs(3);
+const LOG_AFTER: Duration = Duration::from_secs(3);
 /// Time between two such messages.
-const SAY_EVERY: Duration = Duration::from_secs(10);
+const LOG_INTERVAL: Duration = Duration::from_secs(10);
 /// Limit of a submission, with the upload of the program.
-const SUBMIT_TIME: Duration = Duration::from_secs(60);
+const SUBMIT_TIMEOUT: Duration = Duration::from_secs(60);
 /// Limit of a request to stop.
-const STOP_TIME: Duration = Duration::from_secs(10);
+const STOP_TIMEOUT: Duration = Duration::from_secs(10);
 /// Limit of the start of a driver that is a child of this program until it is connected. Ray itself tries for a minute.
-const CONNECT_TIME: Duration = Duration::from_secs(90);
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(90);
 /// Pauses before another driver is started as a child of this program, if those before had no agents: the first one, which doubles, and the longest.
 const CHILD_PAUSES: (Duration, Duration) = (Duration::from_millis(500), Duration::from_secs(30));
 /// Lines of a driver that an error quotes.
@@ -74,7 +74,7 @@ impl Attempt {
     async fn stop(&self, dashboard: &RayDashboard) -> Result<()> {
         match &self.child {
             Some(child) => child.stop().await,
-            None => dashboard.stop(&CallContext::within(STOP_TIME), &self.id).await.map(drop),
+            None => dashboard.stop(&CallContext::within(STOP_TIMEOUT), &self.id).await.map(drop),
         }
     }
 }
@@ -179,7 +179,7 @@ impl RayRun {
                 };
                 return Err(Error::new(end.code(), Execution::NotStarted, what));
             }
-            let due = said.map_or(begin + SAY_AFTER, |said| said + SAY_EVERY);
+            let due = said.map_or(begin + LOG_AFTER, |said| said + LOG_INTERVAL);
             if let Some(pending) = &now.pending
                 && Instant::now() >= due
             {
@@ -187,7 +187,7 @@ impl RayRun {
                 tracing::warn!(job = %self.id(), "{}", self.unstarted(pending).await);
             }
             // An interpreter that imports Ray takes seconds.
-            if self.is_unconnected(&now) && Instant::now() >= due.max(begin + SAY_EVERY) {
+            if self.is_unconnected(&now) && Instant::now() >= due.max(begin + LOG_INTERVAL) {
                 said = Some(Instant::now());
                 tracing::warn!(job = %self.id(), "{}", self.unconnected().await);
             }
@@ -203,20 +203,20 @@ impl RayRun {
                 infeasible_before = infeasible;
                 if infeasible && !wait_if_infeasible {
                     // Ray says so for a moment while a node is joining: a second look decides.
-                    said = Some(Instant::now() - SAY_EVERY + Duration::from_secs(1));
+                    said = Some(Instant::now() - LOG_INTERVAL + Duration::from_secs(1));
                 } else {
                     tracing::warn!(job = %self.id(), "{}", self.unplaced("they wait for room").await);
                 }
             }
             tokio::select! { biased;
                 _ = state.changed() => {}
-                () = sleep(LOOK_SOON) => {}
+                () = sleep(FIRST_POLL_INTERVAL) => {}
             }
         }
     }
 
     async fn is_infeasible(&self) -> bool {
-        let cx = CallContext::within(LOOK_TIME);
+        let cx = CallContext::within(LOOK_TIMEOUT);
         match self.job.dashboard.placement_group(&cx, &self.id()).await {
             Ok(Some(group)) if group.stats.as_ref().is_some_and(|stats| stats.scheduling_state == "INFEASIBLE") => true,
             Ok(Some(_)) => {
@@ -254,7 +254,7 @@ impl RayRun {
 
     /// Explains why such a driver has not connected, as far as that is known.
     async fn unconnected(&self) -> String {
-        let cx = CallContext::within(LOOK_TIME);
+        let cx = CallContext::within(LOOK_TIMEOUT);
         let mut message = "the driver, a child of this program, has not connected to Ray".to_owned();
         if let Ok(nodes) = self.job.dashboard.nodes(&cx).await {
             let alive: Vec<&str> =
@@ -281,7 +281,7 @@ impl RayRun {
         let attempt = self.attempt();
         let mut lines: Vec<String> = match attempt.child {
             Some(child) => child.last_lines().to_vec(),
-            None => match self.job.dashboard.logs(&cx.child().at_most(LOOK_TIME), &attempt.id).await {
+            None => match self.job.dashboard.logs(&cx.child().at_most(LOOK_TIMEOUT), &attempt.id).await {
                 Ok(log) => log.lines().filter(|line| !line.starts_with(MARK)).map(str::to_owned).collect(),
                 Err(_) => Vec::new(),
             },
@@ -293,7 +293,7 @@ impl RayRun {
 
     /// Explains what was asked for and what there is.
     async fn unplaced(&self, why: &str) -> String {
-        let cx = CallContext::within(LOOK_TIME);
+        let cx = CallContext::within(LOOK_TIMEOUT);
         let used = self.job.dashboard.usage(&cx).await.unwrap_or_default();
         let used = used.iter().filter(|(name, _)| matches!(name.as_str(), "CPU" | "GPU"));
         let used: Vec<String> = used.map(|(name, (used, total))| format!("{used} of {total} {name}")).collect();
@@ -318,7 +318,7 @@ impl RayRun {
             self.id(),
             pending.since.elapsed().as_secs_f64(),
             pending.why,
-            self.nodes(&CallContext::within(LOOK_TIME)).await,
+            self.nodes(&CallContext::within(LOOK_TIMEOUT)).await,
         )
     }
 
@@ -350,7 +350,7 @@ impl RayRun {
             return Ok(());
         }
         self.begin_no_more();
-        self.stop_within(&CallContext::within(grace + STOP_TIME))
+        self.stop_within(&CallContext::within(grace + STOP_TIMEOUT))
             .await
             .map_err(|error| error.about(format!("stop job {} on Ray", self.id())))?;
         self.gone.store(true, Ordering::Release);
@@ -366,7 +366,7 @@ impl RayRun {
         self.job.dashboard.stop(cx, &self.id()).await?;
         loop {
             match self.job.dashboard.job(cx, &self.id()).await? {
-                Some(job) if !job.has_ended() => sleep(LOOK_SOON).await,
+                Some(job) if !job.has_ended() => sleep(FIRST_POLL_INTERVAL).await,
                 _ => return Ok(()),
             }
             cx.check()?;
@@ -405,7 +405,7 @@ fn reason(job: &RayJob) -> String {
 /// Reads the log of the job until it is stopped, and keeps its state. Submits it again if its driver dies after it ran.
 async fn follow(run: Weak<RayRun>) {
     let mut silent_since: Option<Instant> = None;
-    let mut status_due = Instant::now() + STATUS_EVERY;
+    let mut status_due = Instant::now() + STATUS_INTERVAL;
     let (mut was_ready, mut attempt) = (false, 1);
     let mut say_missing_at: Option<Instant> = None;
     // Whether this attempt had agents, and how many in a row had none.
@@ -446,13 +446,13 @@ async fn follow(run: Weak<RayRun>) {
         was_ready |= ready;
         if !was_ready || ready || has_ended {
             say_missing_at = None;
-        } else if Instant::now() >= *say_missing_at.get_or_insert_with(|| Instant::now() + SAY_AFTER) {
+        } else if Instant::now() >= *say_missing_at.get_or_insert_with(|| Instant::now() + LOG_AFTER) {
             run.say_missing().await;
-            say_missing_at = Some(Instant::now() + SAY_EVERY);
+            say_missing_at = Some(Instant::now() + LOG_INTERVAL);
         }
         served |= ready;
         let child = run.attempt().child;
-        let mut pause = if ready { LOOK_LATER } else { LOOK_SOON };
+        let mut pause = if ready { LATER_POLL_INTERVAL } else { FIRST_POLL_INTERVAL };
         if has_ended && (!had_ended || attempt > before) {
             failures = if served { 0 } else { failures + 1 };
             served = false;
@@ -471,7 +471,7 @@ async fn follow(run: Weak<RayRun>) {
 /// Returns the pause before the next driver, after this many in a row that had no agents.
 fn child_pause(failures: u32) -> Duration {
     let (first, longest) = CHILD_PAUSES;
-    if failures == 0 { LOOK_SOON } else { first.saturating_mul(1 << (failures - 1).min(16)).min(longest) }
+    if failures == 0 { FIRST_POLL_INTERVAL } else { first.saturating_mul(1 << (failures - 1).min(16)).min(longest) }
 }
 
 impl RayRun {
@@ -513,7 +513,7 @@ impl RayRun {
             seen.read(&events);
             if let Some(node) = seen.driver {
                 // No agent of another cluster counts.
-                let nodes = self.job.dashboard.nodes(&CallContext::within(LOOK_TIME)).await;
+                let nodes = self.job.dashboard.nodes(&CallContext::within(LOOK_TIMEOUT)).await;
                 let nodes = nodes.inspect_err(|_| child.put_back(&events))?;
                 if !nodes.iter().any(|known| known.node_id == node) {
                     let why = format!(
@@ -529,8 +529,8 @@ impl RayRun {
                     return child.stop().await;
                 }
                 child.set_checked();
-            } else if ended.is_none() && child.age() > CONNECT_TIME {
-                let why = format!("its driver has not connected within {} s", CONNECT_TIME.as_secs());
+            } else if ended.is_none() && child.age() > CONNECT_TIMEOUT {
+                let why = format!("its driver has not connected within {} s", CONNECT_TIMEOUT.as_secs());
                 self.note_end(RunEnd { code: None, why });
                 return child.stop().await;
             }
@@ -544,7 +544,7 @@ impl RayRun {
 
     /// Reads the log, and from time to time the status.
     async fn look_at_job(&self, id: &str, status_due: &mut Instant) -> Result<()> {
-        let cx = CallContext::within(LOOK_TIME);
+        let cx = CallContext::within(LOOK_TIMEOUT);
         let log = self.job.dashboard.logs(&cx, id).await;
         if let Ok(log) = &log {
             self.read(log);
@@ -552,7 +552,7 @@ impl RayRun {
         if Instant::now() < *status_due {
             return log.map(drop);
         }
-        *status_due = Instant::now() + STATUS_EVERY;
+        *status_due = Instant::now() + STATUS_INTERVAL;
         let end = match self.job.dashboard.job(&cx, id).await? {
             Some(job) if job.has_ended() => {
                 // Its last events may have come after the look above.
@@ -582,7 +582,7 @@ impl RayRun {
 
     /// Says what lost shares wait for: the start of a job that was submitted again, or room.
     async fn say_missing(&self) {
-        let cx = CallContext::within(LOOK_TIME);
+        let cx = CallContext::within(LOOK_TIMEOUT);
         let state = self.state();
         if self.is_unconnected(&state) {
             tracing::warn!(job = %self.id(), "{}", self.unconnected().await);
@@ -614,7 +614,7 @@ impl RayRun {
         let _beginning = self.beginning.lock().await;
         self.check_wanted()?;
         let id: Arc<str> = format!("{}-a{}", self.name, *attempt + 1).into();
-        let begun = self.begin(&CallContext::within(SUBMIT_TIME), Arc::clone(&id)).await;
+        let begun = self.begin(&CallContext::within(SUBMIT_TIMEOUT), Arc::clone(&id)).await;
         if self.stopped.load(Ordering::Acquire) {
             // Whoever stopped it may not have waited for this, and Ray may have the job whatever the outcome was.
             return self.attempt().stop(&self.job.dashboard).await;

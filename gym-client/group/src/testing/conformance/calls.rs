@@ -8,7 +8,9 @@ use gym_core::group::layout::RankLayout;
 use gym_core::group::layout::dispatch::{Dispatch, Free};
 
 use super::workers::{Advance, Echo, EchoShared, Echoed, Figures, Hold, HoldShared, Limit, Measure, Note, Notes};
-use super::{FAR, GroupFixture, GroupSetup, TestWorkerKind, far, line, run_cases, square, start, until, until_running};
+use super::{
+    GroupFixture, GroupSetup, LONG_TIMEOUT, TestWorkerKind, far, line, run_cases, square, start, until, until_running,
+};
 use crate::call::WorkerGroupExt;
 
 pub(super) async fn run(fixture: &dyn GroupFixture) {
@@ -44,7 +46,7 @@ fn ids(batch: &Batch) -> Vec<i64> {
 
 async fn a_call_reaches_every_rank_and_its_answers_come_in_rank_order(fixture: &dyn GroupFixture) {
     let tested = line(fixture, 5).await;
-    let answers = tested.group().call(Echo, "hello".to_owned()).deadline(FAR).await.unwrap();
+    let answers = tested.group().call(Echo, "hello".to_owned()).deadline(LONG_TIMEOUT).await.unwrap();
     let echoed = |rank| Echoed { rank, world_size: 5, incarnation: 1, text: "hello".to_owned(), rows: 0 };
     assert_eq!(answers.into_values(), (0..5).map(echoed).collect::<Vec<_>>());
 }
@@ -52,7 +54,7 @@ async fn a_call_reaches_every_rank_and_its_answers_come_in_rank_order(fixture: &
 async fn arguments_of_its_own_reach_each_rank(fixture: &dyn GroupFixture) {
     let tested = line(fixture, 4).await;
     let names: Vec<String> = ["a", "b", "c", "d"].map(String::from).to_vec();
-    let answers = tested.group().call_each(Echo, names.clone()).deadline(FAR).await.unwrap();
+    let answers = tested.group().call_each(Echo, names.clone()).deadline(LONG_TIMEOUT).await.unwrap();
     assert_eq!(answers.into_values().into_iter().map(|echoed| echoed.text).collect::<Vec<_>>(), names);
 }
 
@@ -66,9 +68,15 @@ async fn numbers_that_are_not_finite_arrive_as_they_are_in_both_directions(fixtu
         Figures { loss: number as f32, clip: Some(number), by_name }
     });
     let group = tested.group();
-    let own = group.call_each(Measure, figures.to_vec()).deadline(FAR).await.unwrap().into_values();
-    let same = group.call(Measure, figures[0].clone()).deadline(FAR).await.unwrap().into_values();
-    let one = group.call(Measure, figures[1].clone()).dispatch(Dispatch::rank(1)).deadline(FAR).start().await.unwrap();
+    let own = group.call_each(Measure, figures.to_vec()).deadline(LONG_TIMEOUT).await.unwrap().into_values();
+    let same = group.call(Measure, figures[0].clone()).deadline(LONG_TIMEOUT).await.unwrap().into_values();
+    let one = group
+        .call(Measure, figures[1].clone())
+        .dispatch(Dispatch::rank(1))
+        .deadline(LONG_TIMEOUT)
+        .start()
+        .await
+        .unwrap();
     let one = one.await.unwrap().into_values();
     let sent = figures.iter().chain([&figures[0]; 3]).chain([&figures[1]]);
     for (sent, (seen, back)) in sent.zip(own.into_iter().chain(same).chain(one)) {
@@ -80,10 +88,10 @@ async fn numbers_that_are_not_finite_arrive_as_they_are_in_both_directions(fixtu
 async fn arguments_for_more_or_fewer_ranks_are_refused_before_anybody_is_called(fixture: &dyn GroupFixture) {
     let tested = line(fixture, 2).await;
     for count in [0, 1, 3] {
-        let error = tested.group().call_each(Note, vec![7; count]).deadline(FAR).await.unwrap_err();
+        let error = tested.group().call_each(Note, vec![7; count]).deadline(LONG_TIMEOUT).await.unwrap_err();
         assert_eq!((error.cause().code(), error.outcomes().len()), (Code::InvalidArgument, 0));
     }
-    let notes = tested.group().call(Notes, ()).deadline(FAR).await.unwrap();
+    let notes = tested.group().call(Notes, ()).deadline(LONG_TIMEOUT).await.unwrap();
     assert!(notes.into_values().iter().all(Vec::is_empty));
 }
 
@@ -91,7 +99,8 @@ async fn a_batch_is_sharded_over_one_axis_and_replicated_over_the_other(fixture:
     let tested = start(fixture, square(), TestWorkerKind::Async).await;
     let dispatch = Dispatch::shard("data").replicate(["tensor"]);
     let group = tested.group();
-    let answers = group.call(Echo, String::new()).batch(rows(6)).dispatch(dispatch).deadline(FAR).await.unwrap();
+    let answers =
+        group.call(Echo, String::new()).batch(rows(6)).dispatch(dispatch).deadline(LONG_TIMEOUT).await.unwrap();
     let got: Vec<_> = answers.replies().iter().map(|reply| (reply.rank, ids(&reply.batch))).collect();
     let (first, second) = (vec![0, 1, 2], vec![3, 4, 5]);
     assert_eq!(got, [(0, first.clone()), (1, first), (2, second.clone()), (3, second)]);
@@ -101,7 +110,8 @@ async fn a_batch_is_sharded_over_one_axis_and_replicated_over_the_other(fixture:
 async fn of_a_free_axis_only_the_first_rank_is_called_or_the_others_without_data(fixture: &dyn GroupFixture) {
     let tested = start(fixture, square(), TestWorkerKind::Async).await;
     let group = tested.group();
-    let call = |dispatch: Dispatch| group.call(Echo, String::new()).batch(rows(4)).dispatch(dispatch).deadline(FAR);
+    let call =
+        |dispatch: Dispatch| group.call(Echo, String::new()).batch(rows(4)).dispatch(dispatch).deadline(LONG_TIMEOUT);
     let answers = call(Dispatch::shard("tensor")).await.unwrap();
     let got: Vec<_> = answers.replies().iter().map(|reply| (reply.rank, ids(&reply.batch))).collect();
     assert_eq!(got, [(0, vec![0, 1]), (1, vec![2, 3])]);
@@ -116,7 +126,8 @@ async fn collect_once_takes_the_answers_of_one_replica_alone(fixture: &dyn Group
     let tested = start(fixture, square(), TestWorkerKind::Async).await;
     let dispatch = Dispatch::shard("data").replicate(["tensor"]).collect_once(["tensor"]);
     let group = tested.group();
-    let answers = group.call(Echo, String::new()).batch(rows(4)).dispatch(dispatch).deadline(FAR).await.unwrap();
+    let answers =
+        group.call(Echo, String::new()).batch(rows(4)).dispatch(dispatch).deadline(LONG_TIMEOUT).await.unwrap();
     let got: Vec<_> = answers.replies().iter().map(|reply| (reply.rank, ids(&reply.batch))).collect();
     assert_eq!(got, [(0, vec![0, 1]), (2, vec![2, 3])]);
     let statuses = group.ask_hosts(&far()).await;
@@ -126,10 +137,10 @@ async fn collect_once_takes_the_answers_of_one_replica_alone(fixture: &dyn Group
 async fn a_call_to_one_rank_leaves_the_others_alone(fixture: &dyn GroupFixture) {
     let tested = line(fixture, 3).await;
     let group = tested.group();
-    let one = group.call(Echo, "only".to_owned()).dispatch(Dispatch::rank(1)).deadline(FAR).await.unwrap();
+    let one = group.call(Echo, "only".to_owned()).dispatch(Dispatch::rank(1)).deadline(LONG_TIMEOUT).await.unwrap();
     assert_eq!(one.into_one().unwrap().value.rank, 1);
-    group.call(Note, 1).dispatch(Dispatch::rank(2)).deadline(FAR).await.unwrap();
-    let notes = group.call(Notes, ()).deadline(FAR).await.unwrap().into_values();
+    group.call(Note, 1).dispatch(Dispatch::rank(2)).deadline(LONG_TIMEOUT).await.unwrap();
+    let notes = group.call(Notes, ()).deadline(LONG_TIMEOUT).await.unwrap().into_values();
     assert_eq!(notes.iter().map(Vec::len).collect::<Vec<_>>(), [0, 0, 1]);
 }
 
@@ -138,7 +149,7 @@ async fn uneven_rows_are_refused_unless_they_are_allowed(fixture: &dyn GroupFixt
     let group = tested.group();
     let call = |uneven| {
         let call = group.call(Echo, String::new()).batch(rows(4)).dispatch(Dispatch::shard("rank"));
-        call.uneven(uneven).deadline(FAR)
+        call.uneven(uneven).deadline(LONG_TIMEOUT)
     };
     let error = call(Uneven::Refuse).await.unwrap_err();
     assert_eq!((error.cause().code(), error.outcomes().len()), (Code::InvalidArgument, 0));
@@ -150,12 +161,13 @@ async fn uneven_rows_are_refused_unless_they_are_allowed(fixture: &dyn GroupFixt
 async fn empty_and_ragged_batches_come_back_as_they_went(fixture: &dyn GroupFixture) {
     let tested = line(fixture, 2).await;
     let group = tested.group();
-    let answers = group.call(Echo, String::new()).dispatch(Dispatch::shard("rank")).deadline(FAR).await.unwrap();
+    let answers =
+        group.call(Echo, String::new()).dispatch(Dispatch::shard("rank")).deadline(LONG_TIMEOUT).await.unwrap();
     assert!(answers.batch().unwrap().is_empty());
     let tokens = Ragged::from_rows(&[vec![1_i32, 2, 3], vec![], vec![4], vec![5, 6]]);
     let batch = rows(4).with("tokens", tokens).unwrap();
     let call = group.call(Echo, String::new()).batch(batch.clone()).dispatch(Dispatch::shard("rank"));
-    assert_eq!(call.deadline(FAR).await.unwrap().batch().unwrap(), batch);
+    assert_eq!(call.deadline(LONG_TIMEOUT).await.unwrap().batch().unwrap(), batch);
 }
 
 async fn started_calls_arrive_in_order_even_if_the_first_is_awaited_last(fixture: &dyn GroupFixture) {
@@ -163,13 +175,13 @@ async fn started_calls_arrive_in_order_even_if_the_first_is_awaited_last(fixture
     let group = tested.group();
     let mut pending = Vec::new();
     for number in 0..50 {
-        pending.push(group.call(Note, number).deadline(FAR).start().await.unwrap());
+        pending.push(group.call(Note, number).deadline(LONG_TIMEOUT).start().await.unwrap());
     }
     while let Some(last) = pending.pop() {
         last.await.unwrap();
     }
     let expected: Vec<String> = (0..50).map(|number: u64| number.to_string()).collect();
-    for notes in group.call(Notes, ()).deadline(FAR).await.unwrap().into_values() {
+    for notes in group.call(Notes, ()).deadline(LONG_TIMEOUT).await.unwrap().into_values() {
         assert_eq!(notes, expected);
     }
 }
@@ -180,7 +192,7 @@ async fn sixteen_group_calls_at_once_to_sixty_four_ranks_all_end(fixture: &dyn G
     let batch = rows(640);
     let calls = (0..16).map(|number: u64| {
         let call = group.call(Echo, number.to_string()).batch(batch.clone()).dispatch(Dispatch::shard("rank"));
-        async move { call.deadline(FAR).await.unwrap() }
+        async move { call.deadline(LONG_TIMEOUT).await.unwrap() }
     });
     for (number, answers) in join_all(calls).await.into_iter().enumerate() {
         assert_eq!(ids(&answers.batch().unwrap()), ids(&batch));
@@ -191,12 +203,12 @@ async fn sixteen_group_calls_at_once_to_sixty_four_ranks_all_end(fixture: &dyn G
 async fn shared_calls_run_beside_each_other(fixture: &dyn GroupFixture) {
     let tested = line(fixture, 1).await;
     let group = tested.group();
-    let held = group.call(HoldShared, ()).deadline(FAR).start().await.unwrap();
+    let held = group.call(HoldShared, ()).deadline(LONG_TIMEOUT).start().await.unwrap();
     until_running(&*group).await;
-    group.call(EchoShared, String::new()).deadline(FAR).await.unwrap();
+    group.call(EchoShared, String::new()).deadline(LONG_TIMEOUT).await.unwrap();
     drop(held);
     // An exclusive call waits for the shared ones; that it runs says that the held one was dropped.
-    group.call(Echo, String::new()).deadline(FAR).await.unwrap();
+    group.call(Echo, String::new()).deadline(LONG_TIMEOUT).await.unwrap();
 }
 
 async fn a_blocking_worker_that_is_not_send_stays_on_its_thread(fixture: &dyn GroupFixture) {
@@ -204,11 +216,11 @@ async fn a_blocking_worker_that_is_not_send_stays_on_its_thread(fixture: &dyn Gr
     let tested = start(fixture, layout, TestWorkerKind::Blocking).await;
     let group = tested.group();
     for number in 0..10 {
-        group.call(Note, number).deadline(FAR).await.unwrap();
+        group.call(Note, number).deadline(LONG_TIMEOUT).await.unwrap();
     }
     let call = group.call(Echo, "blocking".to_owned()).batch(rows(2)).dispatch(Dispatch::shard("rank"));
-    assert_eq!(ids(&call.deadline(FAR).await.unwrap().batch().unwrap()), [0, 1]);
-    let notes = group.call(Notes, ()).deadline(FAR).await.unwrap().into_values();
+    assert_eq!(ids(&call.deadline(LONG_TIMEOUT).await.unwrap().batch().unwrap()), [0, 1]);
+    let notes = group.call(Notes, ()).deadline(LONG_TIMEOUT).await.unwrap().into_values();
     assert!(notes.iter().all(|notes| notes.len() == 10));
 }
 
@@ -216,8 +228,8 @@ async fn a_rank_tells_what_it_runs_and_how_far_it_is(fixture: &dyn GroupFixture)
     let layout = RankLayout::line(2).unwrap();
     let tested = fixture.start(GroupSetup { layout, worker: TestWorkerKind::Async, calls_max: 8 }).await;
     let group = tested.group();
-    let moving = group.call(Advance, 7).dispatch(Dispatch::rank(0)).deadline(FAR).start().await.unwrap();
-    let waiting = group.call(Hold, ()).dispatch(Dispatch::rank(0)).deadline(FAR).start().await.unwrap();
+    let moving = group.call(Advance, 7).dispatch(Dispatch::rank(0)).deadline(LONG_TIMEOUT).start().await.unwrap();
+    let waiting = group.call(Hold, ()).dispatch(Dispatch::rank(0)).deadline(LONG_TIMEOUT).start().await.unwrap();
     let seen = |status: &gym_core::group::WorkerStatus| {
         let told = status.running.iter().any(|call| call.method == "test.advance" && call.progress == 7);
         status.rank == 1 || (told && status.waiting == 1)
@@ -231,7 +243,7 @@ async fn an_unknown_axis_or_rank_is_refused_before_anybody_is_called(fixture: &d
     let tested = line(fixture, 2).await;
     let group = tested.group();
     for dispatch in [Dispatch::shard("pipeline"), Dispatch::rank(2), Dispatch::shard("rank").replicate(["rank"])] {
-        let error = group.call(Note, 1).dispatch(dispatch).deadline(FAR).await.unwrap_err();
+        let error = group.call(Note, 1).dispatch(dispatch).deadline(LONG_TIMEOUT).await.unwrap_err();
         assert_eq!((error.cause().code(), error.outcomes().len()), (Code::InvalidArgument, 0));
     }
 }

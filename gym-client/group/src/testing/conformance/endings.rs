@@ -7,7 +7,10 @@ use gym_core::group::layout::dispatch::Dispatch;
 use gym_core::{Code, Execution};
 
 use super::workers::{Echo, EchoShared, FailOn, Hold, HoldShared, Note, Notes, Panic};
-use super::{FAR, GroupFixture, GroupSetup, NEAR, TestWorkerKind, far, line, run_cases, start, until, until_running};
+use super::{
+    GroupFixture, GroupSetup, LONG_TIMEOUT, SHORT_TIMEOUT, TestWorkerKind, far, line, run_cases, start, until,
+    until_running,
+};
 use crate::call::{FailureKind, GroupError, WorkerGroupExt};
 
 pub(super) async fn run(fixture: &dyn GroupFixture) {
@@ -31,7 +34,7 @@ pub(super) async fn run(fixture: &dyn GroupFixture) {
 }
 
 async fn notes(group: &Arc<dyn WorkerGroupExt>) -> Vec<Vec<String>> {
-    group.call(Notes, ()).deadline(FAR).await.unwrap().into_values()
+    group.call(Notes, ()).deadline(LONG_TIMEOUT).await.unwrap().into_values()
 }
 
 fn kinds(error: &GroupError) -> Vec<FailureKind> {
@@ -41,7 +44,7 @@ fn kinds(error: &GroupError) -> Vec<FailureKind> {
 async fn one_failing_rank_ends_the_call_and_the_others_are_told(fixture: &dyn GroupFixture) {
     let tested = line(fixture, 4).await;
     let group = tested.group();
-    let error = group.call(FailOn, 2).deadline(FAR).await.unwrap_err();
+    let error = group.call(FailOn, 2).deadline(LONG_TIMEOUT).await.unwrap_err();
     let first = error.first().unwrap();
     assert_eq!((first.rank, first.kind()), (2, Some(FailureKind::Exception)));
     assert!(error.to_string().contains("loss is not a number"), "{error}");
@@ -70,7 +73,7 @@ async fn a_caller_that_leaves_is_told_to_every_rank(fixture: &dyn GroupFixture) 
 async fn a_dropped_call_is_told_to_every_rank(fixture: &dyn GroupFixture) {
     let tested = line(fixture, 3).await;
     let group = tested.group();
-    let pending = group.call(Hold, ()).deadline(FAR).start().await.unwrap();
+    let pending = group.call(Hold, ()).deadline(LONG_TIMEOUT).start().await.unwrap();
     until_running(&*group).await;
     drop(pending);
     assert_eq!(notes(&group).await, vec![vec!["told"]; 3]);
@@ -88,7 +91,7 @@ async fn a_deadline_ends_the_call_and_the_ranks_go_on(fixture: &dyn GroupFixture
 /// Calls [`Hold`] until its deadline, with all ranks running it before. On a busy machine they begin later, so a deadline that is too early is
 /// doubled.
 async fn held_beyond_its_deadline(group: &Arc<dyn WorkerGroupExt>) -> GroupError {
-    let mut time = NEAR;
+    let mut time = SHORT_TIMEOUT;
     loop {
         let mut call = group.call(Hold, ()).deadline(time).into_future();
         tokio::select! {
@@ -120,17 +123,17 @@ async fn a_passed_deadline_calls_nobody(fixture: &dyn GroupFixture) {
 async fn a_shared_call_is_dropped_with_its_caller(fixture: &dyn GroupFixture) {
     let tested = line(fixture, 2).await;
     let group = tested.group();
-    let pending = group.call(HoldShared, ()).deadline(FAR).start().await.unwrap();
+    let pending = group.call(HoldShared, ()).deadline(LONG_TIMEOUT).start().await.unwrap();
     until_running(&*group).await;
     drop(pending);
     until(&*group, |status| status.running.is_empty() && status.waiting == 0).await;
-    group.call(Echo, String::new()).deadline(FAR).await.unwrap();
+    group.call(Echo, String::new()).deadline(LONG_TIMEOUT).await.unwrap();
 }
 
 async fn a_replaced_rank_ends_the_call_that_waits_for_it(fixture: &dyn GroupFixture) {
     let tested = line(fixture, 3).await;
     let group = tested.group();
-    let pending = group.call(Hold, ()).deadline(FAR).start().await.unwrap();
+    let pending = group.call(Hold, ()).deadline(LONG_TIMEOUT).start().await.unwrap();
     until_running(&*group).await;
     tested.replace(1).await;
     let error = pending.await.unwrap_err();
@@ -147,7 +150,7 @@ async fn a_replaced_rank_takes_calls_in_its_new_life(fixture: &dyn GroupFixture)
     let group = tested.group();
     tested.replace(0).await;
     group.ready(&far()).await.unwrap();
-    let answers = group.call(Echo, String::new()).deadline(FAR).await.unwrap().into_values();
+    let answers = group.call(Echo, String::new()).deadline(LONG_TIMEOUT).await.unwrap().into_values();
     assert_eq!(answers.iter().map(|echoed| echoed.incarnation).collect::<Vec<_>>(), [2, 1]);
 }
 
@@ -155,13 +158,13 @@ async fn a_full_queue_refuses_at_once_without_starting(fixture: &dyn GroupFixtur
     let layout = RankLayout::line(1).unwrap();
     let tested = fixture.start(GroupSetup { layout, worker: TestWorkerKind::Async, calls_max: 3 }).await;
     let group = tested.group();
-    let held = group.call(Hold, ()).deadline(FAR).start().await.unwrap();
+    let held = group.call(Hold, ()).deadline(LONG_TIMEOUT).start().await.unwrap();
     let mut waiting = Vec::new();
     for number in 0..2 {
-        waiting.push(group.call(Note, number).deadline(FAR).start().await.unwrap());
+        waiting.push(group.call(Note, number).deadline(LONG_TIMEOUT).start().await.unwrap());
     }
     until(&*group, |status| status.running.len() == 1 && status.waiting == 2).await;
-    let error = group.call(Note, 2).deadline(FAR).await.unwrap_err();
+    let error = group.call(Note, 2).deadline(LONG_TIMEOUT).await.unwrap_err();
     assert_eq!((error.cause().code(), error.execution()), (Code::ResourceExhausted, Execution::NotStarted));
     assert_eq!(kinds(&error), [FailureKind::Refused]);
     assert!(error.may_resend());
@@ -177,10 +180,10 @@ async fn a_call_in_line_is_answered_at_its_deadline_and_leaves_its_place(fixture
     for worker in [TestWorkerKind::Async, TestWorkerKind::Blocking] {
         let tested = fixture.start(GroupSetup { layout: RankLayout::line(1).unwrap(), worker, calls_max: 3 }).await;
         let group = tested.group();
-        let held = group.call(Hold, ()).deadline(FAR).start().await.unwrap();
+        let held = group.call(Hold, ()).deadline(LONG_TIMEOUT).start().await.unwrap();
         until_running(&*group).await;
         for number in 0..6 {
-            let late = group.call(Note, number).deadline(NEAR).await.unwrap_err();
+            let late = group.call(Note, number).deadline(SHORT_TIMEOUT).await.unwrap_err();
             assert_eq!(late.cause().code(), Code::DeadlineExceeded, "{late:?}");
             until(&*group, |status| status.running.len() == 1 && status.waiting == 0).await;
         }
@@ -194,19 +197,19 @@ async fn a_call_behind_a_shared_one_is_answered_at_its_deadline_and_leaves_its_p
     let tested = fixture.start(GroupSetup { layout, worker: TestWorkerKind::Async, calls_max: 3 }).await;
     let group = tested.group();
     // A shared call holds the first exclusive one up, that one the others.
-    let shared = group.call(HoldShared, ()).deadline(FAR).start().await.unwrap();
-    let held = group.call(Hold, ()).deadline(FAR).start().await.unwrap();
-    let late = group.call(Note, 1).deadline(NEAR).await.unwrap_err();
+    let shared = group.call(HoldShared, ()).deadline(LONG_TIMEOUT).start().await.unwrap();
+    let held = group.call(Hold, ()).deadline(LONG_TIMEOUT).start().await.unwrap();
+    let late = group.call(Note, 1).deadline(SHORT_TIMEOUT).await.unwrap_err();
     assert_eq!(late.cause().code(), Code::DeadlineExceeded);
     until(&*group, |status| status.running.len() == 1 && status.waiting == 1).await;
     drop(shared);
     until(&*group, |status| status.running.iter().any(|call| call.method == "test.hold")).await;
-    let late = [2, 3].map(|number| group.call(Note, number).deadline(NEAR).into_future());
+    let late = [2, 3].map(|number| group.call(Note, number).deadline(SHORT_TIMEOUT).into_future());
     for late in futures_util::future::join_all(late).await {
         assert_eq!(late.unwrap_err().cause().code(), Code::DeadlineExceeded);
     }
     until(&*group, |status| status.running.len() == 1 && status.waiting == 0).await;
-    let waits = group.call(Note, 5).deadline(FAR).start().await.unwrap();
+    let waits = group.call(Note, 5).deadline(LONG_TIMEOUT).start().await.unwrap();
     drop(held);
     waits.await.unwrap();
     assert_eq!(notes(&group).await, [["told", "5"]]);
@@ -216,11 +219,11 @@ async fn a_call_in_line_leaves_its_place_with_its_caller(fixture: &dyn GroupFixt
     for worker in [TestWorkerKind::Async, TestWorkerKind::Blocking] {
         let tested = fixture.start(GroupSetup { layout: RankLayout::line(1).unwrap(), worker, calls_max: 3 }).await;
         let group = tested.group();
-        let held = group.call(Hold, ()).deadline(FAR).start().await.unwrap();
+        let held = group.call(Hold, ()).deadline(LONG_TIMEOUT).start().await.unwrap();
         until(&*group, |status| status.running.len() == 1).await;
-        let stays = group.call(Note, 1).deadline(FAR).start().await.unwrap();
+        let stays = group.call(Note, 1).deadline(LONG_TIMEOUT).start().await.unwrap();
         for number in 2..20 {
-            let leaves = group.call(Note, number).deadline(FAR).start().await.unwrap();
+            let leaves = group.call(Note, number).deadline(LONG_TIMEOUT).start().await.unwrap();
             until(&*group, |status| status.waiting == 2).await;
             drop(leaves);
             until(&*group, |status| status.waiting == 1).await;
@@ -234,12 +237,12 @@ async fn a_call_in_line_leaves_its_place_with_its_caller(fixture: &dyn GroupFixt
 async fn a_call_that_has_left_the_line_holds_up_nobody(fixture: &dyn GroupFixture) {
     let tested = line(fixture, 1).await;
     let group = tested.group();
-    let _shared = group.call(HoldShared, ()).deadline(FAR).start().await.unwrap();
+    let _shared = group.call(HoldShared, ()).deadline(LONG_TIMEOUT).start().await.unwrap();
     until_running(&*group).await;
     // It waits for the shared one, and with it whoever comes after.
-    let exclusive = group.call(Note, 1).deadline(FAR).start().await.unwrap();
+    let exclusive = group.call(Note, 1).deadline(LONG_TIMEOUT).start().await.unwrap();
     until(&*group, |status| status.waiting == 1).await;
-    let after = group.call(EchoShared, String::new()).deadline(FAR).start().await.unwrap();
+    let after = group.call(EchoShared, String::new()).deadline(LONG_TIMEOUT).start().await.unwrap();
     drop(exclusive);
     after.await.unwrap();
 }
@@ -247,11 +250,11 @@ async fn a_call_that_has_left_the_line_holds_up_nobody(fixture: &dyn GroupFixtur
 async fn a_panic_is_an_error_of_its_rank_and_the_worker_lives_on(fixture: &dyn GroupFixture) {
     let tested = line(fixture, 1).await;
     let group = tested.group();
-    let error = group.call(Panic, ()).dispatch(Dispatch::rank(0)).deadline(FAR).await.unwrap_err();
+    let error = group.call(Panic, ()).dispatch(Dispatch::rank(0)).deadline(LONG_TIMEOUT).await.unwrap_err();
     assert_eq!((error.cause().code(), error.execution()), (Code::Internal, Execution::Finished));
     assert!(error.to_string().contains("the worker lost its mind"), "{error}");
     assert_eq!(kinds(&error), [FailureKind::Exception]);
-    group.call(Echo, String::new()).deadline(FAR).await.unwrap();
+    group.call(Echo, String::new()).deadline(LONG_TIMEOUT).await.unwrap();
 }
 
 async fn a_blocking_worker_is_told_and_its_panic_caught(fixture: &dyn GroupFixture) {
@@ -259,7 +262,7 @@ async fn a_blocking_worker_is_told_and_its_panic_caught(fixture: &dyn GroupFixtu
     let group = tested.group();
     let error = held_beyond_its_deadline(&group).await;
     assert_eq!(error.cause().code(), Code::DeadlineExceeded);
-    let error = group.call(Panic, ()).deadline(FAR).await.unwrap_err();
+    let error = group.call(Panic, ()).deadline(LONG_TIMEOUT).await.unwrap_err();
     assert!(error.to_string().contains("the worker lost its mind"), "{error}");
     all_were_told(&group, 2).await;
 }

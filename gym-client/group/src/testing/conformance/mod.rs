@@ -31,9 +31,9 @@ pub use rogues::group_rogues;
 pub use workers::{TestBlockingWorker, TestWorker};
 
 /// A deadline that no call is meant to reach.
-const FAR: Duration = Duration::from_secs(60);
+const LONG_TIMEOUT: Duration = Duration::from_secs(60);
 /// A deadline that a call is meant to reach.
-const NEAR: Duration = Duration::from_millis(100);
+const SHORT_TIMEOUT: Duration = Duration::from_millis(100);
 
 /// What a case asks of a fresh group.
 #[derive(Clone, Debug)]
@@ -248,7 +248,7 @@ fn square() -> RankLayout {
 }
 
 fn far() -> CallContext {
-    CallContext::within(FAR)
+    CallContext::within(LONG_TIMEOUT)
 }
 
 /// Asks the hosts until `ready` says so of all of them.

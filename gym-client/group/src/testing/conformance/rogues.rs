@@ -15,7 +15,7 @@ use gym_core::transport::{Handler, handler_fn};
 use gym_core::{Code, Execution};
 
 use super::workers::Echo;
-use super::{FAR, ServedGroup, member};
+use super::{LONG_TIMEOUT, ServedGroup, member};
 use crate::call::{FailureKind, GroupError, WorkerGroupExt};
 
 /// Runs the cases of ranks that lie, each a handler that `connect` serves.
@@ -52,7 +52,7 @@ async fn call(channel: Channel) -> GroupError {
     let layout = RankLayout::line(1).expect("one rank");
     let group =
         ServedGroup { name: "served".into(), layout, view: watch::Sender::new(Arc::new(GroupView::new(1, members))) };
-    group.call(Echo, "hello".to_owned()).deadline(FAR).await.expect_err("the rank lies")
+    group.call(Echo, "hello".to_owned()).deadline(LONG_TIMEOUT).await.expect_err("the rank lies")
 }
 
 fn lies() -> Vec<(&'static str, Code, Response)> {

@@ -23,13 +23,13 @@ use crate::collect::files::OutputFiles;
 use crate::collect::run::{CollectProgress, RolloutEvent, RolloutEventKind, RolloutObserver};
 
 /// Interval of the reports: short enough for a page, and a thousandth of what a rollout server does in that time.
-const REPORT_EVERY: Duration = Duration::from_secs(1);
+const REPORT_INTERVAL: Duration = Duration::from_secs(1);
 /// Limit for one report.
 const REPORT_TIMEOUT: Duration = Duration::from_secs(5);
 /// Limit for the last report of a run.
 const END_TIMEOUT: Duration = Duration::from_secs(2);
 /// Interval of the agents' summaries, which cost time for each task.
-const SUMMARIES_EVERY: Duration = Duration::from_secs(5);
+const SUMMARIES_INTERVAL: Duration = Duration::from_secs(5);
 /// Attempts of one report. An event costs a rollout a few microseconds, so a sample bounds that to 1 % of a core's time.
 const ENDED_MAX: u32 = 200;
 /// Attempts that wait for a report, while the monitor does not respond.
@@ -167,7 +167,7 @@ struct Reports {
 
 impl Reports {
     async fn run(mut self, mut ends: oneshot::Receiver<&'static str>) {
-        let mut ticks = interval(REPORT_EVERY);
+        let mut ticks = interval(REPORT_INTERVAL);
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let mut warned = false;
         loop {
@@ -219,7 +219,7 @@ impl Reports {
     async fn report(&mut self, end: Option<&'static str>) -> CollectionReport {
         let rows = self.rows().await;
         let snapshot = self.progress.snapshot();
-        let old = self.agents.as_ref().is_none_or(|(made, _)| made.elapsed() >= SUMMARIES_EVERY);
+        let old = self.agents.as_ref().is_none_or(|(made, _)| made.elapsed() >= SUMMARIES_INTERVAL);
         if old || end.is_some() {
             let summaries = self.progress.agent_summaries();
             let agents = summaries

@@ -19,7 +19,7 @@ use crate::collect::observe::tensorboard::record;
 use crate::collect::run::{CollectProgress, ProgressSnapshot};
 
 /// Interval of the scalars: a day of collecting is 8,640 points.
-const EVERY: Duration = Duration::from_secs(10);
+const WRITE_INTERVAL: Duration = Duration::from_secs(10);
 /// Limit for the last write of a run.
 const END_TIMEOUT: Duration = Duration::from_secs(5);
 /// Bytes of scalars that wait for a disk: some hours.
@@ -171,7 +171,7 @@ impl ScalarWriter {
             tokio::select! {
                 biased;
                 _ = &mut ends => last = true,
-                () = tokio::time::sleep(EVERY) => {}
+                () = tokio::time::sleep(WRITE_INTERVAL) => {}
             }
             if let Some(target) = self.target.take() {
                 self.write(target).await;
@@ -273,7 +273,7 @@ mod tests {
         assert_eq!(file.end().await, None);
         let [point] = lengths()[..] else { panic!("one file") };
         let file = start(true, "2");
-        tokio::time::sleep(EVERY * 3 + EVERY / 2).await;
+        tokio::time::sleep(WRITE_INTERVAL * 3 + WRITE_INTERVAL / 2).await;
         assert_eq!(file.end().await, None);
         let version = 40;
         assert_eq!(lengths(), [point, version + 4 * (point - version)]);

@@ -15,9 +15,9 @@ use crate::message::CallContext;
 
 const SUM: Collective = Collective::AllReduce(ReduceOp::Sum);
 /// The deadline of a call that nobody meets.
-const SOON: Duration = Duration::from_millis(200);
+const SHORT_TIMEOUT: Duration = Duration::from_millis(200);
 /// The time after a deadline in which every rank must have ended.
-const MOMENT: Duration = Duration::from_secs(5);
+const MARGIN_TIMEOUT: Duration = Duration::from_secs(5);
 
 fn floats(elements: usize) -> Buffer {
     buffer(DType::F32, &vec![0; elements * 4])
@@ -25,7 +25,7 @@ fn floats(elements: usize) -> Buffer {
 
 /// Checks that a transfer has failed, and that its buffer came back. Returns the error.
 async fn failed(transfer: Transfer, bytes: usize, what: &str) -> Error {
-    let ended = tokio::time::timeout(MOMENT, transfer).await;
+    let ended = tokio::time::timeout(MARGIN_TIMEOUT, transfer).await;
     let Moved { buffer, result } = ended.unwrap_or_else(|_| panic!("{what}: does not end"));
     assert_eq!(buffer.bytes(), bytes, "{what}: the buffer comes back");
     result.expect_err(what)
@@ -34,7 +34,7 @@ async fn failed(transfer: Transfer, bytes: usize, what: &str) -> Error {
 /// Checks that the meeting has failed on every rank with this cause, now and for later calls.
 async fn check_closed(communicators: &Ranks, cause: &Error) {
     for rank in communicators {
-        let closed = tokio::time::timeout(MOMENT, rank.closed()).await.expect("the meeting is closed");
+        let closed = tokio::time::timeout(MARGIN_TIMEOUT, rank.closed()).await.expect("the meeting is closed");
         same(&closed, cause);
         for operation in [SUM, Collective::AllGather, Collective::Send { to: rank.meeting().rank }] {
             let later = failed(rank.start(&cx(), operation, floats(3)), 12, "a later call").await;
@@ -167,21 +167,28 @@ pub(super) async fn a_passed_deadline_names_the_ranks_that_did_not_call(fixture:
     let (communicators, numbers) = (meeting(fixture, 4).await, ranks(4));
     let began = Instant::now();
     // The deadline of one call ends all, also a call that has more time and one of another operation.
-    let soon = CallContext::within(SOON);
+    let soon = CallContext::within(SHORT_TIMEOUT);
     let first = communicators[0].start(&soon, SUM, floats(4));
     let third = communicators[2].start(&cx(), SUM, floats(4));
     let send = communicators[2].start(&cx(), Collective::Send { to: numbers[0] }, floats(2));
     let (first, third, send) =
         tokio::join!(failed(first, 16, "the first"), failed(third, 16, "the third"), failed(send, 8, "the send"));
-    assert!(began.elapsed() >= SOON && began.elapsed() < SOON + MOMENT, "{:?}", began.elapsed());
+    assert!(
+        began.elapsed() >= SHORT_TIMEOUT && began.elapsed() < SHORT_TIMEOUT + MARGIN_TIMEOUT,
+        "{:?}",
+        began.elapsed()
+    );
     assert_eq!(first.code(), Code::DeadlineExceeded, "{first}");
     says(&first, &["all_reduce 0 of meeting", &format!("ranks {}, {} have not called", numbers[1], numbers[3])]);
     [&third, &send].into_iter().for_each(|error| same(error, &first));
     check_closed(&communicators, &first).await;
 
     let communicators = meeting(fixture, 2).await;
-    let receive =
-        communicators[1].start(&CallContext::within(SOON), Collective::Receive { from: numbers[0] }, floats(1));
+    let receive = communicators[1].start(
+        &CallContext::within(SHORT_TIMEOUT),
+        Collective::Receive { from: numbers[0] },
+        floats(1),
+    );
     let error = failed(receive, 4, "a receive").await;
     says(&error, &[&format!("receive 0 from rank {}", numbers[0]), &format!("rank {} has not called", numbers[0])]);
     // A deadline that has passed before the call ends the meeting too: the other ranks wait for this one.
@@ -193,8 +200,10 @@ pub(super) async fn a_passed_deadline_names_the_ranks_that_did_not_call(fixture:
     same(&waiting, &late);
     // A dropped transfer keeps its deadline.
     let communicators = meeting(fixture, 2).await;
-    drop(communicators[0].start(&CallContext::within(SOON), SUM, floats(1)));
-    let closed = tokio::time::timeout(SOON + MOMENT, communicators[1].closed()).await.expect("the deadline passes");
+    drop(communicators[0].start(&CallContext::within(SHORT_TIMEOUT), SUM, floats(1)));
+    let closed = tokio::time::timeout(SHORT_TIMEOUT + MARGIN_TIMEOUT, communicators[1].closed())
+        .await
+        .expect("the deadline passes");
     assert_eq!(closed.code(), Code::DeadlineExceeded, "{closed}");
 }
 

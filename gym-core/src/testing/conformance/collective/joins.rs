@@ -8,7 +8,7 @@ use crate::group::collective::{CommunicatorExt, Meeting};
 use crate::message::{CallContext, Incarnation};
 
 /// The deadline of a join that nobody meets. The ranks that join answer each other within it.
-const SOON: Duration = Duration::from_secs(1);
+const SHORT_TIMEOUT: Duration = Duration::from_secs(1);
 
 fn rejected<T>(joined: Result<T>, code: Code, texts: &[&str]) {
     let Err(error) = joined else { panic!("the join must fail with {code:?}") };
@@ -41,7 +41,7 @@ pub(super) async fn a_join_that_fails_names_the_missing_ranks_and_may_be_repeate
     // The ranks have met before: a rank is missing because it does not join, not because it is being connected to.
     drop(meeting(fixture, 4).await);
     let gathering = Gathering::of(fixture, &numbers).await;
-    let soon = CallContext::within(SOON);
+    let soon = CallContext::within(SHORT_TIMEOUT);
     let missing = format!("ranks {}, {} have not joined", numbers[1], numbers[3]);
     let (first, third) = tokio::join!(gathering.join(&soon, 0), gathering.join(&soon, 2));
     for joined in [first, third] {

@@ -7,7 +7,7 @@ use bytes::Bytes;
 use tokio::sync::Barrier;
 use tokio::time::Instant;
 
-use super::{FAR, Fixture, Make, far, post, probe, run_cases};
+use super::{Fixture, LONG_TIMEOUT, Make, far, post, probe, run_cases};
 use crate::base::error::{Code, Error, Execution};
 use crate::message::{CallContext, ContentType, Message, Request, Response, Rope, Status, Verb};
 use crate::message::{Incarnation, TraceContext};
@@ -265,7 +265,7 @@ async fn no_more_time_arrives_than_the_caller_has(make: Make<'_>) {
     .await;
     let channel = fixture.channel().await;
     let begin = Instant::now();
-    let cx = CallContext::within(FAR);
+    let cx = CallContext::within(LONG_TIMEOUT);
     let deadline = cx.deadline;
     channel.call(post(cx, "/run")).await.expect("an answer");
     let at_peer = seen.started().await.context.deadline;

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use futures_util::FutureExt;
 
-use super::{Fixture, Make, NEAR, far, near, post, probe, run_cases};
+use super::{Fixture, Make, SHORT_TIMEOUT, far, near, post, probe, run_cases};
 use crate::base::error::{Code, Error, Execution};
 use crate::message::CallContext;
 use crate::message::{Request, Response};
@@ -91,7 +91,7 @@ async fn the_deadline_ends_the_wait_for_room(make: Make<'_>) {
 
 async fn the_deadline_ends_the_wait_for_an_answer(make: Make<'_>) {
     // On a busy machine a call needs longer to reach its handler, and a call that does not reach it waits for something else.
-    let mut time = NEAR;
+    let mut time = SHORT_TIMEOUT;
     while !the_handler_is_reached_and_the_deadline_ends_the_wait(make, time).await {
         time *= 2;
     }

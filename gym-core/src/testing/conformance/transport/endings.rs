@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::{FAR, Fixture, Make, far, post, probe, run_cases};
+use super::{Fixture, LONG_TIMEOUT, Make, far, post, probe, run_cases};
 use crate::base::error::{Code, Error, Execution};
 use crate::message::{Request, Response};
 use crate::transport::ConnectOptions;
@@ -106,7 +106,7 @@ async fn closing_a_channel_waits_for_its_calls(make: Make<'_>) {
     });
     seen.started().await;
     // `join!` polls the close first, so it has begun before the other futures continue.
-    let (closed, ()) = tokio::join!(biased; channel.close(FAR), async {
+    let (closed, ()) = tokio::join!(biased; channel.close(LONG_TIMEOUT), async {
         let error = channel.call(post(far(), "/now")).await.expect_err("it is closing");
         assert_eq!(code_and_execution(&error), REFUSED, "{error}");
         assert!(seen.nothing_started(), "a refused call is not run");
@@ -145,7 +145,7 @@ async fn two_channels_are_independent(make: Make<'_>) {
     });
     seen.started().await;
     other.call(post(far(), "/now")).await.expect("it has room of its own");
-    other.close(FAR).await.expect("nothing is running on it");
+    other.close(LONG_TIMEOUT).await.expect("nothing is running on it");
     seen.release.notify_one();
     running.await.expect("no panic").expect("the other one's end is not its own");
 }

@@ -25,9 +25,9 @@ use crate::transport::Handler;
 use crate::transport::{ConnectOptions, Connector, Endpoint, Listener};
 
 /// A deadline that no call reaches.
-const FAR: Duration = Duration::from_secs(60);
+const LONG_TIMEOUT: Duration = Duration::from_secs(60);
 /// A deadline that a call reaches.
-const NEAR: Duration = Duration::from_millis(60);
+const SHORT_TIMEOUT: Duration = Duration::from_millis(60);
 
 /// The limits that a case requests of a new pair.
 #[derive(Clone, Copy, Debug)]
@@ -158,11 +158,11 @@ async fn accept(mut listener: Box<dyn Listener>, handler: Arc<dyn Handler>, drai
 }
 
 fn far() -> CallContext {
-    CallContext::within(FAR)
+    CallContext::within(LONG_TIMEOUT)
 }
 
 fn near() -> CallContext {
-    CallContext::within(NEAR)
+    CallContext::within(SHORT_TIMEOUT)
 }
 
 fn post(cx: CallContext, route: &'static str) -> Request {

@@ -32,7 +32,7 @@ proptest! {
         (incarnation, trace_id, span_id, sampled) in any::<(Option<u64>, u128, u64, bool)>(),
         (reply, pairs, sizes) in (any::<u32>(), pairs(), prop::collection::vec(0..99_usize, 0..4)),
     ) {
-        let mut context = CallContext::within(FAR);
+        let mut context = CallContext::within(LONG_TIMEOUT);
         context.incarnation = incarnation.map(Incarnation);
         context.trace = TraceContext { trace_id, span_id, sampled };
         context.metadata = metadata(&pairs);
@@ -47,7 +47,7 @@ proptest! {
         prop_assert_eq!(read.context.incarnation, context.incarnation);
         prop_assert_eq!(read.context.reply_bytes_max, reply as usize);
         prop_assert_eq!(&read.context.metadata, &context.metadata);
-        prop_assert!(read.context.remaining() <= FAR && read.content_type == ContentType::Json);
+        prop_assert!(read.context.remaining() <= LONG_TIMEOUT && read.content_type == ContentType::Json);
         if trace_id != 0 {
             prop_assert_eq!(read.context.trace, context.trace);
         }

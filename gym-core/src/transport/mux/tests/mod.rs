@@ -21,7 +21,7 @@ use crate::transport::Handler;
 use crate::transport::{Channel, PathInfo};
 
 /// Far longer than any test needs, so that only a hang reaches it.
-const FAR: Duration = Duration::from_secs(20);
+const LONG_TIMEOUT: Duration = Duration::from_secs(20);
 const CALLS_MAX: usize = 100;
 
 #[derive(Debug)]
@@ -202,7 +202,7 @@ impl Pair {
     /// Delivers posted messages until the future completes.
     async fn during<T>(&self, future: impl Future<Output = T>) -> T {
         let mut future = std::pin::pin!(future);
-        tokio::time::timeout(FAR, async {
+        tokio::time::timeout(LONG_TIMEOUT, async {
             loop {
                 if let std::task::Poll::Ready(done) = futures_util::poll!(&mut future) {
                     return done;
@@ -221,7 +221,7 @@ impl Pair {
 }
 
 fn post(route: &'static str) -> Request {
-    Request::post(CallContext::within(FAR), route, "{}")
+    Request::post(CallContext::within(LONG_TIMEOUT), route, "{}")
 }
 
 fn with_segment(route: &'static str, bytes: usize) -> Request {

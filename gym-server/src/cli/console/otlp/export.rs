@@ -24,11 +24,11 @@ const WAITING_MAX: usize = 16_384;
 /// Spans of one request: some hundred kilobytes.
 const BATCH_MAX: usize = 1_024;
 /// Time in which spans are gathered for one request.
-const BATCH_TIME: Duration = Duration::from_millis(500);
+const BATCH_TIMEOUT: Duration = Duration::from_millis(500);
 /// Limit for a request. A collector that takes longer gets no more of these spans.
 const SEND_TIMEOUT: Duration = Duration::from_secs(2);
 /// Time for a request that runs when the program ends, and for the last spans: more than two requests.
-const FLUSH_TIME: Duration = Duration::from_secs(5);
+const FLUSH_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The ends of the queue, before there is a runtime.
 pub(in crate::cli) struct ExportSetup {
@@ -113,7 +113,7 @@ impl ExportSetup {
                     }
                     false
                 };
-                tokio::time::timeout(BATCH_TIME, rest).await.unwrap_or(false)
+                tokio::time::timeout(BATCH_TIMEOUT, rest).await.unwrap_or(false)
             };
             last = tokio::select! {
                 biased;
@@ -160,7 +160,7 @@ impl SpanExport {
     /// Sends what is left, within a limit. Returns the number of spans that were dropped.
     pub(in crate::cli) async fn end(mut self) -> u64 {
         self.ended.cancel();
-        if tokio::time::timeout(FLUSH_TIME, &mut self.task).await.is_err() {
+        if tokio::time::timeout(FLUSH_TIMEOUT, &mut self.task).await.is_err() {
             self.task.abort();
         }
         self.counts.dropped.load(Ordering::Relaxed)

@@ -17,7 +17,7 @@ const SMALL_SUMS: usize = 200;
 const LARGE: usize = 4 << 20;
 const LARGE_SUMS: u32 = 8;
 /// The time for the ranks to exit.
-const GRACE: Duration = Duration::from_secs(1);
+const STOP_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Adds the workers of the self-test to those of a program.
 pub(in crate::cli) fn workers(of_program: &Workers) -> Workers {
@@ -68,7 +68,7 @@ async fn measure(within: Duration) -> Result<SelfTest> {
     let local = Local::new(workers(&Workers::new()));
     let group = Group::start(&cx, &local, spec, GroupOptions::new(Transports::standard())).await?;
     let measured = group.call(summing::measure, ()).deadline(within).await;
-    let ended = group.shutdown(GRACE).await;
+    let ended = group.shutdown(STOP_TIMEOUT).await;
     let times = measured?.into_values();
     ended?;
     let slowest = |of: fn(&(f64, f64)) -> f64| times.iter().map(of).fold(0.0, f64::max);

@@ -23,15 +23,15 @@ use crate::environment::POOL_IMPLEMENTATION;
 use crate::stack::{Servers, live_servers};
 
 /// Waits between two attempts to reach the head server: doubled from the first to the last.
-const RETRY_FIRST: Duration = Duration::from_millis(50);
-const RETRY_LAST: Duration = Duration::from_secs(1);
+const FIRST_RETRY_INTERVAL: Duration = Duration::from_millis(50);
+const LAST_RETRY_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Time between two messages while the head server does not respond.
-const SAY_EVERY: Duration = Duration::from_secs(10);
+const LOG_INTERVAL: Duration = Duration::from_secs(10);
 
 /// Time in which a server may appear whose name resembles a known one. Other workers may start at the same time; a typing error must
 /// not cost the whole wait.
-const NEAR_WAIT: Duration = Duration::from_secs(5);
+const NEAR_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The head server of a command, and how long to wait for it.
 pub(in crate::cli) struct HeadOptions<'a> {
@@ -119,7 +119,7 @@ async fn wait_for_head<T, F: Future<Output = Result<T>>>(
 ) -> Result<T, Failure> {
     let began = Instant::now();
     let deadline = began + limit;
-    let (mut wait, mut next) = (RETRY_FIRST, began);
+    let (mut wait, mut next) = (FIRST_RETRY_INTERVAL, began);
     loop {
         let error = match ask(CallContext::until(deadline)).await {
             Ok(answer) => return Ok(answer),
@@ -133,7 +133,7 @@ async fn wait_for_head<T, F: Future<Output = Result<T>>>(
             // Who named a wrong address does not wait for the end to learn how it is corrected.
             let fix = if next == began { format!("\n  fix: {HEAD_FIX}") } else { String::new() };
             while next <= Instant::now() {
-                next += SAY_EVERY;
+                next += LOG_INTERVAL;
             }
             let (waited, head) = (began.elapsed().as_secs(), registry.head());
             console.line(&format!(
@@ -143,7 +143,7 @@ async fn wait_for_head<T, F: Future<Output = Result<T>>>(
         }
         // The line comes on time, also between two attempts.
         sleep(wait.min(next.saturating_duration_since(Instant::now()))).await;
-        wait = (wait * 2).min(RETRY_LAST);
+        wait = (wait * 2).min(LAST_RETRY_INTERVAL);
     }
 }
 
@@ -159,7 +159,7 @@ pub(in crate::cli) async fn look_up(
         return Ok(());
     }
     let began = Instant::now();
-    let (mut wait, mut said) = (RETRY_FIRST, None::<String>);
+    let (mut wait, mut said) = (FIRST_RETRY_INTERVAL, None::<String>);
     loop {
         let text = wait_for_head(registry, limit, console, |cx| {
             let registry = registry.clone();
@@ -182,7 +182,7 @@ pub(in crate::cli) async fn look_up(
         let near = missing.iter().any(|wanted| wanted.nearest(&of_kind(wanted)).is_some());
         let problems: Vec<Problem> = missing.iter().map(|wanted| wanted.problem(&of_kind(wanted))).collect();
         let text = problems.iter().map(Problem::to_string).collect::<Vec<_>>().join("\n");
-        let limit = if near { limit.min(NEAR_WAIT) } else { limit };
+        let limit = if near { limit.min(NEAR_TIMEOUT) } else { limit };
         if began.elapsed() + wait >= limit {
             return Err(Failure::Usage(format!(
                 "{text}\n  note: the head server {} has no such server either, after {limit:?}",
@@ -194,7 +194,7 @@ pub(in crate::cli) async fn look_up(
             said = Some(text);
         }
         sleep(wait).await;
-        wait = (wait * 2).min(RETRY_LAST);
+        wait = (wait * 2).min(LAST_RETRY_INTERVAL);
     }
     let names: Vec<&str> = loaded.config.elsewhere.iter().map(|wanted| wanted.name.as_str()).collect();
     console.line(&format!("{}: looked up at the head server {}", names.join(", "), registry.head()));

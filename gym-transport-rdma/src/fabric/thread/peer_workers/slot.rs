@@ -17,7 +17,7 @@ use crate::fabric::thread::peer_workers::process::PeerProcess;
 use crate::ucx::{Endpoint, Outgoing, Protocol, Worker};
 
 /// Time that a shutdown waits for a closing worker, and that a worker is kept for a peer that never connected.
-pub(crate) const CLOSE_WITHIN: Duration = Duration::from_secs(1);
+pub(crate) const CLOSE_TIMEOUT: Duration = Duration::from_secs(1);
 /// Time that a worker without operations of its own is kept until the peer reports that it has none either.
 const FINISH_TIMEOUT: Duration = Duration::from_secs(60);
 
@@ -110,7 +110,7 @@ impl ClosingSlot {
 impl Slot {
     /// Whether the peer may still connect to the worker's address, unless a connection has opened.
     pub(crate) fn may_be_used_by_peer(&self, now: Instant) -> bool {
-        self.advertised.load(Ordering::Relaxed) && now < self.until + CLOSE_WITHIN
+        self.advertised.load(Ordering::Relaxed) && now < self.until + CLOSE_TIMEOUT
     }
 
     /// Whether the peer no longer reads or writes.
@@ -128,7 +128,7 @@ impl Slot {
                 let since = now.duration_since(closing.since);
                 let agreed = self.peer_finished && closing.has_sent_final();
                 // Only a hello can be in flight to a peer that never connected.
-                let without_hello = closing.endpoint.is_none() || since >= CLOSE_WITHIN;
+                let without_hello = closing.endpoint.is_none() || since >= CLOSE_TIMEOUT;
                 let unused = !closing.was_open && without_hello && !self.may_be_used_by_peer(now);
                 agreed || unused || self.peer_is_over() || (!closing.has_operations() && since >= FINISH_TIMEOUT)
             }
@@ -141,7 +141,7 @@ impl Slot {
             SlotStage::Free => true,
             SlotStage::Released => false,
             SlotStage::Taken(_) => self.process.has_ended(),
-            SlotStage::Closing(closing) => self.peer_is_over() || now.duration_since(closing.since) < CLOSE_WITHIN,
+            SlotStage::Closing(closing) => self.peer_is_over() || now.duration_since(closing.since) < CLOSE_TIMEOUT,
         }
     }
 

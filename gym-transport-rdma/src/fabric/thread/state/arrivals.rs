@@ -15,7 +15,7 @@ use crate::fabric::protocol::identity::ConnectionId;
 use crate::fabric::protocol::prefix::{MessageKind, MessagePrefix, URGENT_BYTES_MAX, read_hello};
 use crate::fabric::thread::peer::{IncomingMessage, IncomingPayload, PeerClose, Phase};
 use crate::fabric::thread::state::callbacks::{Callback, CallbackQueue, Origin};
-use crate::fabric::thread::state::{CloseMode, FabricState, PEER_CLOSE_WITHIN, UnidentifiedPeer};
+use crate::fabric::thread::state::{CloseMode, FabricState, PEER_CLOSE_TIMEOUT, UnidentifiedPeer};
 use crate::memory::Buffer;
 use crate::ucx::{Announcement, Endpoint, RawRequest, Status};
 
@@ -132,7 +132,7 @@ impl FabricState {
             (MessageKind::Ordered, Phase::Open) => self.deliver_message(id, message),
             (MessageKind::Close, Phase::Open) => {
                 peer.phase = Phase::PeerClosing { peer_close: PeerClose::Received };
-                peer.deadline = Some(Instant::now() + PEER_CLOSE_WITHIN);
+                peer.deadline = Some(Instant::now() + PEER_CLOSE_TIMEOUT);
                 self.settle(id);
             }
             (MessageKind::Close, Phase::Closing { peer_close }) => {

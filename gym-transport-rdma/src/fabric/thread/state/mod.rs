@@ -31,11 +31,11 @@ use crate::fabric::thread::state::registrations::Registrations;
 use crate::ucx::{Closing, Endpoint, Listener, Status, Worker};
 
 /// Time for UCX to complete the operations of an aborted endpoint.
-const ABORT_WITHIN: Duration = Duration::from_secs(1);
+const ABORT_TIMEOUT: Duration = Duration::from_secs(1);
 /// Time for an unwanted endpoint to connect before it is closed.
-const CONNECT_WITHIN: Duration = Duration::from_secs(10);
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 /// Time for payloads that a peer announced before its `Close`; the peer keeps its own deadline.
-pub(crate) const PEER_CLOSE_WITHIN: Duration = Duration::from_secs(60);
+pub(crate) const PEER_CLOSE_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Everything that only the fabric's thread uses.
 pub(crate) struct FabricState {
@@ -308,7 +308,7 @@ impl FabricState {
         for command in self.shared.queue.close() {
             self.command(command);
         }
-        self.ends_at = Some(Instant::now() + within + ABORT_WITHIN);
+        self.ends_at = Some(Instant::now() + within + ABORT_TIMEOUT);
         let ids: Vec<_> = self.peers.keys().copied().collect();
         for id in ids {
             self.close(id, within);
@@ -384,12 +384,12 @@ impl FabricState {
         let connecting = matches!(peer.phase, Phase::Calling) && !peer.operations.is_empty();
         if let Some(endpoint) = peer.endpoint.take() {
             match how {
-                CloseMode::Force if connecting => self.linger(endpoint, &peer, now + CONNECT_WITHIN),
+                CloseMode::Force if connecting => self.linger(endpoint, &peer, now + CONNECT_TIMEOUT),
                 CloseMode::Force | CloseMode::Agreed => self.closing.push(endpoint.close()),
-                CloseMode::Linger => self.linger(endpoint, &peer, now + ABORT_WITHIN),
+                CloseMode::Linger => self.linger(endpoint, &peer, now + ABORT_TIMEOUT),
             }
         }
-        let until = if connecting { now } else { now + ABORT_WITHIN };
+        let until = if connecting { now } else { now + ABORT_TIMEOUT };
         self.ending.push(EndingConnection { peer, why, until });
     }
 

@@ -8,7 +8,7 @@ use gym_core::group::Rank;
 use gym_core::group::collective::{has, named};
 
 use super::super::wire::{AbortPacket, Called, Cause, Packet};
-use super::{ANSWER_WITHIN, Peer, Place, Room, SeatState, tell};
+use super::{ANSWER_TIMEOUT, Peer, Place, Room, SeatState, tell};
 
 impl Room {
     /// Ends the meeting with a cause, unless it has failed. The lowest rank that lives decides which of several causes was the first, so that all ranks
@@ -60,7 +60,7 @@ impl Room {
     pub(super) async fn ask_decider(&self, peer: &Peer, why: &Error) -> Option<Error> {
         let (from, cause) = (self.position(), Cause::of(why));
         let packet = Packet::Abort(AbortPacket { to: peer.id, from, cause, decide: true });
-        let answer = peer.ask(ANSWER_WITHIN, &packet).await?;
+        let answer = peer.ask(ANSWER_TIMEOUT, &packet).await?;
         Some(serde_json::from_slice::<Cause>(&answer).ok()?.into_error())
     }
 
@@ -135,7 +135,7 @@ impl Room {
             }
             let peer = self.peer(*position);
             let answer = match peer {
-                Some(peer) => peer.ask(ANSWER_WITHIN, &Packet::Where { to: peer.id, from: own }).await,
+                Some(peer) => peer.ask(ANSWER_TIMEOUT, &Packet::Where { to: peer.id, from: own }).await,
                 None => None,
             };
             (*position, answer.and_then(|answer| serde_json::from_slice(&answer).ok()))

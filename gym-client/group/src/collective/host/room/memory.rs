@@ -9,7 +9,7 @@ use gym_core::transport::Reply;
 
 use super::super::shared::{self, SharedLane};
 use super::super::wire::{Fetched, OfferPacket, Packet, SharePacket};
-use super::{Room, SHARED_WITHIN, State, answer_of, text};
+use super::{Room, SHARED_TIMEOUT, State, answer_of, text};
 
 impl Room {
     /// Returns the memory that the ranks share.
@@ -20,7 +20,7 @@ impl Room {
     /// Gets the memory that the first rank offers, on a thread that may block.
     pub(super) fn accept_offer(self: &Arc<Self>, packet: OfferPacket) -> Reply {
         let (world_size, position) = (self.world_size(), self.position());
-        let deadline = gym_segment::deadline_in(SHARED_WITHIN);
+        let deadline = gym_segment::deadline_in(SHARED_TIMEOUT);
         let fetching =
             self.runtime.spawn_blocking(move || shared::fetched(&packet.name, world_size, position, deadline));
         let room = Arc::clone(self);
@@ -62,7 +62,7 @@ impl Room {
             let sharing = self.offer(shared_bytes).await;
             let told = self.others().filter_map(|other| self.peer(other)).map(|peer| {
                 let packet = Packet::Share(SharePacket { to: peer.id, why: sharing.clone().err() });
-                async move { peer.ask(SHARED_WITHIN, &packet).await }
+                async move { peer.ask(SHARED_TIMEOUT, &packet).await }
             });
             join_all(told).await;
             self.share(sharing);
@@ -87,12 +87,12 @@ impl Room {
         let (lane, offer) = created.map_err(|error| text_of(&error))?.map_err(|error| text_of(&error))?;
         let name = offer.name().to_owned();
         let serving = self.runtime.spawn_blocking(move || {
-            offer.serve(world_size - 1, gym_segment::deadline_in(SHARED_WITHIN)).map_err(|error| error.to_string())
+            offer.serve(world_size - 1, gym_segment::deadline_in(SHARED_TIMEOUT)).map_err(|error| error.to_string())
         });
         let fetched = self.others().filter_map(|other| Some((other, self.peer(other)?))).map(|(other, peer)| {
             let packet = Packet::Offer(OfferPacket { to: peer.id, name: name.clone() });
             async move {
-                let answer = peer.ask(SHARED_WITHIN, &packet).await;
+                let answer = peer.ask(SHARED_TIMEOUT, &packet).await;
                 let fetched = answer.and_then(|answer| serde_json::from_slice::<Fetched>(&answer).ok());
                 let why = fetched.map_or_else(|| Some("it does not answer".to_owned()), |fetched| fetched.why);
                 why.map_or(Ok(()), |why| Err(format!("rank {}: {why}", self.rank_at(other))))

@@ -26,14 +26,14 @@ use super::shared::SharedLane;
 use super::wire::{AbortPacket, CallPacket, Called, Cause, ChunkPacket, LeavePacket, Packet, Stream, chunks_max};
 
 /// After a connection has closed, the time in which its peer, or another rank, may tell why.
-const TOLD_WITHIN: Duration = Duration::from_millis(5);
+const TOLD_TIMEOUT: Duration = Duration::from_millis(5);
 /// The time for an answer of a rank that lives: where it is, or which cause was the first.
-const ANSWER_WITHIN: Duration = Duration::from_millis(100);
+const ANSWER_TIMEOUT: Duration = Duration::from_millis(100);
 /// How long a rank has to answer, each time, to what a rank must be told: that another has left, or that the meeting has failed. It is told again if it does not,
 /// because a rank that stood still, or was cut off, would otherwise go on in a meeting that nobody else is in.
 const TELL_WITHIN_SECONDS: [u64; 6] = [1, 2, 4, 8, 16, 30];
 /// The time in which a rank of the same node gets the memory that all share.
-const SHARED_WITHIN: Duration = Duration::from_secs(10);
+const SHARED_TIMEOUT: Duration = Duration::from_secs(10);
 /// Calls of one sender that may wait here. A rank calls an operation when every rank has called the one before it.
 const CALLS_MAX: usize = 4;
 
@@ -609,7 +609,7 @@ impl Room {
     pub(super) fn suspect(self: &Arc<Self>, position: usize, error: Error) {
         let room = Arc::clone(self);
         self.runtime.spawn(async move {
-            tokio::time::sleep(TOLD_WITHIN).await;
+            tokio::time::sleep(TOLD_TIMEOUT).await;
             let lost: Arc<str> = error.to_string().into();
             let _ = room.seat(position, |seat| seat.lost = Some(seat.lost.take().unwrap_or(lost)));
             room.forget_channel(position);

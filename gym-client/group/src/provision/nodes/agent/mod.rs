@@ -46,7 +46,7 @@ use crate::provision::workers::Workers;
 /// Sessions of one node: controllers that hold something, or did until a moment ago.
 const SESSIONS_MAX: usize = 256;
 /// Pause between two looks at the sessions of a draining node.
-const DRAIN_LOOK: Duration = Duration::from_millis(200);
+const DRAIN_POLL_INTERVAL: Duration = Duration::from_millis(200);
 
 /// Options of a node.
 #[derive(Clone)]
@@ -308,7 +308,7 @@ impl NodeAgent {
     /// to drain; the head server then lists the node to no further controller.
     pub async fn released(&self) {
         while !lock(&self.state.sessions).is_empty() {
-            tokio::time::sleep(DRAIN_LOOK).await;
+            tokio::time::sleep(DRAIN_POLL_INTERVAL).await;
         }
     }
 
@@ -322,7 +322,7 @@ impl NodeAgent {
             } else if since.elapsed() >= if ended.is_some() { later } else { first } {
                 return ended;
             }
-            tokio::time::sleep(DRAIN_LOOK).await;
+            tokio::time::sleep(DRAIN_POLL_INTERVAL).await;
         }
     }
 

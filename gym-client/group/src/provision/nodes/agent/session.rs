@@ -22,7 +22,7 @@ use crate::usage::node::NodeMonitor;
 /// The share of a lease for which a poll may wait: the lease is extended several times before it ends.
 const WAIT_SHARE: u32 = 4;
 /// The longest pause between two looks at the clock, which also counts the time for which the machine was suspended.
-const LOOK_EVERY: Duration = Duration::from_secs(1);
+const POLL_INTERVAL: Duration = Duration::from_secs(1);
 /// Launches of a session: one for each group and move.
 const LAUNCHES_MAX: usize = 4_096;
 
@@ -178,7 +178,7 @@ impl NodeSession {
             if left.is_zero() {
                 return;
             }
-            tokio::time::sleep(left.min(LOOK_EVERY)).await;
+            tokio::time::sleep(left.min(POLL_INTERVAL)).await;
         }
     }
 
