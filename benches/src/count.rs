@@ -31,8 +31,8 @@ pub fn instructions(log: &Path) -> Result<u64> {
 /// Runs a program to its end, and returns its number of instructions.
 ///
 /// # Errors
-/// An error if the program cannot be started, fails, or takes longer than `patience`.
-pub async fn run(program: &Path, arguments: &[String], log: &Path, patience: Duration) -> Result<u64> {
+/// An error if the program cannot be started, fails, or takes longer than `limit`.
+pub async fn run(program: &Path, arguments: &[String], log: &Path, limit: Duration) -> Result<u64> {
     ensure!(
         program.is_file(),
         "{} is missing; build it: cargo build --release -p gym-benches --bins",
@@ -40,7 +40,7 @@ pub async fn run(program: &Path, arguments: &[String], log: &Path, patience: Dur
     );
     let mut command = valgrind(log);
     command.arg(program).args(arguments).stdout(Stdio::null()).kill_on_drop(true);
-    let status = timeout(patience, command.status()).await.context("the counted program takes too long")?;
+    let status = timeout(limit, command.status()).await.context("the counted program takes too long")?;
     let status = status.context("start valgrind; install it: apt-get install valgrind")?;
     ensure!(status.success(), "{} {arguments:?} ended with {status}", program.display());
     instructions(log)

@@ -125,8 +125,8 @@ impl Peer {
     /// Runs its own collector over its own servers. Returns the rows, and the rollouts per second from its own status line.
     ///
     /// # Errors
-    /// An error if the collector fails, or takes longer than `patience`.
-    pub async fn collect(&self, plan: &Plan, patience: Duration) -> Result<(u64, f64)> {
+    /// An error if the collector fails, or takes longer than `limit`.
+    pub async fn collect(&self, plan: &Plan, limit: Duration) -> Result<(u64, f64)> {
         let mut command = std::process::Command::new(&self.gym);
         command.args(["eval", "run", "--no-serve", "--agent", AGENT]).arg("--input").arg(&plan.input);
         command.arg("--output").arg(&plan.output).args(["--num-repeats", &plan.repeats.to_string()]);
@@ -136,7 +136,7 @@ impl Peer {
         let environment = self.gym.parent().and_then(Path::parent).unwrap_or(Path::new("/"));
         quiet(&mut command, environment)?;
         let output = Command::from(command).kill_on_drop(true).output();
-        let output = timeout(patience, output).await.context("the peer's collector takes too long")??;
+        let output = timeout(limit, output).await.context("the peer's collector takes too long")??;
         let text = String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
         let rows = fs::read(&plan.output).map_or(0, |rows| memchr::memchr_iter(b'\n', &rows).count() as u64);
         // Finished 400 / 400 rollouts (100%) in 2.56s (9360.0 rollouts/min)

@@ -144,9 +144,9 @@ impl Part {
     /// Returns the next message of the part.
     ///
     /// # Errors
-    /// An error if no message arrives within `patience`, or if the part ends.
-    pub async fn told<T: DeserializeOwned>(&mut self, patience: Duration) -> Result<T> {
-        let line = timeout(patience, self.lines.next_line()).await.context("a part is silent")??;
+    /// An error if no message arrives within `limit`, or if the part ends.
+    pub async fn told<T: DeserializeOwned>(&mut self, limit: Duration) -> Result<T> {
+        let line = timeout(limit, self.lines.next_line()).await.context("a part is silent")??;
         Ok(serde_json::from_str(&line.context("a part has ended")?)?)
     }
 
@@ -159,10 +159,10 @@ impl Part {
     /// Asks the part to end, and waits.
     ///
     /// # Errors
-    /// An error if the part does not end within `patience`; it is then killed.
-    pub async fn end(mut self, patience: Duration) -> Result<()> {
+    /// An error if the part does not end within `limit`; it is then killed.
+    pub async fn end(mut self, limit: Duration) -> Result<()> {
         drop(self.input.take());
-        let status = timeout(patience, self.child.wait()).await.context("a part did not end")??;
+        let status = timeout(limit, self.child.wait()).await.context("a part did not end")??;
         if !status.success() {
             bail!("a part ended with {status}");
         }

@@ -145,11 +145,11 @@ impl MemberRegistry for Head {
         self.call(async |life| life.join(cx, spec).await).await
     }
 
-    async fn beat(&self, cx: &CallContext, beat: &Heartbeat) -> Result<HeartbeatReply> {
-        if lock(&self.frozen).as_ref() == Some(&beat.lease.name) {
+    async fn heartbeat(&self, cx: &CallContext, heartbeat: &Heartbeat) -> Result<HeartbeatReply> {
+        if lock(&self.frozen).as_ref() == Some(&heartbeat.lease.name) {
             std::future::pending::<()>().await;
         }
-        let replied = self.call(async |life| life.beat(cx, beat).await).await;
+        let replied = self.call(async |life| life.heartbeat(cx, heartbeat).await).await;
         if self.loses.fetch_update(Relaxed, Relaxed, |loses| loses.checked_sub(1)).is_ok() {
             // A lost message is not the end of its connection.
             cx.bound(Execution::Unknown, std::future::pending::<Result<()>>()).await?;

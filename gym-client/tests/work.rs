@@ -515,8 +515,9 @@ impl Heartbeats {
                 }
                 let expected = if known == MemberState::Joining { MemberState::Serving } else { known };
                 let (lease, round_trip_us) = (lease.clone(), None);
-                let beat = Heartbeat { lease, seq, healthy: true, draining: false, round_trip_us, known: expected };
-                let Ok(reply) = head.beat(&CallContext::default(), &beat).await else { return };
+                let heartbeat =
+                    Heartbeat { lease, seq, healthy: true, draining: false, round_trip_us, known: expected };
+                let Ok(reply) = head.heartbeat(&CallContext::default(), &heartbeat).await else { return };
                 known = reply.state;
             }
         });

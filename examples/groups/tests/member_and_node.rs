@@ -27,7 +27,7 @@ use gym_group::{
     Group, GroupOptions, GroupRequest, JOIN_SECRET_VARIABLE, NodeAgent, NodeOptions, Nodes, NodesOptions,
     VirtualCluster, WorkerKind, Workers,
 };
-use gym_server::stack::{HEAD_NAME, WorkerOptions};
+use gym_server::stack::{HEAD_NAME, JoinOptions};
 use gym_server::{Servers, Stack, StackOptions, cli};
 use libtest_mimic::{Arguments, Trial};
 use tokio::io::{AsyncBufReadExt as _, BufReader, Lines};
@@ -138,8 +138,8 @@ async fn member(name: &str, head: &Endpoint, gate: PathBuf) {
     let node = NodeAgent::listen(workers(), node).await.expect("the node listens");
     let timing =
         MemberTiming { heartbeat: Duration::from_secs(1), timeout: Duration::from_secs(30), ..MemberTiming::default() };
-    let worker = WorkerOptions { timing, pulls: true, node: Some(node.member_node()), ..WorkerOptions::new(name) };
-    let options = StackOptions { head: Some(head.clone()), worker: Some(worker), ..StackOptions::default() };
+    let worker = JoinOptions { timing, pulls: true, node: Some(node.member_node()), ..JoinOptions::new(name) };
+    let options = StackOptions { head: Some(head.clone()), join: Some(worker), ..StackOptions::default() };
     let agent = Gated { gate, member: name.to_owned() };
     let stack =
         Stack::builder().agent(AGENT, move |_| agent).options(options).start().await.expect("the worker starts");

@@ -91,7 +91,7 @@ impl MemberKeeper {
             options,
             rng: world.rng(),
             seq: 0,
-            next_beat: Instant::now(),
+            next_heartbeat: Instant::now(),
             known: MemberState::Joining,
             healthy: false,
             said_draining: false,
@@ -158,7 +158,7 @@ struct Membership {
     rng: fastrand::Rng,
     /// The number of the newest heartbeat.
     seq: u64,
-    next_beat: Instant,
+    next_heartbeat: Instant,
     /// The state as the head server last said it.
     known: MemberState,
     /// All own servers responded before the newest heartbeat.
@@ -231,20 +231,20 @@ impl Membership {
         let drain = self.options.drain.clone();
         loop {
             let now = Instant::now();
-            if self.next_beat <= now {
+            if self.next_heartbeat <= now {
                 self.check_health().await;
                 if sent.len() < SENT_MAX {
                     sent.push(self.send(&lease));
                 }
                 ping.get_or_insert_with(|| self.ping());
-                self.next_beat = now + self.spec.timing.heartbeat.mul_f64(NEXT_BEFORE_END);
+                self.next_heartbeat = now + self.spec.timing.heartbeat.mul_f64(NEXT_BEFORE_END);
             }
             let (seq, replied) = tokio::select! {
                 biased;
                 () = stop.cancelled() => break,
                 // The next heartbeat says so.
                 () = drain.cancelled(), if !self.said_draining => {
-                    self.next_beat = now;
+                    self.next_heartbeat = now;
                     continue;
                 }
                 Some(replied) = sent.next(), if !sent.is_empty() => replied,
@@ -252,7 +252,7 @@ impl Membership {
                     (self.round_trip_us, ping) = (measured, None);
                     continue;
                 }
-                () = tokio::time::sleep_until(self.next_beat) => continue,
+                () = tokio::time::sleep_until(self.next_heartbeat) => continue,
             };
             match replied {
                 Ok(reply) => {
@@ -280,7 +280,7 @@ impl Membership {
                         }
                         Err(error) => tracing::warn!(member = self.spec.name, %error, "not joined; trying again"),
                     }
-                    self.next_beat = Instant::now();
+                    self.next_heartbeat = Instant::now();
                 }
                 // A newer one is on its way.
                 Err(_) if seq < self.seq => {}
@@ -291,7 +291,7 @@ impl Membership {
                     tokio::select! {
                         biased;
                         () = stop.cancelled() => break,
-                        () = self.pause(&mut wait) => self.next_beat = Instant::now(),
+                        () = self.pause(&mut wait) => self.next_heartbeat = Instant::now(),
                     }
                 }
             }
@@ -322,7 +322,7 @@ impl Membership {
         // A head that waits for a healthy heartbeat must not wait for the interval.
         let known = if self.healthy { MemberState::Serving } else { self.known };
         self.said_draining = self.options.drain.is_cancelled();
-        let beat = Heartbeat {
+        let heartbeat = Heartbeat {
             lease: lease.clone(),
             seq: self.seq,
             healthy: self.healthy,
@@ -331,7 +331,7 @@ impl Membership {
             known,
         };
         let (registry, limit) = (Arc::clone(&self.registry), self.spec.timing.heartbeat + REPLY_TIMEOUT);
-        Box::pin(async move { (beat.seq, registry.beat(&CallContext::within(limit), &beat).await) })
+        Box::pin(async move { (heartbeat.seq, registry.heartbeat(&CallContext::within(limit), &heartbeat).await) })
     }
 
     /// Measures the round trip to the head server with a request of its own: the response to a heartbeat waits at the head server.
@@ -350,7 +350,7 @@ impl Membership {
             self.say_state(reply.state);
         }
         if changed || seq == self.seq {
-            self.next_beat = Instant::now();
+            self.next_heartbeat = Instant::now();
         }
         if reply.state == MemberState::Draining {
             self.options.drain.cancel();

@@ -9,7 +9,7 @@
 //! | list | `GET /registry/instances` | → list of [`Instance`] |
 //! | watch | `POST /registry/watch` | `{name, seen, wait_ms}` → list of [`Instance`], as soon as it differs from `seen` |
 //! | join | `POST /cluster/join` | [`MemberSpec`] → [`JoinedMember`] |
-//! | beat | `POST /cluster/beat` | [`Heartbeat`] → [`HeartbeatReply`], when the state differs or the interval is over |
+//! | heartbeat | `POST /cluster/beat` | [`Heartbeat`] → [`HeartbeatReply`], when the state differs or the interval is over |
 //! | leave | `POST /cluster/leave` | [`MemberLease`] |
 //! | drain | `POST /cluster/drain` | `{name}` |
 //! | configuration | `GET /cluster/configuration` | → [`SharedConfiguration`] |
@@ -225,8 +225,8 @@ impl MemberRegistry for RemoteRegistry {
         read(&self.post(cx, "/cluster/join", &spec).await?)
     }
 
-    async fn beat(&self, cx: &CallContext, beat: &Heartbeat) -> Result<HeartbeatReply> {
-        self.poll(cx, "/cluster/beat", beat).await
+    async fn heartbeat(&self, cx: &CallContext, heartbeat: &Heartbeat) -> Result<HeartbeatReply> {
+        self.poll(cx, "/cluster/beat", heartbeat).await
     }
 
     async fn ping(&self, cx: &CallContext) -> Result<()> {

@@ -342,14 +342,14 @@ impl PullerState {
     fn exchange(&self, number: u64, body: Request, attempts: u32, wait: Duration) -> BoxFuture<'static, Polled> {
         let (pool, transports) = (Arc::clone(&self.pool), self.client.transports().clone());
         let transfer = Duration::from_secs((body.message.len() / BYTES_PER_SECOND_MIN) as u64);
-        let patience = self.options.wait + POLL_MARGIN_TIMEOUT * (attempts + 1).min(10) + transfer;
+        let response_timeout = self.options.wait + POLL_MARGIN_TIMEOUT * (attempts + 1).min(10) + transfer;
         let incarnation = self.incarnation;
         Box::pin(async move {
             if !wait.is_zero() {
                 tokio::time::sleep(wait).await;
             }
             let mut request = body.clone();
-            request.context = CallContext::within(patience);
+            request.context = CallContext::within(response_timeout);
             let response = pool.call(&transports, &request).await.and_then(Response::into_result);
             let (answer, segments) = match response {
                 Ok(response) => {

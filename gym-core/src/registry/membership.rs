@@ -13,8 +13,8 @@ use crate::message::CallContext;
 
 /// A registry that processes join as members, with all their servers.
 ///
-/// A call may be repeated if its response was lost. A member calls [`join`](Self::join) once, then [`beat`](Self::beat) again and
-/// again, and [`leave`](Self::leave) at the end. It may call `beat` before the call before has a response: the newest one counts.
+/// A call may be repeated if its response was lost. A member calls [`join`](Self::join) once, then [`heartbeat`](Self::heartbeat) again and
+/// again, and [`leave`](Self::leave) at the end. It may call `heartbeat` before the call before has a response: the newest one counts.
 #[async_trait]
 pub trait MemberRegistry: Registry {
     /// Adds a member. Its servers get no work before its first healthy heartbeat.
@@ -29,7 +29,7 @@ pub trait MemberRegistry: Registry {
     ///
     /// # Errors
     /// `NotFound` if the member is gone, or if the head server was restarted: join again.
-    async fn beat(&self, cx: &CallContext, beat: &Heartbeat) -> Result<HeartbeatReply>;
+    async fn heartbeat(&self, cx: &CallContext, heartbeat: &Heartbeat) -> Result<HeartbeatReply>;
 
     /// Returns at once, so that a member measures the round trip to the head server. A registry in this process has nothing to do.
     async fn ping(&self, _: &CallContext) -> Result<()> {

@@ -131,15 +131,15 @@ fn log(event: &MemberEvent) {
 /// Reports a broken connection unless the heartbeat has got its response.
 struct BrokenUnlessAnswered<'a> {
     registry: &'a MemoryRegistry,
-    beat: Option<&'a Heartbeat>,
+    heartbeat: Option<&'a Heartbeat>,
 }
 
 impl Drop for BrokenUnlessAnswered<'_> {
     fn drop(&mut self) {
-        if let Some(beat) = self.beat {
-            let lost = self
-                .registry
-                .apply(|state| Ok(((), state.members.connection_lost(Instant::now(), &beat.lease, beat.seq))));
+        if let Some(heartbeat) = self.heartbeat {
+            let lost = self.registry.apply(|state| {
+                Ok(((), state.members.connection_lost(Instant::now(), &heartbeat.lease, heartbeat.seq)))
+            });
             debug_assert!(lost.is_ok(), "the closure returns no error");
         }
     }
@@ -207,10 +207,11 @@ impl MemberRegistry for MemoryRegistry {
         self.apply(|state| state.members.join(Instant::now(), spec))
     }
 
-    async fn beat(&self, cx: &CallContext, beat: &Heartbeat) -> Result<HeartbeatReply> {
-        let (lease, mut state) = (&beat.lease, self.apply(|state| state.members.beat(Instant::now(), beat))?);
-        let mut answered = BrokenUnlessAnswered { registry: self, beat: Some(beat) };
-        if state == beat.known {
+    async fn heartbeat(&self, cx: &CallContext, heartbeat: &Heartbeat) -> Result<HeartbeatReply> {
+        let (lease, mut state) =
+            (&heartbeat.lease, self.apply(|state| state.members.heartbeat(Instant::now(), heartbeat))?);
+        let mut answered = BrokenUnlessAnswered { registry: self, heartbeat: Some(heartbeat) };
+        if state == heartbeat.known {
             let wait = self.state().members.heartbeat_of(lease).unwrap_or_default();
             let deadline = (Instant::now() + wait).min(cx.deadline);
             let waited = self.wait_for(deadline, |now| {
@@ -221,12 +222,12 @@ impl MemberRegistry for MemoryRegistry {
                 None => {}
                 Some(Some(changed)) => state = changed,
                 Some(None) => {
-                    answered.beat = None;
+                    answered.heartbeat = None;
                     return Err(super::table::unknown(lease));
                 }
             }
         }
-        answered.beat = None;
+        answered.heartbeat = None;
         Ok(HeartbeatReply { term: lease.term, state })
     }
 

@@ -3,7 +3,7 @@
 //! ```text
 //!   server ── register, renew ──► Registry ◄── resolve, watch ── client ── Picker ──► one replica
 //!               (Lease)          a lease that is not renewed expires
-//!   process ── join, beat ──► MemberRegistry ◄── roster ── client: calls to a lost server end at once
+//!   process ── join, heartbeat ──► MemberRegistry ◄── roster ── client: calls to a lost server end at once
 //!             (MemberLease)    a member that is silent is suspect, and then gone with all its servers
 //! ```
 

@@ -261,22 +261,22 @@ impl MemberTable {
     }
 
     /// Records a heartbeat, and returns the member's state.
-    pub(crate) fn beat(&mut self, now: Instant, beat: &Heartbeat) -> Result<(MemberState, Vec<MemberEvent>)> {
+    pub(crate) fn heartbeat(&mut self, now: Instant, heartbeat: &Heartbeat) -> Result<(MemberState, Vec<MemberEvent>)> {
         let mut events = self.tick(now);
-        let Some(entry) = self.held(&beat.lease) else { return Err(unknown(&beat.lease)) };
-        if beat.seq < entry.seq {
+        let Some(entry) = self.held(&heartbeat.lease) else { return Err(unknown(&heartbeat.lease)) };
+        if heartbeat.seq < entry.seq {
             return Ok((entry.state, events));
         }
-        (entry.seq, entry.heard, entry.broken) = (beat.seq, now, None);
-        entry.drain |= beat.draining;
+        (entry.seq, entry.heard, entry.broken) = (heartbeat.seq, now, None);
+        entry.drain |= heartbeat.draining;
         let to = match (entry.drain, entry.state) {
             (true, _) => MemberState::Draining,
             // Probed before it serves: what it missed may have been long.
             (false, MemberState::Suspect) => MemberState::Joining,
-            (false, MemberState::Joining) if beat.healthy => MemberState::Serving,
+            (false, MemberState::Joining) if heartbeat.healthy => MemberState::Serving,
             (false, state) => state,
         };
-        events.extend(self.enter(now, &beat.lease.name, to, ""));
+        events.extend(self.enter(now, &heartbeat.lease.name, to, ""));
         Ok((to, events))
     }
 

@@ -15,16 +15,16 @@ use gym_core::{Code, Endpoint, Error, World};
 use crate::cli::args::options::{ChecksMode, ClusterArgs, RunArgs};
 use crate::cli::console::{self, Console};
 use crate::cli::exit::{FAILED, Failure, Outcome};
-use crate::cli::setup::checks::WorkerStart;
+use crate::cli::setup::checks::MemberStart;
 use crate::cli::setup::cluster::node;
-use crate::cli::setup::cluster::{HeadOptions, head_registry, load_worker, look_up};
+use crate::cli::setup::cluster::{HeadOptions, head_registry, load_member, look_up};
 use crate::cli::setup::configuration::{LoadedConfig, Need, load, nothing_named};
 use crate::cli::setup::head_server;
 use crate::cli::setup::models::ModelWatch;
 use crate::cli::setup::monitor::{MonitorListener, report_waits};
 use crate::cli::setup::signals::StopSignals;
 use crate::cli::setup::stack_options::{options, prepare_transports};
-use crate::stack::{HEAD_NAME, RunningServer, Servers, Stack, StackOptions, WorkerOptions, takes_work};
+use crate::stack::{HEAD_NAME, JoinOptions, RunningServer, Servers, Stack, StackOptions, takes_work};
 
 pub(super) async fn run(
     args: RunArgs,
@@ -55,7 +55,7 @@ pub(super) async fn run(
                 .to_owned(),
         ));
     }
-    let mut start = WorkerStart::new(cluster.checks.unwrap_or(ChecksMode::Fail));
+    let mut start = MemberStart::new(cluster.checks.unwrap_or(ChecksMode::Fail));
     let serves_head = !joins && (args.serve.is_empty() || args.serve.iter().any(|name| name == HEAD_NAME));
     if head_url_given && serves_head {
         return Err(Failure::Usage(
@@ -68,7 +68,7 @@ pub(super) async fn run(
     let world = World::real();
     let loaded = if joins {
         let head = HeadOptions { url: args.head_url.as_deref(), url_given: head_url_given, wait: cluster.join_timeout };
-        load_worker(&args.sources, overrides, servers, &head, &world, &mut start, console).await?
+        load_member(&args.sources, overrides, servers, &head, &world, &mut start, console).await?
     } else {
         load(&args.sources, overrides, servers, Need::Servers(&args.serve)).await?
     };
@@ -104,7 +104,7 @@ struct Serving {
     args: RunArgs,
     cluster: ClusterArgs,
     loaded: LoadedConfig,
-    start: WorkerStart,
+    start: MemberStart,
     world: World,
     by_variable: bool,
     joins: bool,
@@ -155,7 +155,7 @@ async fn serve(serving: Serving, overrides: &[String], servers: &Servers, consol
     };
     let options = StackOptions {
         head: (!serves_head).then(|| head.clone()),
-        worker: worker.clone(),
+        join: worker.clone(),
         // A head server without servers is of use once a worker serves.
         expected_workers: cluster.expected_workers.unwrap_or(u16::from(cluster.head_only)).into(),
         recovery: cluster.worker_timeout,
@@ -232,7 +232,7 @@ async fn serve(serving: Serving, overrides: &[String], servers: &Servers, consol
         let waited = tokio::select! {
             biased;
             () = stop.graceful.cancelled() => Ok(()),
-            waited = stack.wait_for_workers(cluster.join_timeout, |text| console.line(text)) => waited,
+            waited = stack.wait_for_members(cluster.join_timeout, |text| console.line(text)) => waited,
         };
         if let Err(error) = waited {
             Box::pin(stack.stop()).await;
@@ -292,8 +292,8 @@ async fn serve(serving: Serving, overrides: &[String], servers: &Servers, consol
     }
 }
 
-fn worker_options(args: &ClusterArgs) -> WorkerOptions {
-    WorkerOptions {
+fn worker_options(args: &ClusterArgs) -> JoinOptions {
+    JoinOptions {
         host: args.host.clone(),
         advertise: args.advertise.clone(),
         timing: MemberTiming {
@@ -303,7 +303,7 @@ fn worker_options(args: &ClusterArgs) -> WorkerOptions {
         },
         join_within: args.join_timeout,
         pulls: true,
-        ..WorkerOptions::new(args.name.clone().unwrap_or_else(host_name))
+        ..JoinOptions::new(args.name.clone().unwrap_or_else(host_name))
     }
 }
 

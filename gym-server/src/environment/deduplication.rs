@@ -369,8 +369,8 @@ mod tests {
     }
 
     async fn leave_of(id: Option<&str>, seconds: u64, runs: &RunDeduplicator, counts: &Counts, takes: u64) {
-        let patience = Duration::from_secs(seconds);
-        tokio::time::timeout(patience, call_of(id, runs, counts, ROW, takes)).await.unwrap_err();
+        let limit = Duration::from_secs(seconds);
+        tokio::time::timeout(limit, call_of(id, runs, counts, ROW, takes)).await.unwrap_err();
     }
 
     #[tokio::test(start_paused = true)]

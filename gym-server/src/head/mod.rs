@@ -71,14 +71,14 @@ pub(crate) const BUILD: &str = concat!("gym-server ", env!("CARGO_PKG_VERSION"),
 
 /// The workers that a head server waits for.
 #[derive(Debug)]
-pub(crate) struct MissingWorkers {
+pub(crate) struct MissingMembers {
     expected: usize,
     serving: usize,
     /// Workers that joined and do not serve.
     others: Vec<Member>,
 }
 
-impl fmt::Display for MissingWorkers {
+impl fmt::Display for MissingMembers {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} of {} expected workers serve", self.serving, self.expected)?;
         for member in &self.others {
@@ -173,8 +173,8 @@ impl HeadServer {
 
     /// Returns what the head server waits for; `None` once all expected workers have served.
     #[cfg(feature = "cli")]
-    pub(crate) async fn missing_workers(&self) -> Result<Option<MissingWorkers>> {
-        self.0.missing_workers(&CallContext::default()).await
+    pub(crate) async fn missing_members(&self) -> Result<Option<MissingMembers>> {
+        self.0.missing_members(&CallContext::default()).await
     }
 
     /// Makes `/health` report from now on that all servers serve.
@@ -229,7 +229,7 @@ impl HeadState {
             (Verb::Get, "/ui/state") => {
                 let millis = |time: f64| (time * 1e3) as u64;
                 let times = (millis(self.world.now().as_secs_f64()), millis(self.start_time));
-                let expected = self.missing_workers(cx).await?.map_or(0, |missing| missing.expected);
+                let expected = self.missing_members(cx).await?.map_or(0, |missing| missing.expected);
                 let query = request.route.query().unwrap_or_default();
                 json(&page::state(cx, query, &self.registry, &self.collections, (times.0, times.1, expected)).await?)
             }
@@ -276,9 +276,9 @@ impl HeadState {
             (Verb::Post, "/registry/watch") => self.watch(&read(&request.message)?).await,
             (Verb::Post, "/cluster/join") => self.join(cx, read(&request.message)?).await,
             (Verb::Post, "/cluster/beat") => {
-                let beat: Heartbeat = read(&request.message)?;
-                self.cluster.heard(&beat);
-                json(&self.registry.beat(cx, &beat).await?)
+                let heartbeat: Heartbeat = read(&request.message)?;
+                self.cluster.heard(&heartbeat);
+                json(&self.registry.heartbeat(cx, &heartbeat).await?)
             }
             (Verb::Post, "/cluster/leave") => {
                 self.registry.leave(cx, read(&request.message)?).await?;
@@ -393,7 +393,7 @@ impl HeadState {
         if !self.ready.load(Ordering::Acquire) {
             return Ok(Response::new(Status(503), Message::json(r#"{"status":"starting"}"#)));
         }
-        let Some(missing) = self.missing_workers(cx).await? else { return Ok(reply::ok()) };
+        let Some(missing) = self.missing_members(cx).await? else { return Ok(reply::ok()) };
         let others: Vec<Value> = missing
             .others
             .iter()
@@ -405,7 +405,7 @@ impl HeadState {
     }
 
     /// Returns what the head server waits for; `None` once all expected workers have served.
-    async fn missing_workers(&self, cx: &CallContext) -> Result<Option<MissingWorkers>> {
+    async fn missing_members(&self, cx: &CallContext) -> Result<Option<MissingMembers>> {
         let expected = self.expected.load(Ordering::Relaxed);
         if expected == 0 {
             return Ok(None);
@@ -418,7 +418,7 @@ impl HeadState {
             self.expected.store(0, Ordering::Relaxed);
             return Ok(None);
         }
-        Ok(Some(MissingWorkers { expected, serving: serving.len(), others }))
+        Ok(Some(MissingMembers { expected, serving: serving.len(), others }))
     }
 
     async fn metrics(&self, cx: &CallContext) -> Result<Response> {
@@ -548,20 +548,20 @@ mod tests {
         let of = |route: &str| recorded.iter().find(|message| message["route"] == route).unwrap();
         let answer = |route| of(route)["response"].clone();
         serde_json::from_value::<JoinedMember>(answer("/cluster/join")).unwrap();
-        let beat: HeartbeatReply = serde_json::from_value(answer("/cluster/beat")).unwrap();
+        let heartbeat: HeartbeatReply = serde_json::from_value(answer("/cluster/beat")).unwrap();
         let roster: RosterUpdate = serde_json::from_value(answer("/cluster/roster")).unwrap();
         let members: Vec<Member> = serde_json::from_value(answer("/cluster/members")).unwrap();
         let servers: Vec<Instance> = serde_json::from_value(answer("/registry/instances")).unwrap();
-        assert_eq!(beat.state, MemberState::Serving);
+        assert_eq!(heartbeat.state, MemberState::Serving);
         assert_eq!((roster.changes.len(), roster.suspects.len(), servers.len()), (3, 0, 3));
         assert_eq!((members[0].state, members[0].gone_in_ms), (MemberState::Suspect, None));
 
         let head = head();
         let (status, joined) = post(&head, "/cluster/join", &of("/cluster/join")["request"]).await;
         assert_eq!(status, 200, "{joined}");
-        let mut beat = of("/cluster/beat")["request"].clone();
-        beat["term"] = joined["lease"]["term"].clone();
-        let (status, reply) = post(&head, "/cluster/beat", &beat).await;
+        let mut heartbeat = of("/cluster/beat")["request"].clone();
+        heartbeat["term"] = joined["lease"]["term"].clone();
+        let (status, reply) = post(&head, "/cluster/beat", &heartbeat).await;
         assert_eq!((status, &reply["state"]), (200, &json!("serving")), "{reply}");
         let mut seen = of("/cluster/roster")["request"].clone();
         seen["wait_ms"] = json!(0);

@@ -27,7 +27,7 @@ struct StateLabels {
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct WorkerLabels {
+struct MemberLabels {
     worker: String,
 }
 
@@ -37,7 +37,7 @@ pub(super) struct ClusterMetrics {
     servers: Gauge,
     workers: Family<StateLabels, Gauge>,
     round_trips: Histogram,
-    round_trip: Family<WorkerLabels, Gauge<f64, std::sync::atomic::AtomicU64>>,
+    round_trip: Family<MemberLabels, Gauge<f64, std::sync::atomic::AtomicU64>>,
     /// The last round trip of each worker, in microseconds.
     last: Arc<Mutex<BTreeMap<String, u64>>>,
 }
@@ -74,13 +74,13 @@ impl ClusterMetrics {
     }
 
     /// Notes what a heartbeat tells. One of an unknown member changes no series: [`ClusterMetrics::update`] reads the members.
-    pub(super) fn heard(&self, beat: &Heartbeat) {
-        if let Some(micros) = beat.round_trip_us {
+    pub(super) fn heard(&self, heartbeat: &Heartbeat) {
+        if let Some(micros) = heartbeat.round_trip_us {
             #[expect(clippy::cast_precision_loss, reason = "seconds as a float")]
             self.round_trips.observe(micros as f64 / 1e6);
             let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
-            if last.len() < NAMES_MAX || last.contains_key(&beat.lease.name) {
-                last.insert(beat.lease.name.clone(), micros);
+            if last.len() < NAMES_MAX || last.contains_key(&heartbeat.lease.name) {
+                last.insert(heartbeat.lease.name.clone(), micros);
             }
         }
     }
@@ -107,7 +107,7 @@ impl ClusterMetrics {
         self.round_trip.clear();
         for (worker, micros) in &*last {
             #[expect(clippy::cast_precision_loss, reason = "seconds as a float")]
-            self.round_trip.get_or_create(&WorkerLabels { worker: worker.clone() }).set(*micros as f64 / 1e6);
+            self.round_trip.get_or_create(&MemberLabels { worker: worker.clone() }).set(*micros as f64 / 1e6);
         }
     }
 }

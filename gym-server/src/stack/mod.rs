@@ -12,22 +12,22 @@ mod builder;
 #[cfg(feature = "cli")]
 mod check;
 mod instance;
+mod join;
 mod options;
 mod python;
 mod running;
 mod schema;
 mod servers;
-mod worker;
 
 pub use builder::StackBuilder;
 #[cfg(feature = "cli")]
 pub(crate) use check::{RunsAs, mismatched, runs_as, try_build};
 pub use instance::RunningServer;
+pub use join::JoinOptions;
+#[cfg(feature = "cli")]
+pub(crate) use join::takes_work;
 pub use options::{HEAD_NAME, StackOptions};
 pub use running::Stack;
 #[cfg(feature = "cli")]
 pub(crate) use running::live as live_servers;
 pub use servers::{Build, Servers};
-pub use worker::WorkerOptions;
-#[cfg(feature = "cli")]
-pub(crate) use worker::takes_work;

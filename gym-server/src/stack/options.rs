@@ -11,7 +11,7 @@ use gym_client::transport::http::HttpConfig;
 use gym_core::Endpoint;
 use gym_core::registry::DEFAULT_MEMBER_TIMEOUT;
 
-use crate::stack::worker::WorkerOptions;
+use crate::stack::join::JoinOptions;
 
 /// The options of a [`Stack`](crate::stack::Stack).
 ///
@@ -29,7 +29,7 @@ pub struct StackOptions {
     /// The head server to register with if this stack does not serve it. By default `head_server` of the configuration.
     pub head: Option<Endpoint>,
     /// Joins the cluster of `head` with all servers of this stack, instead of serving a head server. None by default.
-    pub worker: Option<WorkerOptions>,
+    pub join: Option<JoinOptions>,
     /// The members that must serve before the head server is ready. 0 by default.
     pub expected_workers: usize,
     /// Time for which a head server that has just started waits for the members of an earlier head server: their servers stay known meanwhile.
@@ -62,7 +62,7 @@ impl Default for StackOptions {
             only: Vec::new(),
             in_process: false,
             head: None,
-            worker: None,
+            join: None,
             expected_workers: 0,
             recovery: DEFAULT_MEMBER_TIMEOUT,
             python: None,

@@ -28,10 +28,10 @@ use crate::head::{GlobalConfig, HeadServer};
 use crate::metrics::Metrics;
 use crate::role::ServerContext;
 use crate::stack::instance::{RunningServer, references, registration, unknown_implementation};
+use crate::stack::join::{self, JoinedRegistry};
 use crate::stack::options::{HEAD_NAME, StackOptions};
 use crate::stack::python;
 use crate::stack::servers::{Build, Made, Servers};
-use crate::stack::worker::{self, WorkerRegistry};
 use gym_core::transport::serve;
 
 /// The running servers of a configuration. [`Stack::stop`] stops them in order; dropping the stack aborts them.
@@ -151,8 +151,8 @@ impl Stack {
         let mut config = config;
         let mut wanted = wanted(&config, &options.only)?;
         let all_here = options.only.is_empty() || options.only.iter().any(|name| name == HEAD_NAME);
-        let serves_head = all_here && !options.in_process && options.worker.is_none();
-        let remote = if all_here && options.worker.is_none() {
+        let serves_head = all_here && !options.in_process && options.join.is_none();
+        let remote = if all_here && options.join.is_none() {
             None
         } else {
             let head = match &options.head {
@@ -161,11 +161,11 @@ impl Stack {
             };
             Some(RemoteRegistry::new(head, control, world.clone()))
         };
-        let address = match (&options.worker, &remote) {
+        let address = match (&options.join, &remote) {
             (Some(worker), Some(remote)) => {
-                let address = worker::find_address(worker, remote.head()).await?;
-                config.head = worker::head_config(remote.head())?;
-                worker::place(&address, &mut wanted, servers);
+                let address = join::find_address(worker, remote.head()).await?;
+                config.head = join::head_config(remote.head())?;
+                join::place(&address, &mut wanted, servers);
                 Some(address)
             }
             _ => None,
@@ -209,7 +209,7 @@ impl Stack {
             MemoryRegistry::new()
         };
         let worker = match (&address, &remote) {
-            (Some(_), Some(remote)) => Some(WorkerRegistry { own: memory.clone(), cluster: remote.clone() }),
+            (Some(_), Some(remote)) => Some(JoinedRegistry { own: memory.clone(), cluster: remote.clone() }),
             _ => None,
         };
         let local = options.only.is_empty();
@@ -246,9 +246,9 @@ impl Stack {
             incarnation: Incarnation(u64::try_from(world.now().as_millis()).unwrap_or(u64::MAX)),
         };
         let started = stack.bring_up(&config, &wanted, servers, world, &options, serves_head.then_some(memory), local);
-        let started = match (started.await, &worker, &options.worker, &address) {
+        let started = match (started.await, &worker, &options.join, &address) {
             (Ok(()), Some(registry), Some(options), Some(address)) => {
-                worker::join(registry, &stack.client, options, address, stack.incarnation, world).await.map(Some)
+                join::join(registry, &stack.client, options, address, stack.incarnation, world).await.map(Some)
             }
             (started, ..) => started.map(|()| None),
         };
@@ -524,11 +524,11 @@ impl Stack {
     /// # Errors
     /// `DeadlineExceeded` with what is missing after `limit`.
     #[cfg(feature = "cli")]
-    pub(crate) async fn wait_for_workers(&self, limit: Duration, say: impl Fn(&str)) -> Result<()> {
+    pub(crate) async fn wait_for_members(&self, limit: Duration, say: impl Fn(&str)) -> Result<()> {
         let Some(head) = &self.head else { return Ok(()) };
         let began = tokio::time::Instant::now();
         let mut next = began;
-        while let Some(missing) = head.missing_workers().await? {
+        while let Some(missing) = head.missing_members().await? {
             let now = tokio::time::Instant::now();
             if now.duration_since(began) >= limit {
                 let text = format!("{missing} after {limit:?}");

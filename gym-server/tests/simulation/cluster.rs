@@ -283,8 +283,8 @@ impl MemberRegistry for AuditedRoster {
         self.remote.join(cx, spec).await
     }
 
-    async fn beat(&self, cx: &CallContext, beat: &Heartbeat) -> Result<HeartbeatReply> {
-        self.remote.beat(cx, beat).await
+    async fn heartbeat(&self, cx: &CallContext, heartbeat: &Heartbeat) -> Result<HeartbeatReply> {
+        self.remote.heartbeat(cx, heartbeat).await
     }
 
     async fn leave(&self, cx: &CallContext, lease: MemberLease) -> Result<()> {

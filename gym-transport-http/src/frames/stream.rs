@@ -137,16 +137,16 @@ impl FramedClient {
         if to.scheme() != self.scheme {
             return Err(Error::invalid(format!("`{to}` is not an endpoint of {}", self.scheme)));
         }
-        let patience = self.config.connect_timeout;
+        let limit = self.config.connect_timeout;
         let opening = async {
             let ByteStream { socket, received } = connecting.await?;
             let path = PathInfo::new(self.scheme, to.address(), true);
             open(socket, &received, path, (&self.config, options), Arc::clone(&self.pool)).await
         };
         let opened = cx.bound(Execution::NotStarted, async {
-            tokio::time::timeout(patience, opening)
+            tokio::time::timeout(limit, opening)
                 .await
-                .map_err(|_| Error::not_started(Code::Unavailable, format!("no answer within {patience:?}")))
+                .map_err(|_| Error::not_started(Code::Unavailable, format!("no answer within {limit:?}")))
                 .flatten()
         });
         // No call has been sent yet, whatever the error is.

@@ -137,9 +137,7 @@ impl FdOffer {
 pub fn fetch(name: &str, deadline: Instant) -> Result<OwnedFd> {
     let fetched = fetch_file(name, deadline).map_err(|errno| match errno {
         Errno::PERM => Error::not_started(Code::FailedPrecondition, "the socket belongs to another user"),
-        Errno::AGAIN | Errno::TIMEDOUT => {
-            Error::not_started(Code::DeadlineExceeded, "the deadline has passed")
-        }
+        Errno::AGAIN | Errno::TIMEDOUT => Error::not_started(Code::DeadlineExceeded, "the deadline has passed"),
         errno => failed(errno),
     });
     fetched.map_err(|error| error.about(format!("fetch a segment from the socket {name}")))

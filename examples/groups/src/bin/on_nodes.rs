@@ -28,7 +28,7 @@ use gym_group::{
     Group, GroupOptions, GroupRequest, JOIN_SECRET_VARIABLE, NodeAgent, NodeOptions, Nodes, NodesOptions, RankStatus,
     VirtualCluster, WorkerKind, Workers,
 };
-use gym_server::stack::WorkerOptions;
+use gym_server::stack::JoinOptions;
 use gym_server::{Stack, StackOptions};
 use tokio::io::{AsyncBufReadExt as _, BufReader};
 use tokio::time::Instant;
@@ -118,8 +118,8 @@ async fn member(name: &str, host: &str) -> anyhow::Result<()> {
     let head = head()?.context("set HEAD_SERVER_URL: a member joins a head server")?;
     let node = NodeAgent::listen(workers(), node_options(name, host)?).await?;
     let (host, member_node) = (Some(host.to_owned()), Some(node.member_node()));
-    let worker = WorkerOptions { host, pulls: true, node: member_node, ..WorkerOptions::new(name) };
-    let options = StackOptions { head: Some(head.clone()), worker: Some(worker), ..StackOptions::default() };
+    let worker = JoinOptions { host, pulls: true, node: member_node, ..JoinOptions::new(name) };
+    let options = StackOptions { head: Some(head.clone()), join: Some(worker), ..StackOptions::default() };
     let stack = Stack::builder().agent("content", |_| Content).options(options).start().await?;
     let (world, grace) = (World::real(), Duration::from_secs(10));
     let registry = RemoteRegistry::new(head, Transports::standard(), world.clone());

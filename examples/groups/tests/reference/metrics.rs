@@ -214,8 +214,8 @@ async fn joins(head: &str) {
     let cx = CallContext::within(WAIT_TIMEOUT);
     let lease = head.join(&cx, MemberSpec::new("worker-1", Incarnation(1))).await.unwrap().lease;
     let known = MemberState::Joining;
-    let beat = Heartbeat { lease, seq: 1, healthy: true, draining: false, round_trip_us: Some(300), known };
-    assert_eq!(head.beat(&cx, &beat).await.unwrap().state, MemberState::Serving);
+    let heartbeat = Heartbeat { lease, seq: 1, healthy: true, draining: false, round_trip_us: Some(300), known };
+    assert_eq!(head.heartbeat(&cx, &heartbeat).await.unwrap().state, MemberState::Serving);
 }
 
 /// Returns what `GET /metrics` prints for a scraper of OpenMetrics.

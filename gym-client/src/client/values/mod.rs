@@ -125,7 +125,7 @@ struct ValuesState {
     endpoints: OnceCell<Vec<Endpoint>>,
     expires: AtomicBool,
     /// Set when the listener has failed.
-    deaf: Arc<AtomicBool>,
+    listener_failed: Arc<AtomicBool>,
     /// The listener, and the task that removes what has expired. They end with the last clone.
     tasks: Mutex<JoinSet<()>>,
 }
@@ -147,7 +147,7 @@ impl Values {
             world: world.clone(),
             endpoints: OnceCell::new(),
             expires: AtomicBool::new(false),
-            deaf: Arc::default(),
+            listener_failed: Arc::default(),
             tasks: Mutex::default(),
             options,
             transports,
@@ -191,7 +191,7 @@ impl Values {
         }
         let endpoints = self.0.endpoints.get_or_try_init(|| self.0.listen()).await;
         let endpoints = endpoints.map_err(|error| error.about(format!("value `{name}`")))?.clone();
-        if self.0.deaf.load(Ordering::Relaxed) {
+        if self.0.listener_failed.load(Ordering::Relaxed) {
             let message = "the listener of this process has failed, so nobody could fetch it; its error was logged";
             return Err(Error::not_started(Code::Unavailable, message).about(format!("value `{name}`")));
         }
@@ -277,11 +277,12 @@ impl ValuesState {
         let handler: Arc<dyn Handler> = Arc::new(HeldHandler(Arc::clone(&self.held)));
         let (listener, handler) = self.transports.listen(place, handler, &[HTTP]).await?;
         let endpoints = listener.endpoints().to_vec();
-        let (served, deaf) = (serve(listener, handler, CancelToken::new(), Duration::ZERO), Arc::clone(&self.deaf));
+        let (served, listener_failed) =
+            (serve(listener, handler, CancelToken::new(), Duration::ZERO), Arc::clone(&self.listener_failed));
         self.spawn(async move {
             if let Err(error) = served.await {
                 tracing::error!(%error, "the values of this process can no longer be fetched");
-                deaf.store(true, Ordering::Relaxed);
+                listener_failed.store(true, Ordering::Relaxed);
             }
         });
         Ok(endpoints)

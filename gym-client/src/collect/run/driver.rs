@@ -297,9 +297,9 @@ impl Driver {
         }
         running.shutdown().await;
         // After a requested stop, the wait for the disk is shorter than during a rollout.
-        let hurry = stop.is_cancelled() || fatal.is_some();
-        let patience = if hurry { Duration::ZERO } else { self.options.attempt_timeout };
-        let flushed = self.ledger.flush(&CallContext::within(patience + self.options.record_timeout)).await;
+        let ends_now = stop.is_cancelled() || fatal.is_some();
+        let flush_timeout = if ends_now { Duration::ZERO } else { self.options.attempt_timeout };
+        let flushed = self.ledger.flush(&CallContext::within(flush_timeout + self.options.record_timeout)).await;
         match fatal {
             Some(error) => Err(error),
             None => flushed.map(|()| match (stop.is_cancelled(), failed_fast) {

@@ -340,9 +340,9 @@ impl WorkPool {
         });
         let paused = state.pauses_member(&who.name, member);
         // As long as the head server waits for it.
-        let patience =
+        let response_timeout =
             body.timing.map_or(Duration::ZERO, |timing| timing.timeout.min(MemberLimits::default().timeout_max));
-        let poll = WorkPoll { number: body.poll, capacity: body.capacity, wait, classes, patience, paused };
+        let poll = WorkPoll { number: body.poll, capacity: body.capacity, wait, classes, response_timeout, paused };
         match state.queue.poll(now, &who, poll) {
             Ok(PollStart::Answered(assignment)) => Ok(PollNext::Answer(shared.write(now, state, &assignment)?)),
             Ok(PollStart::Waiting(lost)) => {

@@ -265,7 +265,7 @@ impl WorkQueue {
                 newest: 0,
                 answered: Vec::new(),
                 heard: now,
-                patience: poll.patience,
+                response_timeout: poll.response_timeout,
                 due: now,
             };
             self.workers.insert(Arc::clone(&who.name), worker);
@@ -285,8 +285,8 @@ impl WorkQueue {
         worker.capacity = capacity;
         worker.paused = poll.paused;
         worker.classes = poll.classes;
-        (worker.heard, worker.patience) = (now, poll.patience);
-        worker.due = now + (poll.wait.min(self.options.wait_max) + self.options.silence_max).max(poll.patience);
+        (worker.heard, worker.response_timeout) = (now, poll.response_timeout);
+        worker.due = now + (poll.wait.min(self.options.wait_max) + self.options.silence_max).max(poll.response_timeout);
         self.park(&who.name, poll.number);
         Ok(PollStart::Waiting(lost))
     }
@@ -372,7 +372,7 @@ impl WorkQueue {
         let parked = self.unpark(name);
         let due = now + self.options.silence_max;
         let Some(worker) = self.workers.get_mut(name) else { return Assignment::default() };
-        worker.due = due.max(worker.heard + worker.patience);
+        worker.due = due.max(worker.heard + worker.response_timeout);
         if let Some(parked) = parked {
             worker.answered.push((parked.number, items.clone()));
         }

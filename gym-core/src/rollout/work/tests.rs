@@ -8,7 +8,14 @@ use std::time::Duration;
 use tokio::time::Instant;
 
 fn poll(number: u64, capacity: u32) -> WorkPoll {
-    WorkPoll { number, capacity, wait: Duration::from_secs(1), classes: None, patience: Duration::ZERO, paused: false }
+    WorkPoll {
+        number,
+        capacity,
+        wait: Duration::from_secs(1),
+        classes: None,
+        response_timeout: Duration::ZERO,
+        paused: false,
+    }
 }
 
 fn who(name: &str, incarnation: u64) -> WorkerId {

@@ -46,7 +46,7 @@ pub struct WorkPoll {
     /// Names of the classes that the worker serves; `None` for all.
     pub classes: Option<BTreeSet<Arc<str>>>,
     /// The worker is lost after this time of silence, if the options of the queue do not allow a longer one. A member of a cluster has its timeout.
-    pub patience: Duration,
+    pub response_timeout: Duration,
     /// `true` if the worker gets no new work for now; see [`WorkQueue::pause`](super::WorkQueue::pause).
     pub paused: bool,
 }
@@ -73,7 +73,7 @@ pub(super) struct Worker {
     /// Time of the newest poll.
     pub(super) heard: Instant,
     /// Time of silence after which the worker is lost, if it is longer than the queue's.
-    pub(super) patience: Duration,
+    pub(super) response_timeout: Duration,
     /// The worker is lost if it sends no poll by then.
     pub(super) due: Instant,
 }

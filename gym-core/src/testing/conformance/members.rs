@@ -76,7 +76,7 @@ impl<'a> Process<'a> {
 
     async fn serving(registry: &'a Arc<dyn MemberRegistry>, spec: MemberSpec) -> Self {
         let mut process = Self::join(registry, spec).await;
-        assert_eq!(process.beat(MemberState::Joining, true).await.expect("a heartbeat"), MemberState::Serving);
+        assert_eq!(process.heartbeat(MemberState::Joining, true).await.expect("a heartbeat"), MemberState::Serving);
         process
     }
 
@@ -85,9 +85,9 @@ impl<'a> Process<'a> {
         Heartbeat { lease: self.lease.clone(), seq: self.seq, healthy, draining: false, round_trip_us: None, known }
     }
 
-    async fn beat(&mut self, known: MemberState, healthy: bool) -> Result<MemberState> {
-        let beat = self.next(known, healthy);
-        self.registry.beat(&cx(), &beat).await.map(|reply| reply.state)
+    async fn heartbeat(&mut self, known: MemberState, healthy: bool) -> Result<MemberState> {
+        let heartbeat = self.next(known, healthy);
+        self.registry.heartbeat(&cx(), &heartbeat).await.map(|reply| reply.state)
     }
 }
 
@@ -113,9 +113,9 @@ async fn a_member_gets_work_after_its_first_healthy_heartbeat(fixture: &impl Mem
     assert_eq!(state(&registry, "a").await, Some(MemberState::Joining));
     assert_eq!(servers(&registry, "math").await, (vec![], 1));
     // Its servers do not respond yet.
-    assert_eq!(member.beat(MemberState::Serving, false).await.expect("a heartbeat"), MemberState::Joining);
+    assert_eq!(member.heartbeat(MemberState::Serving, false).await.expect("a heartbeat"), MemberState::Joining);
     assert_eq!(servers(&registry, "math").await, (vec![], 1));
-    assert_eq!(member.beat(MemberState::Joining, true).await.expect("a heartbeat"), MemberState::Serving);
+    assert_eq!(member.heartbeat(MemberState::Joining, true).await.expect("a heartbeat"), MemberState::Serving);
     assert_eq!(servers(&registry, "math").await, (vec![1], 0));
 }
 
@@ -123,7 +123,7 @@ async fn a_heartbeat_is_answered_at_a_change_or_after_its_interval(fixture: &imp
     let registry = fixture.registry();
     let mut member = Process::serving(&registry, spec("a", 1, &[])).await;
     let began = Instant::now();
-    assert_eq!(member.beat(MemberState::Serving, false).await.expect("a heartbeat"), MemberState::Serving);
+    assert_eq!(member.heartbeat(MemberState::Serving, false).await.expect("a heartbeat"), MemberState::Serving);
     let took = began.elapsed();
     assert!(took >= HEARTBEAT_INTERVAL && took < HEARTBEAT_INTERVAL + MARGIN_TIMEOUT, "{took:?}");
     let drained = async {
@@ -131,7 +131,7 @@ async fn a_heartbeat_is_answered_at_a_change_or_after_its_interval(fixture: &imp
         registry.drain(&cx(), "a").await.expect("a member");
     };
     let began = Instant::now();
-    let (answer, ()) = tokio::join!(member.beat(MemberState::Serving, false), drained);
+    let (answer, ()) = tokio::join!(member.heartbeat(MemberState::Serving, false), drained);
     assert_eq!(answer.expect("a heartbeat"), MemberState::Draining);
     assert!(began.elapsed() < HEARTBEAT_INTERVAL / 2 + MARGIN_TIMEOUT, "{:?}", began.elapsed());
 }
@@ -165,7 +165,7 @@ async fn a_silent_member_is_suspect_and_then_gone(fixture: &impl MemberFixture) 
     assert!(members[0].why().contains("no heartbeat for 3"), "{members:?}");
     assert!(members[0].since_ms.is_some_and(|since| since >= HEARTBEAT_INTERVAL.as_millis() as u64), "{members:?}");
     assert_eq!((members[0].gone_in_ms, roster(&registry, None).await.suspects), (None, vec![]));
-    let refused = member.beat(MemberState::Serving, true).await.expect_err("it is gone");
+    let refused = member.heartbeat(MemberState::Serving, true).await.expect_err("it is gone");
     assert_eq!(refused.code(), Code::NotFound);
 }
 
@@ -174,17 +174,17 @@ async fn a_suspect_member_that_returns_is_checked_first(fixture: &impl MemberFix
     let mut member = Process::serving(&registry, spec("a", 1, &["math"])).await;
     sleep(HEARTBEAT_INTERVAL * 2 + MARGIN_TIMEOUT).await;
     assert_eq!(state(&registry, "a").await, Some(MemberState::Suspect));
-    let answer = timeout(MARGIN_TIMEOUT, member.beat(MemberState::Serving, false)).await.expect("at once");
+    let answer = timeout(MARGIN_TIMEOUT, member.heartbeat(MemberState::Serving, false)).await.expect("at once");
     assert_eq!(answer.expect("a heartbeat"), MemberState::Joining);
     assert_eq!(servers(&registry, "math").await, (vec![], 1));
-    assert_eq!(member.beat(MemberState::Joining, true).await.expect("a heartbeat"), MemberState::Serving);
+    assert_eq!(member.heartbeat(MemberState::Joining, true).await.expect("a heartbeat"), MemberState::Serving);
     assert_eq!(servers(&registry, "math").await, (vec![1], 0));
 }
 
 /// Starts a heartbeat and drops its connection.
 async fn break_connection(member: &mut Process<'_>) {
-    let beat = member.next(MemberState::Serving, false);
-    let _ = timeout(MARGIN_TIMEOUT, member.registry.beat(&cx(), &beat)).await.expect_err("it waits");
+    let heartbeat = member.next(MemberState::Serving, false);
+    let _ = timeout(MARGIN_TIMEOUT, member.registry.heartbeat(&cx(), &heartbeat)).await.expect_err("it waits");
     // The other side notices.
     sleep(Duration::from_millis(1)).await;
 }
@@ -208,8 +208,8 @@ async fn a_member_that_connects_again_in_time_is_not_gone(fixture: &impl MemberF
     for _ in 0..20 {
         break_connection(&mut member).await;
         sleep(RECONNECT_TIMEOUT / 2).await;
-        assert_eq!(member.beat(MemberState::Serving, false).await.expect("in time"), MemberState::Joining);
-        assert_eq!(member.beat(MemberState::Joining, true).await.expect("healthy"), MemberState::Serving);
+        assert_eq!(member.heartbeat(MemberState::Serving, false).await.expect("in time"), MemberState::Joining);
+        assert_eq!(member.heartbeat(MemberState::Joining, true).await.expect("healthy"), MemberState::Serving);
     }
     assert_eq!(servers(&registry, "math").await, (vec![1], 0));
 }
@@ -219,10 +219,10 @@ async fn the_late_end_of_an_old_connection_changes_nothing(fixture: &impl Member
     let mut member = Process::serving(&registry, spec("a", 1, &[])).await;
     let (old, new) = (member.next(MemberState::Serving, false), member.next(MemberState::Serving, false));
     let context = cx();
-    let mut first = Box::pin(registry.beat(&context, &old));
+    let mut first = Box::pin(registry.heartbeat(&context, &old));
     let _ = timeout(MARGIN_TIMEOUT, first.as_mut()).await.expect_err("it waits");
     let second = async {
-        let answer = registry.beat(&context, &new).await;
+        let answer = registry.heartbeat(&context, &new).await;
         answer.expect("a heartbeat").state
     };
     let late = async {
@@ -253,11 +253,11 @@ async fn a_member_that_must_drain_is_told_at_once(fixture: &impl MemberFixture) 
     assert!(error.to_string().contains("the members are a"), "{error}");
     registry.drain(&cx(), "a").await.expect("a member");
     assert_eq!(servers(&registry, "math").await, (vec![], 1));
-    let answer = timeout(MARGIN_TIMEOUT, member.beat(MemberState::Serving, true)).await.expect("at once");
+    let answer = timeout(MARGIN_TIMEOUT, member.heartbeat(MemberState::Serving, true)).await.expect("at once");
     assert_eq!(answer.expect("a heartbeat"), MemberState::Draining);
     // A break does not make it serve again.
     sleep(HEARTBEAT_INTERVAL * 2 + MARGIN_TIMEOUT).await;
-    assert_eq!(member.beat(MemberState::Serving, true).await.expect("a heartbeat"), MemberState::Draining);
+    assert_eq!(member.heartbeat(MemberState::Serving, true).await.expect("a heartbeat"), MemberState::Draining);
 }
 
 async fn a_name_belongs_to_one_living_process(fixture: &impl MemberFixture) {
@@ -272,7 +272,7 @@ async fn a_name_belongs_to_one_living_process(fixture: &impl MemberFixture) {
     assert!(error.to_string().contains("a-host") && error.to_string().contains("--name"), "{error}");
     break_connection(&mut first).await;
     registry.join(&cx(), second).await.expect("the first is suspect, and the second is newer");
-    let error = first.beat(MemberState::Serving, true).await.expect_err("its place is taken");
+    let error = first.heartbeat(MemberState::Serving, true).await.expect_err("its place is taken");
     assert_eq!(error.code(), Code::NotFound);
     let error = registry.join(&cx(), spec("a", 5, &["math"])).await.expect_err("an older process");
     assert_eq!(error.code(), Code::AlreadyExists);

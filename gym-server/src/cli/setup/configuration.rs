@@ -60,12 +60,12 @@ impl Need<'_> {
 
 /// The documented ports of a worker: 8080 for its first resources server, 8000 for its first model server.
 #[derive(Debug, Default)]
-struct WorkerPorts {
+struct MemberPorts {
     resources: bool,
     model: bool,
 }
 
-impl WorkerPorts {
+impl MemberPorts {
     /// The ports that are tried above the documented one.
     const TRIED: u16 = 100;
 
@@ -135,7 +135,7 @@ pub(in crate::cli) async fn load_over(
         }
         if let Need::Servers(_) | Need::OwnServers | Need::Worker = need {
             let mut random = fastrand::Rng::new();
-            let mut documented = (need == Need::Worker).then(WorkerPorts::default);
+            let mut documented = (need == Need::Worker).then(MemberPorts::default);
             loader = loader.pick_port(move |wish| {
                 documented.as_mut().and_then(|ports| ports.pick(wish)).or_else(|| free_port(wish, &mut random))
             });

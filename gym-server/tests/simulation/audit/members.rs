@@ -48,19 +48,19 @@ struct Contact {
 /// A request of a member that is in progress. Dropping it before its answer means that the connection broke.
 pub(super) enum Membership {
     Join(Audit, Box<MemberSpec>, u64),
-    Beat(BeatInProgress),
+    Heartbeat(HeartbeatInProgress),
 }
 
-pub(super) struct BeatInProgress {
+pub(super) struct HeartbeatInProgress {
     audit: Audit,
-    beat: Heartbeat,
+    heartbeat: Heartbeat,
     answered: bool,
 }
 
-impl Drop for BeatInProgress {
+impl Drop for HeartbeatInProgress {
     fn drop(&mut self) {
         if !self.answered {
-            self.audit.beat_broke(&self.beat);
+            self.audit.heartbeat_broke(&self.heartbeat);
         }
     }
 }
@@ -70,7 +70,7 @@ impl Membership {
         match self {
             Self::Join(audit, spec, term) if response.status.is_success() => audit.joined(*spec, term),
             Self::Join(..) => {}
-            Self::Beat(mut beat) => beat.answered = true,
+            Self::Heartbeat(mut heartbeat) => heartbeat.answered = true,
         }
     }
 }
@@ -118,9 +118,9 @@ impl Audit {
         match request.route.path() {
             "/cluster/join" => Some(Membership::Join(self.clone(), serde_json::from_slice(&body).ok()?, term)),
             "/cluster/beat" => {
-                let beat: Heartbeat = serde_json::from_slice(&body).ok()?;
-                self.beats(&beat);
-                Some(Membership::Beat(BeatInProgress { audit: self.clone(), beat, answered: false }))
+                let heartbeat: Heartbeat = serde_json::from_slice(&body).ok()?;
+                self.heartbeat(&heartbeat);
+                Some(Membership::Heartbeat(HeartbeatInProgress { audit: self.clone(), heartbeat, answered: false }))
             }
             _ => None,
         }
@@ -137,20 +137,20 @@ impl Audit {
         (known.heard, known.broken) = (Instant::now(), None);
     }
 
-    fn beats(&self, beat: &Heartbeat) {
+    fn heartbeat(&self, heartbeat: &Heartbeat) {
         let cluster = &mut self.truth().cluster;
-        let id = (beat.lease.name.clone(), beat.lease.incarnation);
-        let contact = cluster.members.get_mut(&id).filter(|contact| contact.seq <= beat.seq);
-        if let Some(contact) = contact.filter(|_| beat.lease.term == cluster.term) {
-            (contact.seq, contact.heard, contact.broken) = (beat.seq, Instant::now(), None);
+        let id = (heartbeat.lease.name.clone(), heartbeat.lease.incarnation);
+        let contact = cluster.members.get_mut(&id).filter(|contact| contact.seq <= heartbeat.seq);
+        if let Some(contact) = contact.filter(|_| heartbeat.lease.term == cluster.term) {
+            (contact.seq, contact.heard, contact.broken) = (heartbeat.seq, Instant::now(), None);
         }
     }
 
-    fn beat_broke(&self, beat: &Heartbeat) {
+    fn heartbeat_broke(&self, heartbeat: &Heartbeat) {
         let cluster = &mut self.truth().cluster;
-        let id = (beat.lease.name.clone(), beat.lease.incarnation);
-        let contact = cluster.members.get_mut(&id).filter(|contact| contact.seq == beat.seq);
-        if let Some(contact) = contact.filter(|_| beat.lease.term == cluster.term) {
+        let id = (heartbeat.lease.name.clone(), heartbeat.lease.incarnation);
+        let contact = cluster.members.get_mut(&id).filter(|contact| contact.seq == heartbeat.seq);
+        if let Some(contact) = contact.filter(|_| heartbeat.lease.term == cluster.term) {
             contact.broken = Some(Instant::now());
         }
     }

@@ -50,10 +50,10 @@ pub(crate) async fn serve(
     let send_queue = FrameSendQueue::new(write);
     send_queue.post_urgent(greeting_frame(&config.limits));
     let mut decoder = Decoder::new(config.limits.message_limits(), Arc::clone(&pool), received);
-    let patience = config.connect_timeout;
-    let theirs = tokio::time::timeout(patience, greeting(&mut read, &mut decoder))
+    let limit = config.connect_timeout;
+    let theirs = tokio::time::timeout(limit, greeting(&mut read, &mut decoder))
         .await
-        .map_err(|_| Error::unknown(Code::DeadlineExceeded, format!("no greeting within {patience:?}")))
+        .map_err(|_| Error::unknown(Code::DeadlineExceeded, format!("no greeting within {limit:?}")))
         .flatten()?;
     let end = AnsweringEnd::new(send_queue, config.limits.clone(), theirs, calls, handler, peer);
     let ending = end.end_on_drop();

@@ -9,7 +9,7 @@ use futures_util::stream::FuturesUnordered;
 use gym_core::transport::Reply;
 use gym_core::{Response, Result};
 
-use super::room::Room;
+use super::participant::Participant;
 
 /// The answers of other ranks, by their positions.
 #[derive(Default)]
@@ -29,27 +29,27 @@ impl Answers {
     }
 
     /// Takes the next answer. A rank that answers with an error takes no further part.
-    pub(super) async fn next(&mut self, room: &Arc<Room>) {
+    pub(super) async fn next(&mut self, participant: &Arc<Participant>) {
         if let Some((from, Err(error))) = self.0.next().await {
-            room.suspect(from, error);
+            participant.suspect(from, error);
         }
     }
 
     /// Waits for something else, and looks at the answers that come meanwhile: a rank that refuses what was sent does not call either.
-    pub(super) async fn during<T>(&mut self, room: &Arc<Room>, waiting: impl Future<Output = T>) -> T {
+    pub(super) async fn during<T>(&mut self, participant: &Arc<Participant>, waiting: impl Future<Output = T>) -> T {
         let mut waiting = std::pin::pin!(waiting);
         loop {
             tokio::select! { biased;
                 ended = &mut waiting => return ended,
-                () = self.next(room), if !self.0.is_empty() => {}
+                () = self.next(participant), if !self.0.is_empty() => {}
             }
         }
     }
 
     /// Waits until at most this many answers are to come.
-    pub(super) async fn at_most(&mut self, room: &Arc<Room>, most: usize) {
+    pub(super) async fn at_most(&mut self, participant: &Arc<Participant>, most: usize) {
         while self.0.len() > most {
-            self.next(room).await;
+            self.next(participant).await;
         }
     }
 }

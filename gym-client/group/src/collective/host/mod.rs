@@ -10,9 +10,9 @@
 mod answers;
 mod lane;
 mod pair;
+mod participant;
 mod pieces;
 mod ring;
-mod room;
 mod shared;
 mod wire;
 
@@ -41,7 +41,7 @@ use tokio::sync::OnceCell;
 use tokio::time::Instant;
 
 use lane::{CallMemory, Lane, Operation};
-use room::{Peer, Place, Room, answer_of, text};
+use participant::{Participant, Peer, Place, answer_of, text};
 use shared::Lent;
 use wire::{BUILD, Cause, Join, Joined, Packet};
 
@@ -100,16 +100,16 @@ struct Meetings {
     joins: usize,
 }
 
-/// A meeting of this rank. Its room takes the lock of the registry when it is dropped, and is therefore never held within that lock.
+/// A meeting of this rank. Its participant takes the lock of the registry when it is dropped, and is therefore never held within that lock.
 struct Entry {
     name: Arc<str>,
     epoch: u64,
-    room: Weak<Room>,
+    participant: Weak<Participant>,
 }
 
 /// One rank's communicator. Dropping it leaves the meeting.
 struct HostCommunicator {
-    room: Arc<Room>,
+    participant: Arc<Participant>,
     path: DevicePathSlot,
     rounds: Mutex<Option<Lane>>,
     pairs: Mutex<BTreeMap<(Direction, usize), Lane>>,
@@ -168,9 +168,9 @@ impl Collectives for HostCollectives {
     async fn join(&self, cx: &CallContext, meeting: Meeting) -> Result<Arc<dyn Communicator>> {
         let subject = format!("join {meeting} as rank {}", meeting.rank);
         match self.0.join(cx, meeting).await {
-            Ok(room) => {
+            Ok(participant) => {
                 let (rounds, pairs) = (Mutex::default(), Mutex::default());
-                Ok(Arc::new(HostCommunicator { room, path: DevicePathSlot::default(), rounds, pairs }))
+                Ok(Arc::new(HostCommunicator { participant, path: DevicePathSlot::default(), rounds, pairs }))
             }
             Err(error) => Err(error.about(subject)),
         }
@@ -198,7 +198,7 @@ impl Handler for HostCollectives {
             return answer_of(&self.0.runtime, Arc::clone(&self.0).answer_join(request.context, join));
         }
         let elements = request.message.segments.pop().unwrap_or_default();
-        match self.0.room_of(&packet).and_then(|room| room.accept(packet, elements)) {
+        match self.0.participant_of(&packet).and_then(|participant| participant.accept(packet, elements)) {
             Ok(reply) => reply,
             Err(error) => Box::pin(async move { Err(error) }),
         }
@@ -210,8 +210,8 @@ impl Handler for HostCollectives {
 
     fn place(&self, _: &Route, head: &Bytes, _: usize, _: usize) -> Option<Loan> {
         let packet: Packet = serde_json::from_slice(head).ok()?;
-        match (&packet, self.0.room_of(&packet)) {
-            (Packet::Chunk(chunk), Ok(room)) => room.place(chunk),
+        match (&packet, self.0.participant_of(&packet)) {
+            (Packet::Chunk(chunk), Ok(participant)) => participant.place(chunk),
             _ => None,
         }
     }
@@ -226,7 +226,7 @@ impl Registry {
         self.changed.send_modify(|changes| *changes += 1);
     }
 
-    fn room_of(&self, packet: &Packet) -> Result<Arc<Room>> {
+    fn participant_of(&self, packet: &Packet) -> Result<Arc<Participant>> {
         let to = match packet {
             Packet::Call(packet) => packet.to,
             Packet::Chunk(packet) => packet.to,
@@ -237,8 +237,8 @@ impl Registry {
             Packet::Where { to, .. } => *to,
             Packet::Join(_) => return Err(Error::internal("a join names no number")),
         };
-        let room = self.lock().rooms.get(&to).and_then(|entry| entry.room.upgrade());
-        room.ok_or_else(|| {
+        let participant = self.lock().rooms.get(&to).and_then(|entry| entry.participant.upgrade());
+        participant.ok_or_else(|| {
             Error::not_started(
                 Code::FailedPrecondition,
                 "the rank takes part in this meeting no more; meet in a newer epoch",
@@ -249,9 +249,10 @@ impl Registry {
     // ---- what it tells of itself ----
 
     fn report(&self) -> CollectiveReport {
-        let rooms: Vec<Arc<Room>> = self.lock().rooms.values().filter_map(|entry| entry.room.upgrade()).collect();
+        let rooms: Vec<Arc<Participant>> =
+            self.lock().rooms.values().filter_map(|entry| entry.participant.upgrade()).collect();
         let mut report = CollectiveReport::default();
-        report.waiting = rooms.iter().flat_map(|room| room.waiting()).collect();
+        report.waiting = rooms.iter().flat_map(|participant| participant.waiting()).collect();
         report.waiting.sort_by_key(|waiting| std::cmp::Reverse(waiting.elapsed_ms));
         self.totals.report(&mut report);
         report.not_shared = self.not_shared.lock().unwrap_or_else(PoisonError::into_inner).clone();
@@ -260,7 +261,7 @@ impl Registry {
 
     // ---- joining ----
 
-    async fn join(self: &Arc<Self>, cx: &CallContext, meeting: Meeting) -> Result<Arc<Room>> {
+    async fn join(self: &Arc<Self>, cx: &CallContext, meeting: Meeting) -> Result<Arc<Participant>> {
         cx.check()?;
         // Each rank knows it by itself. A rank that met first and then left would be the cause that the others get.
         if self.sharing == Sharing::Always
@@ -268,15 +269,16 @@ impl Registry {
         {
             return Err(memory_is_missing(&why));
         }
-        let room = self.enter(meeting)?;
-        let mut joining = Joining { room: &room, formed: false };
-        let mut meets: FuturesUnordered<_> = room.others().map(|position| self.meet(cx, &room, position)).collect();
+        let participant = self.enter(meeting)?;
+        let mut joining = Joining { participant: &participant, formed: false };
+        let mut meets: FuturesUnordered<_> =
+            participant.others().map(|position| self.meet(cx, &participant, position)).collect();
         // One that cannot meet at all ends the wait, and so does the failure of those that have met. The others are awaited, so that the error names
         // every rank that is missing.
         let met = async {
             tokio::select! { biased;
-                () = room.all_met() => Ok(None),
-                cause = room.cause.wait() => Ok(Some(cause)),
+                () = participant.all_met() => Ok(None),
+                cause = participant.cause.wait() => Ok(Some(cause)),
                 Some(over) = meets.next() => over.map(Some),
             }
         };
@@ -284,21 +286,21 @@ impl Registry {
             Ok(cause) => {
                 joining.formed = true;
                 drop(joining);
-                room.form();
+                participant.form();
                 match cause {
                     // Who has told it to this rank may count on this rank to tell the others.
-                    Some(_) if room.cause.get().is_some() => room.tell(None),
-                    Some(cause) => room.fail(cause),
+                    Some(_) if participant.cause.get().is_some() => participant.tell(None),
+                    Some(cause) => participant.fail(cause),
                     None => {}
                 }
                 drop(meets);
-                if room.cause.get().is_none() {
-                    self.share_memory(cx, &room).await?;
+                if participant.cause.get().is_none() {
+                    self.share_memory(cx, &participant).await?;
                 }
-                Ok(room)
+                Ok(participant)
             }
             Err(late) if matches!(late.code(), Code::DeadlineExceeded | Code::Cancelled) => {
-                let missing = room.not_met();
+                let missing = participant.not_met();
                 Err(Error::not_started(late.code(), format!("{}; {} not joined", late.message(), has(&missing))))
             }
             Err(error) => Err(error),
@@ -306,18 +308,18 @@ impl Registry {
     }
 
     /// Lets the ranks of one node share memory.
-    async fn share_memory(&self, cx: &CallContext, room: &Arc<Room>) -> Result<()> {
-        if self.sharing == Sharing::Never || room.world_size() == 1 {
+    async fn share_memory(&self, cx: &CallContext, participant: &Arc<Participant>) -> Result<()> {
+        if self.sharing == Sharing::Never || participant.world_size() == 1 {
             return Ok(());
         }
-        let why = match several_nodes(&room.meeting.seats) {
+        let why = match several_nodes(&participant.meeting.seats) {
             Some(why) => Err(why),
             None => {
-                let agreed = async { Ok(room.agree_on_memory(self.shared_bytes).await) };
+                let agreed = async { Ok(participant.agree_on_memory(self.shared_bytes).await) };
                 match cx.bound(Execution::NotStarted, agreed).await {
                     Ok(agreed) => agreed,
                     Err(late) => {
-                        room.leave();
+                        participant.leave();
                         return Err(late);
                     }
                 }
@@ -326,27 +328,27 @@ impl Registry {
         let Err(why) = why else { return Ok(()) };
         if self.sharing == Sharing::Always {
             // Not `leave`: a rank that has not heard the reason yet would name one that has left.
-            room.fail(memory_is_missing(&why));
+            participant.fail(memory_is_missing(&why));
             return Err(memory_is_missing(&why));
         }
-        tracing::debug!(meeting = %room.meeting, why, "ranks do not share memory");
+        tracing::debug!(meeting = %participant.meeting, why, "ranks do not share memory");
         *self.not_shared.lock().unwrap_or_else(PoisonError::into_inner) = Some(why);
         Ok(())
     }
 
     /// Meets another rank, and again if it gives up and joins anew. Returns the cause if the meeting is over.
-    async fn meet(&self, cx: &CallContext, room: &Room, position: usize) -> Result<Error> {
+    async fn meet(&self, cx: &CallContext, participant: &Participant, position: usize) -> Result<Error> {
         loop {
-            match self.join_peer(cx, room, &room.meeting.seats[position]).await? {
-                Met::Here(peer, facts) => room.met(position, peer, &facts),
+            match self.join_peer(cx, participant, &participant.meeting.seats[position]).await? {
+                Met::Here(peer, facts) => participant.met(position, peer, &facts),
                 Met::Over(cause) => return Ok(cause),
             }
-            room.gave_up(position).await;
+            participant.gave_up(position).await;
         }
     }
 
     /// Takes the seat of this rank in a meeting.
-    fn enter(self: &Arc<Self>, meeting: Meeting) -> Result<Arc<Room>> {
+    fn enter(self: &Arc<Self>, meeting: Meeting) -> Result<Arc<Participant>> {
         let mut state = self.lock();
         let same = |name: &Arc<str>, epoch: u64| (name, epoch) == (&meeting.name, meeting.epoch);
         let over = state.over.iter().any(|(name, epoch, _)| same(name, *epoch));
@@ -362,25 +364,25 @@ impl Registry {
         }
         let newest: BTreeMap<Rank, Incarnation> = identities(&meeting.seats).into_iter().collect();
         let (name, epoch) = (Arc::clone(&meeting.name), meeting.epoch);
-        let room = Arc::new(Room::new(id, meeting, Arc::downgrade(self)));
-        state.rooms.insert(id, Entry { name, epoch, room: Arc::downgrade(&room) });
+        let participant = Arc::new(Participant::new(id, meeting, Arc::downgrade(self)));
+        state.rooms.insert(id, Entry { name, epoch, participant: Arc::downgrade(&participant) });
         drop(state);
         let current =
             |rank: &Rank, incarnation: Incarnation| newest.get(rank).is_none_or(|newest| incarnation >= *newest);
         self.channels().retain(|(rank, incarnation), _| current(rank, *incarnation));
         self.notify();
-        Ok(room)
+        Ok(participant)
     }
 
     /// Tells a rank that this one has joined, and waits until it has joined, too.
-    async fn join_peer(&self, cx: &CallContext, room: &Room, seat: &Seat) -> Result<Met> {
-        let meeting = &room.meeting;
+    async fn join_peer(&self, cx: &CallContext, participant: &Participant, seat: &Seat) -> Result<Met> {
+        let meeting = &participant.meeting;
         let join = Join {
             build: BUILD.to_owned(),
             name: meeting.name.to_string(),
             epoch: meeting.epoch,
             from: meeting.rank,
-            id: room.id,
+            id: participant.id,
             seats: identities(&meeting.seats),
             facts: meeting.facts.to_string(),
         };
@@ -469,22 +471,25 @@ impl Registry {
     fn joined(&self, join: &Join) -> Result<Option<Joined>> {
         let state = self.lock();
         let same = |name: &str, epoch| (name, epoch) == (join.name.as_str(), join.epoch);
-        let room =
-            state.rooms.values().find(|entry| same(&entry.name, entry.epoch)).and_then(|entry| entry.room.upgrade());
+        let participant = state
+            .rooms
+            .values()
+            .find(|entry| same(&entry.name, entry.epoch))
+            .and_then(|entry| entry.participant.upgrade());
         let over = state.over.iter().find(|(name, epoch, _)| same(name, *epoch)).map(|(.., cause)| Cause::of(cause));
         let newest = state.epoch;
         drop(state);
         if let Some(cause) = over {
             return Ok(Some(Joined::Over(cause)));
         }
-        if let Some(room) = room {
-            let own = identities(&room.meeting.seats);
-            let (true, Some(from)) = (own == join.seats, room.meeting.position_of(join.from)) else {
+        if let Some(participant) = participant {
+            let own = identities(&participant.meeting.seats);
+            let (true, Some(from)) = (own == join.seats, participant.meeting.position_of(join.from)) else {
                 return Ok(Some(Joined::Otherwise(own)));
             };
-            return Ok(Some(match room.joined_by(from, join.id, &join.facts) {
+            return Ok(Some(match participant.joined_by(from, join.id, &join.facts) {
                 Some(cause) => Joined::Over(Cause::of(&cause)),
-                None => Joined::Here(room.id, room.meeting.facts.to_string()),
+                None => Joined::Here(participant.id, participant.meeting.facts.to_string()),
             }));
         }
         if newest > join.epoch {
@@ -548,14 +553,14 @@ enum Met {
 
 /// A join in progress. If it is dropped before the meeting has formed, the ranks that count on this one are told.
 struct Joining<'j> {
-    room: &'j Arc<Room>,
+    participant: &'j Arc<Participant>,
     formed: bool,
 }
 
 impl Drop for Joining<'_> {
     fn drop(&mut self) {
         if !self.formed {
-            self.room.give_up();
+            self.participant.give_up();
         }
     }
 }
@@ -583,14 +588,14 @@ impl Drop for CountedJoin<'_> {
 #[async_trait]
 impl Communicator for HostCommunicator {
     fn meeting(&self) -> &Meeting {
-        &self.room.meeting
+        &self.participant.meeting
     }
 
     fn start(&self, cx: &CallContext, operation: Collective, buffer: Buffer) -> Transfer {
         let (completion, transfer) = Transfer::new();
-        let meeting = &self.room.meeting;
+        let meeting = &self.participant.meeting;
         let began = Instant::now();
-        let accepted = match (self.room.cause.get(), meeting.check(operation, &buffer)) {
+        let accepted = match (self.participant.cause.get(), meeting.check(operation, &buffer)) {
             (Some(cause), _) => Err((buffer, cause)),
             (None, Err(error)) => Err((buffer, self.about(operation, error))),
             (None, Ok(call)) => {
@@ -609,24 +614,28 @@ impl Communicator for HostCommunicator {
                 // Each lock is held from the place to the queue, so that two threads keep the order of their places.
                 match (call.operation, other) {
                     (Collective::Send { .. }, Some(to)) => {
-                        let place = || Place::Send { to, number: next(self.room.lock().sent.entry(to).or_default()) };
+                        let place =
+                            || Place::Send { to, number: next(self.participant.lock().sent.entry(to).or_default()) };
                         let mut lanes = self.pairs();
-                        let lane = lanes.entry((Direction::Sends, to)).or_insert_with(|| Lane::new(&self.room));
-                        lane.push(&self.room, operation, place);
+                        let lane = lanes.entry((Direction::Sends, to)).or_insert_with(|| Lane::new(&self.participant));
+                        lane.push(&self.participant, operation, place);
                     }
                     (Collective::Receive { .. }, Some(from)) => {
                         let place = || Place::Receive {
                             from,
-                            number: next(self.room.lock().received.entry(from).or_default()),
+                            number: next(self.participant.lock().received.entry(from).or_default()),
                         };
                         let mut lanes = self.pairs();
-                        let lane = lanes.entry((Direction::Receives, from)).or_insert_with(|| Lane::new(&self.room));
-                        lane.push(&self.room, operation, place);
+                        let lane =
+                            lanes.entry((Direction::Receives, from)).or_insert_with(|| Lane::new(&self.participant));
+                        lane.push(&self.participant, operation, place);
                     }
                     _ => {
                         let mut rounds = self.rounds.lock().unwrap_or_else(PoisonError::into_inner);
-                        let lane = rounds.get_or_insert_with(|| Lane::new(&self.room));
-                        lane.push(&self.room, operation, || Place::Round(next(&mut self.room.lock().called)));
+                        let lane = rounds.get_or_insert_with(|| Lane::new(&self.participant));
+                        lane.push(&self.participant, operation, || {
+                            Place::Round(next(&mut self.participant.lock().called))
+                        });
                     }
                 }
             }
@@ -636,14 +645,14 @@ impl Communicator for HostCommunicator {
 
     fn allocate(&self, dtype: DType, elements: usize) -> Buffer {
         let bytes = elements * dtype.size();
-        match self.room.shared().and_then(|shared| shared.allocate(bytes)) {
+        match self.participant.shared().and_then(|shared| shared.allocate(bytes)) {
             Some(shared) => Lent::Shared(shared).into_buffer(dtype),
             None => Buffer::host(dtype, BytesMut::zeroed(bytes)),
         }
     }
 
     fn facts(&self) -> &[Arc<str>] {
-        self.room.facts()
+        self.participant.facts()
     }
 
     fn set_device_path(&self, path: Arc<dyn DevicePath>) -> Result<()> {
@@ -651,11 +660,11 @@ impl Communicator for HostCommunicator {
     }
 
     fn abort(&self, why: Error) {
-        self.room.fail(why);
+        self.participant.fail(why);
     }
 
     async fn closed(&self) -> Error {
-        self.room.cause.wait().await
+        self.participant.cause.wait().await
     }
 }
 
@@ -665,7 +674,7 @@ impl HostCommunicator {
     }
 
     fn about(&self, operation: Collective, error: Error) -> Error {
-        error.about(format!("{} of {}", operation.name(), self.room.meeting))
+        error.about(format!("{} of {}", operation.name(), self.participant.meeting))
     }
 }
 
@@ -677,7 +686,7 @@ fn next(count: &mut u64) -> u64 {
 
 impl Drop for HostCommunicator {
     fn drop(&mut self) {
-        self.room.leave();
+        self.participant.leave();
     }
 }
 
@@ -689,7 +698,7 @@ impl fmt::Debug for HostCollectives {
 
 impl fmt::Debug for HostCommunicator {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "HostCommunicator(rank {} of {})", self.room.meeting.rank, self.room.meeting)
+        write!(f, "HostCommunicator(rank {} of {})", self.participant.meeting.rank, self.participant.meeting)
     }
 }
 

@@ -20,13 +20,13 @@ use gym_core::group::collective::{Call, Collective, ReduceOp};
 use gym_core::{CallContext, Result};
 
 use super::answers::Answers;
+use super::participant::{Expected, Expecting, Participant, State, differ};
 use super::pieces::{OperationMemory, Pieces, chunks_of};
-use super::room::{Expected, Expecting, Room, State, differ};
 use super::wire::{CHUNK_BYTES, CallPacket, ChunkPacket, GROUP, Packet, SMALL_BYTES, Stream, WINDOW};
 
 /// One collective operation, as one rank performs it.
 struct Round<'r> {
-    room: &'r Arc<Room>,
+    participant: &'r Arc<Participant>,
     cx: &'r CallContext,
     number: u64,
     /// The chunks that this rank has sent to each other one, and received from it.
@@ -92,24 +92,24 @@ impl Group<'_> {
 
 /// Performs a collective operation.
 pub(super) async fn round(
-    room: &Arc<Room>,
+    participant: &Arc<Participant>,
     cx: &CallContext,
     call: Call,
     number: u64,
     held: &mut OperationMemory,
     answers: &mut Answers,
 ) -> Result<()> {
-    let mut round = Round { room, cx, number, sent: Vec::new(), received: Vec::new() };
+    let mut round = Round { participant, cx, number, sent: Vec::new(), received: Vec::new() };
     let memory = &mut held.whole;
-    let (own, small) = (room.position(), memory.len() <= SMALL_BYTES);
+    let (own, small) = (participant.position(), memory.len() <= SMALL_BYTES);
     let root = match call.operation {
-        Collective::Broadcast { root } => room.meeting.position_of(root),
+        Collective::Broadcast { root } => participant.meeting.position_of(root),
         _ => None,
     };
     let carries = small && root.is_none_or(|root| root == own);
     let elements = if carries { Bytes::copy_from_slice(memory) } else { Bytes::new() };
     round.announce(call, &elements, answers).await;
-    let mut heard = answers.during(room, round.heard(call)).await?;
+    let mut heard = answers.during(participant, round.heard(call)).await?;
     match (call.operation, root) {
         (Collective::AllGather, _) => {
             heard[own] = Some((call, elements));
@@ -119,20 +119,20 @@ pub(super) async fn round(
         (Collective::AllReduce(op), _) if small => {
             let parts = Parts::of(heard, own);
             let reduction = Reduction::new(call.dtype, op)?;
-            for slice in 0..room.world_size() {
+            for slice in 0..participant.world_size() {
                 parts.reduce(reduction, slice, memory, call);
             }
             Ok(())
         }
         (Collective::ReduceScatter(op), _) if small => {
             Parts::of(heard, own).reduce(Reduction::new(call.dtype, op)?, own, memory, call);
-            keep_slice(memory, bytes_of(call, room.world_size(), own));
+            keep_slice(memory, bytes_of(call, participant.world_size(), own));
             Ok(())
         }
         (Collective::AllReduce(op), _) => round.reduce(call, op, true, held, answers).await,
         (Collective::ReduceScatter(op), _) => {
             round.reduce(call, op, false, held, answers).await?;
-            keep_slice(&mut held.whole, bytes_of(call, room.world_size(), own));
+            keep_slice(&mut held.whole, bytes_of(call, participant.world_size(), own));
             Ok(())
         }
         (Collective::Broadcast { .. }, Some(root)) if small => {
@@ -148,15 +148,15 @@ pub(super) async fn round(
 
 /// Waits until all ranks have made a call on device memory. Returns the number of elements of each.
 pub(super) async fn agree(
-    room: &Arc<Room>,
+    participant: &Arc<Participant>,
     cx: &CallContext,
     call: Call,
     number: u64,
     answers: &mut Answers,
 ) -> Result<Vec<usize>> {
-    let round = Round { room, cx, number, sent: Vec::new(), received: Vec::new() };
+    let round = Round { participant, cx, number, sent: Vec::new(), received: Vec::new() };
     round.announce(call, &Bytes::new(), answers).await;
-    let heard = answers.during(room, round.heard(call)).await?;
+    let heard = answers.during(participant, round.heard(call)).await?;
     Ok(heard.into_iter().map(|heard| heard.map_or(call.elements, |(other, _)| other.elements)).collect())
 }
 
@@ -211,46 +211,49 @@ impl Parts {
 impl Round<'_> {
     /// Tells every other rank what this one calls.
     async fn announce(&self, call: Call, elements: &Bytes, answers: &mut Answers) {
-        let (from, number) = (self.room.position(), self.number);
-        for to in self.room.others() {
+        let (from, number) = (self.participant.position(), self.number);
+        for to in self.participant.others() {
             let packet = |to| Packet::Call(CallPacket { to, from, stream: Stream::Round, number, call });
-            answers.add(to, self.room.send(self.cx, to, packet, Some(elements.clone())).await);
+            answers.add(to, self.participant.send(self.cx, to, packet, Some(elements.clone())).await);
         }
     }
 
     /// Waits until all ranks have called the operation.
     async fn heard(&self, own: Call) -> Result<Heard> {
-        let (room, number) = (self.room, self.number);
-        let world_size = room.world_size();
-        room.wait_until(move |state: &mut State| {
-            let mut missing = false;
-            for position in room.others() {
-                match Room::call_of(state, position, Stream::Round, number) {
-                    Some(call) if !call.agrees_with(&own) => return Some(Err(differ(room, own, position, call))),
-                    Some(_) => {}
-                    None => {
-                        if let Some(absent) = room.absent(state, position, number, |left| left.rounds) {
-                            return Some(Err(absent));
+        let (participant, number) = (self.participant, self.number);
+        let world_size = participant.world_size();
+        participant
+            .wait_until(move |state: &mut State| {
+                let mut missing = false;
+                for position in participant.others() {
+                    match Participant::call_of(state, position, Stream::Round, number) {
+                        Some(call) if !call.agrees_with(&own) => {
+                            return Some(Err(differ(participant, own, position, call)));
                         }
-                        missing = true;
+                        Some(_) => {}
+                        None => {
+                            if let Some(absent) = participant.absent(state, position, number, |left| left.rounds) {
+                                return Some(Err(absent));
+                            }
+                            missing = true;
+                        }
                     }
                 }
-            }
-            if missing {
-                return None;
-            }
-            state.heard = number + 1;
-            let mut take = |position| {
-                let taken = Room::take_call(state, position, Stream::Round, number);
-                taken.map(|announced| (announced.call, announced.take()))
-            };
-            Some(Ok((0..world_size).map(&mut take).collect()))
-        })
-        .await
+                if missing {
+                    return None;
+                }
+                state.heard = number + 1;
+                let mut take = |position| {
+                    let taken = Participant::take_call(state, position, Stream::Round, number);
+                    taken.map(|announced| (announced.call, announced.take()))
+                };
+                Some(Ok((0..world_size).map(&mut take).collect()))
+            })
+            .await
     }
 
     fn next(&self) -> usize {
-        (self.room.position() + 1) % self.room.world_size()
+        (self.participant.position() + 1) % self.participant.world_size()
     }
 
     fn previous(&self) -> usize {
@@ -259,18 +262,18 @@ impl Round<'_> {
 
     /// Returns the position that is so many steps back in the ring; at most two rounds.
     fn back(&self, steps: usize) -> usize {
-        (self.room.position() + 2 * self.room.world_size() - steps) % self.room.world_size()
+        (self.participant.position() + 2 * self.participant.world_size() - steps) % self.participant.world_size()
     }
 
     async fn send(&mut self, to: usize, elements: Bytes, waits: bool, answers: &mut Answers) {
-        let (from, number, at) = (self.room.position(), self.number, count(&mut self.sent, to));
+        let (from, number, at) = (self.participant.position(), self.number, count(&mut self.sent, to));
         let packet = |to| Packet::Chunk(ChunkPacket { to, from, stream: Stream::Round, number, at, waits });
-        answers.add(to, self.room.send(self.cx, to, packet, Some(elements)).await);
+        answers.add(to, self.participant.send(self.cx, to, packet, Some(elements)).await);
     }
 
     async fn receive(&mut self, from: usize, length: usize) -> Result<Bytes> {
         let at = count(&mut self.received, from);
-        self.room.chunk(from, Stream::Round, self.number, at, length).await
+        self.participant.chunk(from, Stream::Round, self.number, at, length).await
     }
 
     /// Reduces a large buffer. With `gather`, every rank gets the whole result; otherwise each has only its own slice.
@@ -282,13 +285,13 @@ impl Round<'_> {
         held: &mut OperationMemory,
         answers: &mut Answers,
     ) -> Result<()> {
-        let slices = Slices::new(call, op, self.room.world_size())?;
+        let slices = Slices::new(call, op, self.participant.world_size())?;
         let pieces = held.cut(slices.lengths.iter().copied());
-        let room = Arc::clone(self.room);
+        let participant = Arc::clone(self.participant);
         let _expecting = gather.then(|| {
             let expected =
                 Expected { number: self.number, pieces: pieces.clone(), places: self.places_of_previous(&slices) };
-            Expecting::new(&room, self.previous(), Stream::Round, expected)
+            Expecting::new(&participant, self.previous(), Stream::Round, expected)
         });
         for group in slices.groups() {
             if slices.adds_in_place() {
@@ -306,7 +309,7 @@ impl Round<'_> {
 
     /// Returns where the chunks go that the previous rank sends in a reduction, in their order.
     fn places_of_previous(&self, slices: &Slices) -> Vec<Option<usize>> {
-        let (own, world_size) = (self.room.position(), self.room.world_size());
+        let (own, world_size) = (self.participant.position(), self.participant.world_size());
         let mut places = Vec::new();
         for group in slices.groups() {
             let added = if slices.adds_in_place() {
@@ -324,7 +327,7 @@ impl Round<'_> {
 
     /// Passes partial results on, until those of this rank's slice are whole.
     async fn add_round_the_ring(&mut self, group: Group<'_>, pieces: &Pieces, answers: &mut Answers) -> Result<()> {
-        let (next, previous, world_size) = (self.next(), self.previous(), self.room.world_size());
+        let (next, previous, world_size) = (self.next(), self.previous(), self.participant.world_size());
         for step in 0..world_size - 1 {
             for (_, piece) in group.of(self.back(1 + step)) {
                 self.send(next, pieces.send(piece).await, false, answers).await;
@@ -341,9 +344,9 @@ impl Round<'_> {
     /// Sends elements to the owners of their slices as they are, because their partial results are twice as long.
     async fn add_at_the_owner(&mut self, group: Group<'_>, pieces: &Pieces, answers: &mut Answers) -> Result<()> {
         let Slices { reduction, size, wide, .. } = group.slices;
-        let (own, world_size) = (self.room.position(), self.room.world_size());
+        let (own, world_size) = (self.participant.position(), self.participant.world_size());
         for at in 0..GROUP {
-            for to in self.room.others() {
+            for to in self.participant.others() {
                 if let Some((_, piece)) = group.of(to).nth(at) {
                     self.send(to, pieces.send(piece).await, false, answers).await;
                 }
@@ -370,12 +373,12 @@ impl Round<'_> {
 
     /// Passes the whole chunks of every slice round the ring.
     async fn spread(&mut self, group: Group<'_>, pieces: &Pieces, answers: &mut Answers) -> Result<()> {
-        let (next, previous, own) = (self.next(), self.previous(), self.room.position());
+        let (next, previous, own) = (self.next(), self.previous(), self.participant.position());
         let mut chunks = Chunks::default();
         for (at, piece) in group.of(own) {
             chunks[at] = pieces.send(piece).await;
         }
-        for step in 0..self.room.world_size() - 1 {
+        for step in 0..self.participant.world_size() - 1 {
             for (at, _) in group.of(self.back(step)) {
                 self.send(next, std::mem::take(&mut chunks[at]), false, answers).await;
             }
@@ -390,12 +393,12 @@ impl Round<'_> {
     /// Passes the root's buffer from rank to rank.
     async fn broadcast(&mut self, root: usize, held: &mut OperationMemory, answers: &mut Answers) -> Result<()> {
         let next = self.next();
-        let (is_root, is_last) = (self.room.position() == root, next == root);
+        let (is_root, is_last) = (self.participant.position() == root, next == root);
         let pieces = held.cut(chunks_of(held.whole.len()));
-        let room = Arc::clone(self.room);
+        let participant = Arc::clone(self.participant);
         let places = (0..pieces.count()).map(Some).collect();
         let expected = Expected { number: self.number, pieces: pieces.clone(), places };
-        let _expecting = (!is_root).then(|| Expecting::new(&room, self.previous(), Stream::Round, expected));
+        let _expecting = (!is_root).then(|| Expecting::new(&participant, self.previous(), Stream::Round, expected));
         for piece in 0..pieces.count() {
             let chunk = if is_root {
                 pieces.send(piece).await
@@ -405,7 +408,7 @@ impl Round<'_> {
                 chunk
             };
             if !is_last {
-                answers.at_most(self.room, WINDOW - 1).await;
+                answers.at_most(self.participant, WINDOW - 1).await;
                 self.send(next, chunk, true, answers).await;
             }
         }
@@ -415,7 +418,7 @@ impl Round<'_> {
 
     /// Collects the buffers of all ranks: those that came with the calls, and the larger ones round the ring.
     async fn gather(&mut self, heard: Heard, memory: &[u8], size: usize, answers: &mut Answers) -> Result<BytesMut> {
-        let (own, world_size) = (self.room.position(), self.room.world_size());
+        let (own, world_size) = (self.participant.position(), self.participant.world_size());
         let (next, previous) = (self.next(), self.previous());
         let lengths: Vec<usize> = heard.iter().flatten().map(|(call, _)| call.elements * size).collect();
         let mut whole = BytesMut::zeroed(lengths.iter().sum());
@@ -443,11 +446,11 @@ impl Round<'_> {
         let longest = chunked.iter().map(ExactSizeIterator::len).max().unwrap_or_default();
         // The chunk of a rank's buffer.
         let chunk_of = |at: usize, position: usize| chunked[position].clone().nth(at);
-        let room = Arc::clone(self.room);
+        let participant = Arc::clone(self.participant);
         let places = (0..longest).flat_map(|at| (1..world_size).map(move |step| (at, step)));
         let places = places.filter_map(|(at, step)| chunk_of(at, self.back(step))).map(Some).collect();
         let expected = Expected { number: self.number, pieces: pieces.clone(), places };
-        let _expecting = Expecting::new(&room, previous, Stream::Round, expected);
+        let _expecting = Expecting::new(&participant, previous, Stream::Round, expected);
         for at in 0..longest {
             let mut underway = match chunk_of(at, own) {
                 Some(piece) => pieces.send(piece).await,

@@ -125,7 +125,7 @@ impl SharedLane {
         receiver
     }
 
-    /// Returns memory for a tensor in the segment, if there is room.
+    /// Returns memory for a tensor in the segment, if there is space.
     pub(super) fn allocate(&self, bytes: usize) -> Option<SharedBuffer> {
         self.space.buffer(bytes).ok()
     }

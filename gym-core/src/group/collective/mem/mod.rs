@@ -3,7 +3,7 @@
 //! The last rank to call an operation performs it for all: it has every buffer at hand. A large operation is divided among blocking threads
 //! instead, a slice each, so that no thread of the runtime is held and all cores add.
 
-mod room;
+mod participants;
 mod work;
 
 use std::collections::hash_map::Entry;
@@ -22,7 +22,7 @@ use crate::group::collective::report::{CollectiveReport, CollectiveTotals};
 use crate::group::collective::transfer::{DevicePath, DevicePathSlot, Transfer};
 use crate::group::layout::Rank;
 use crate::message::CallContext;
-use room::Room;
+use participants::Participants;
 
 /// Name and epoch of a meeting.
 type Key = (Arc<str>, u64);
@@ -35,14 +35,14 @@ pub struct InProcessCollectives(Arc<Registry>);
 
 #[derive(Default)]
 struct Registry {
-    rooms: Mutex<HashMap<Key, Arc<Room>>>,
+    meetings: Mutex<HashMap<Key, Arc<Participants>>>,
     totals: Mutex<BTreeMap<Rank, Arc<CollectiveTotals>>>,
 }
 
-/// The seat of a rank in a room. Dropping it gives the seat up, also while the rank still waits for others to join.
+/// The seat of a rank in a meeting. Dropping it gives the seat up, also while the rank still waits for others to join.
 struct InProcessCommunicator {
     registry: Arc<Registry>,
-    room: Arc<Room>,
+    participants: Arc<Participants>,
     meeting: Meeting,
     totals: Arc<CollectiveTotals>,
     facts: Vec<Arc<str>>,
@@ -63,22 +63,22 @@ impl InProcessCollectives {
     }
 
     fn sit_down(&self, meeting: Meeting) -> Result<InProcessCommunicator> {
-        let mut rooms = self.0.lock();
-        let room = match rooms.entry((Arc::clone(&meeting.name), meeting.epoch)) {
-            Entry::Vacant(entry) => Arc::clone(entry.insert(Arc::new(Room::new(&meeting)))),
+        let mut meetings = self.0.lock();
+        let participants = match meetings.entry((Arc::clone(&meeting.name), meeting.epoch)) {
+            Entry::Vacant(entry) => Arc::clone(entry.insert(Arc::new(Participants::new(&meeting)))),
             Entry::Occupied(entry) => {
-                let room = entry.get();
-                meeting.check_same_seats(&identities(room.seats()))?;
-                Arc::clone(room)
+                let participants = entry.get();
+                meeting.check_same_seats(&identities(participants.seats()))?;
+                Arc::clone(participants)
             }
         };
-        if !room.sit_down(&meeting) {
+        if !participants.sit_down(&meeting) {
             let why = format!("rank {} has joined before; only a newer epoch has another meeting", meeting.rank);
             return Err(Error::not_started(Code::AlreadyExists, why));
         }
         let totals = self.0.totals_of(meeting.rank);
         let (registry, facts, path) = (Arc::clone(&self.0), Vec::new(), DevicePathSlot::default());
-        Ok(InProcessCommunicator { registry, room, meeting, totals, facts, path })
+        Ok(InProcessCommunicator { registry, participants, meeting, totals, facts, path })
     }
 }
 
@@ -89,13 +89,13 @@ impl Collectives for InProcessCollectives {
     }
 
     fn report(&self, rank: Rank) -> CollectiveReport {
-        // A room may be dropped here, which takes no lock.
-        let rooms: Vec<(Key, Arc<Room>)> =
-            self.0.lock().iter().map(|(key, room)| (key.clone(), Arc::clone(room))).collect();
+        // A meeting may be dropped here, which takes no lock.
+        let meetings: Vec<(Key, Arc<Participants>)> =
+            self.0.lock().iter().map(|(key, participants)| (key.clone(), Arc::clone(participants))).collect();
         let mut report = CollectiveReport::default();
-        for ((name, epoch), room) in rooms {
-            if let Ok(meeting) = Meeting::new(name, epoch, rank, room.seats()) {
-                report.waiting.extend(room.waiting(meeting.position()));
+        for ((name, epoch), participants) in meetings {
+            if let Ok(meeting) = Meeting::new(name, epoch, rank, participants.seats()) {
+                report.waiting.extend(participants.waiting(meeting.position()));
             }
         }
         report.waiting.sort_by_key(|waiting| std::cmp::Reverse(waiting.elapsed_ms));
@@ -109,15 +109,15 @@ impl Collectives for InProcessCollectives {
             cx.check()?;
             let mut communicator = self.sit_down(meeting)?;
             let formed = cx.bound(Execution::NotStarted, async {
-                communicator.room.formed().await;
+                communicator.participants.formed().await;
                 Ok(())
             });
             if let Err(late) = formed.await {
-                let missing = communicator.ranks_at(communicator.room.not_joined());
+                let missing = communicator.ranks_at(communicator.participants.not_joined());
                 let why = format!("{}; {} not joined", late.message(), has(&missing));
                 return Err(Error::not_started(late.code(), why));
             }
-            communicator.facts = communicator.room.facts();
+            communicator.facts = communicator.participants.facts();
             Ok(communicator)
         };
         match joined.await {
@@ -134,7 +134,7 @@ impl Communicator for InProcessCommunicator {
     }
 
     fn start(&self, cx: &CallContext, operation: Collective, buffer: Buffer) -> Transfer {
-        self.room.start((&self.meeting, &self.totals), cx, operation, (buffer, &self.path))
+        self.participants.start((&self.meeting, &self.totals), cx, operation, (buffer, &self.path))
     }
 
     fn facts(&self) -> &[Arc<str>] {
@@ -146,11 +146,11 @@ impl Communicator for InProcessCommunicator {
     }
 
     fn abort(&self, why: Error) {
-        self.room.abort(why);
+        self.participants.abort(why);
     }
 
     async fn closed(&self) -> Error {
-        self.room.closed().await
+        self.participants.closed().await
     }
 }
 
@@ -162,20 +162,20 @@ impl InProcessCommunicator {
 
 impl Drop for InProcessCommunicator {
     fn drop(&mut self) {
-        if self.room.has_failed() {
+        if self.participants.has_failed() {
             self.totals.count_abort();
         }
-        // The registry is locked first, so that no rank sits down in a room that is about to be forgotten.
-        let mut rooms = self.registry.lock();
-        if self.room.leave(self.meeting.position()) {
-            rooms.remove(&(Arc::clone(&self.meeting.name), self.meeting.epoch));
+        // The registry is locked first, so that no rank joins a meeting that is about to be forgotten.
+        let mut meetings = self.registry.lock();
+        if self.participants.leave(self.meeting.position()) {
+            meetings.remove(&(Arc::clone(&self.meeting.name), self.meeting.epoch));
         }
     }
 }
 
 impl Registry {
-    fn lock(&self) -> MutexGuard<'_, HashMap<Key, Arc<Room>>> {
-        self.rooms.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, HashMap<Key, Arc<Participants>>> {
+        self.meetings.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn totals_of(&self, rank: Rank) -> Arc<CollectiveTotals> {

@@ -392,14 +392,14 @@ async fn a_caller_that_takes_no_answers_is_refused_by_their_bytes_and_ended_by_t
 #[tokio::test(start_paused = true)]
 async fn a_peer_that_tolerates_little_silence_gets_at_most_ten_heartbeats_a_second() {
     let brief = ConnectionLimits { silence_max: Duration::from_millis(1), ..ConnectionLimits::default() };
-    let beats = |sender: &FakeSender| sender.0.lock().unwrap().posted.len();
+    let posted = |sender: &FakeSender| sender.0.lock().unwrap().posted.len();
     for (ours, theirs) in [(ConnectionLimits::default(), &brief), (brief.clone(), &ConnectionLimits::default())] {
         let (sender, activity) = (FakeSender::default(), PeerActivity::default());
         let (theirs, living) = (Handshake::of(theirs), || activity.record());
-        let beating = heartbeat(&sender, &activity, &ours, &theirs, living);
-        let ended = tokio::time::timeout(Duration::from_millis(10_050), beating).await;
+        let heartbeats = heartbeat(&sender, &activity, &ours, &theirs, living);
+        let ended = tokio::time::timeout(Duration::from_millis(10_050), heartbeats).await;
         assert!(ended.is_err(), "its peer lives: {ended:?}");
-        assert_eq!(beats(&sender), 100);
+        assert_eq!(posted(&sender), 100);
     }
     // Both ends use the same minimum, so that neither gives up too soon.
     let began = tokio::time::Instant::now();
@@ -416,9 +416,9 @@ async fn silence_ends_no_connection_of_which_one_end_watches_the_other_in_anothe
         Handshake::of(theirs).put(&mut announced);
         let theirs = Handshake::read(announced.freeze()).expect("a handshake");
         let (sender, activity) = (FakeSender::default(), PeerActivity::default());
-        let beating = heartbeat(&sender, &activity, ours, &theirs, || {});
-        assert!(tokio::time::timeout(day, beating).await.is_err(), "its peer is silent for a day");
-        let beats = sender.0.lock().unwrap().posted.len() as u64;
-        assert_eq!(beats, day.as_secs() / 5, "the connection is kept open");
+        let heartbeats = heartbeat(&sender, &activity, ours, &theirs, || {});
+        assert!(tokio::time::timeout(day, heartbeats).await.is_err(), "its peer is silent for a day");
+        let posted = sender.0.lock().unwrap().posted.len() as u64;
+        assert_eq!(posted, day.as_secs() / 5, "the connection is kept open");
     }
 }

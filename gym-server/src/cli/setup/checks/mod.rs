@@ -28,14 +28,14 @@ use asked::Asked;
 
 /// The start of this process as a worker.
 #[derive(Debug)]
-pub(in crate::cli) struct WorkerStart {
+pub(in crate::cli) struct MemberStart {
     mode: ChecksMode,
     asked: Asked,
     /// Whether the environment was looked at.
     began: bool,
 }
 
-impl WorkerStart {
+impl MemberStart {
     pub(in crate::cli) fn new(mode: ChecksMode) -> Self {
         Self { mode, asked: Asked::default(), began: false }
     }
@@ -67,9 +67,9 @@ mod with_machine {
     use gym_core::World;
 
     use super::report::StartReport;
-    use super::{Asked, ChecksMode, Console, Failure, GymConfig, MemberTuning, WorkerStart, settings};
+    use super::{Asked, ChecksMode, Console, Failure, GymConfig, MemberStart, MemberTuning, settings};
 
-    impl WorkerStart {
+    impl MemberStart {
         pub(super) async fn checked(
             &mut self,
             config: &GymConfig,
@@ -123,7 +123,7 @@ mod with_machine {
 }
 
 #[cfg(not(feature = "rdma"))]
-impl WorkerStart {
+impl MemberStart {
     /// This build has no checks. Says so where something is asked for.
     #[expect(clippy::unused_async, reason = "as in a build with checks")]
     async fn checked(&mut self, config: &GymConfig, first: bool, console: &Console) -> Result<(), Failure> {

@@ -16,7 +16,7 @@ use tokio::time::{Instant, sleep};
 use crate::cli::args::options::Sources;
 use crate::cli::console::Console;
 use crate::cli::exit::Failure;
-use crate::cli::setup::checks::WorkerStart;
+use crate::cli::setup::checks::MemberStart;
 use crate::cli::setup::configuration::{LoadedConfig, Need, SharedText, load, load_over};
 use crate::cli::setup::head_server;
 use crate::environment::POOL_IMPLEMENTATION;
@@ -47,13 +47,13 @@ pub(in crate::cli) fn head_registry(head: Endpoint, servers: &Servers, world: &W
 }
 
 /// Loads the configuration of a worker: its own, else that of its head server, else one without servers.
-pub(in crate::cli) async fn load_worker(
+pub(in crate::cli) async fn load_member(
     sources: &Sources,
     overrides: &[String],
     servers: &Servers,
     options: &HeadOptions<'_>,
     world: &World,
-    start: &mut WorkerStart,
+    start: &mut MemberStart,
     console: &Console,
 ) -> Result<LoadedConfig, Failure> {
     let key = |text: &str| text.trim_start_matches(['"', '\'', '+']).split(['=', '.']).next() == Some("config_paths");

@@ -9,25 +9,25 @@ use gym_group::{JOIN_SECRET_VARIABLE, NodeAgent, NodeOptions};
 
 use crate::cli::console::Console;
 use crate::cli::exit::Failure;
-use crate::stack::{Servers, WorkerOptions};
+use crate::stack::{JoinOptions, Servers};
 
 /// The node agent of a worker.
 #[cfg(feature = "groups")]
-pub(in crate::cli) type WorkerNode = NodeAgent;
+pub(in crate::cli) type HostedNode = NodeAgent;
 
 /// A build without worker groups has no node agent.
 #[cfg(not(feature = "groups"))]
-pub(in crate::cli) enum WorkerNode {}
+pub(in crate::cli) enum HostedNode {}
 
 /// Starts the node agent of a worker and adds it to the membership, or says why there is none. `alone` is `true` for a worker without servers.
 #[cfg(feature = "groups")]
 pub(in crate::cli) async fn start(
-    worker: &mut WorkerOptions,
+    worker: &mut JoinOptions,
     head: &Endpoint,
     servers: &Servers,
     alone: bool,
     console: &Console,
-) -> Result<Option<WorkerNode>, Failure> {
+) -> Result<Option<HostedNode>, Failure> {
     let types = servers.workers().names().collect::<Vec<_>>().join(", ");
     let secret = std::env::var(JOIN_SECRET_VARIABLE).unwrap_or_default();
     let (has_types, has_secret) = (!types.is_empty(), !secret.trim().is_empty());
@@ -64,12 +64,12 @@ pub(in crate::cli) async fn start(
 /// Says that this build has no node agent, if the worker has no servers either.
 #[cfg(not(feature = "groups"))]
 pub(in crate::cli) async fn start(
-    _: &mut WorkerOptions,
+    _: &mut JoinOptions,
     _: &Endpoint,
     _: &Servers,
     alone: bool,
     console: &Console,
-) -> Result<Option<WorkerNode>, Failure> {
+) -> Result<Option<HostedNode>, Failure> {
     if alone {
         console.line("this worker offers no node: build the program with the feature `groups` of gym-server, and add its worker types");
     }
@@ -77,7 +77,7 @@ pub(in crate::cli) async fn start(
 }
 
 /// Waits until no controller holds anything of the node.
-pub(in crate::cli) async fn released(node: Option<&WorkerNode>) {
+pub(in crate::cli) async fn released(node: Option<&HostedNode>) {
     match node {
         None => {}
         #[cfg(feature = "groups")]
@@ -88,7 +88,7 @@ pub(in crate::cli) async fn released(node: Option<&WorkerNode>) {
 }
 
 /// Stops the ranks of the node, and kills those that run after `grace`.
-pub(in crate::cli) async fn stop(node: Option<WorkerNode>, grace: std::time::Duration) {
+pub(in crate::cli) async fn stop(node: Option<HostedNode>, grace: std::time::Duration) {
     match node {
         None => {}
         #[cfg(feature = "groups")]

@@ -65,8 +65,8 @@ mod tests {
         let watched = PeerProcess::watch(child.id());
         let descriptor = watched.descriptor().expect("it is there");
         child.kill().unwrap();
-        let patience = Timespec { tv_sec: 30, tv_nsec: 0 };
-        assert_eq!(poll(&mut [PollFd::from_borrowed_fd(descriptor, PollFlags::IN)], Some(&patience)), Ok(1));
+        let limit = Timespec { tv_sec: 30, tv_nsec: 0 };
+        assert_eq!(poll(&mut [PollFd::from_borrowed_fd(descriptor, PollFlags::IN)], Some(&limit)), Ok(1));
         child.wait().unwrap();
         assert!(PeerProcess::watch(child.id()).has_ended());
         for unwatched in [std::process::id(), 0, u32::MAX] {

@@ -9,9 +9,9 @@ use gym_core::transport::Reply;
 
 use super::super::shared::{self, SharedLane};
 use super::super::wire::{Fetched, OfferPacket, Packet, SharePacket};
-use super::{Room, SHARED_TIMEOUT, State, answer_of, text};
+use super::{Participant, SHARED_TIMEOUT, State, answer_of, text};
 
-impl Room {
+impl Participant {
     /// Returns the memory that the ranks share.
     pub(in crate::collective::host) fn shared(&self) -> Option<&SharedLane> {
         self.shared.get()
@@ -23,11 +23,11 @@ impl Room {
         let deadline = gym_segment::deadline_in(SHARED_TIMEOUT);
         let fetching =
             self.runtime.spawn_blocking(move || shared::fetched(&packet.name, world_size, position, deadline));
-        let room = Arc::clone(self);
+        let participant = Arc::clone(self);
         answer_of(&self.runtime, async move {
             let why = match fetching.await {
                 Ok(Ok(lane)) => {
-                    room.lock().offered = Some(lane);
+                    participant.lock().offered = Some(lane);
                     None
                 }
                 Ok(Err(error)) => Some(error.to_string()),

@@ -59,7 +59,7 @@ impl Crate {
     }
 
     /// Returns the submodules of a module.
-    pub(crate) fn rooms(&self, level: &[String]) -> BTreeSet<String> {
+    pub(crate) fn modules(&self, level: &[String]) -> BTreeSet<String> {
         let below = self.modules.iter().filter(|module| module.len() == level.len() + 1 && module.starts_with(level));
         below.filter_map(|module| module.last().cloned()).collect()
     }
@@ -69,7 +69,7 @@ impl Crate {
         let mut edges = Edges::new();
         for (module, path) in &self.paths {
             let path = self.definition(path.clone());
-            if let (Some(from), Some(to)) = (self.room(level, module), self.room(level, &path))
+            if let (Some(from), Some(to)) = (self.module(level, module), self.module(level, &path))
                 && from != to
             {
                 edges.entry((from, to)).or_insert_with(|| (module.join("::"), path.join("::")));
@@ -79,11 +79,11 @@ impl Crate {
     }
 
     /// Returns the submodule of `level` that contains `path`. Returns `None` for an item that `level` itself defines.
-    fn room(&self, level: &[String], path: &[String]) -> Option<String> {
+    fn module(&self, level: &[String], path: &[String]) -> Option<String> {
         let rest = path.strip_prefix(level)?;
         let name = rest.first()?;
-        let room: Segments = level.iter().chain([name]).cloned().collect();
-        self.modules.contains(&room).then(|| name.clone())
+        let module: Segments = level.iter().chain([name]).cloned().collect();
+        self.modules.contains(&module).then(|| name.clone())
     }
 
     fn absolute(&self, path: &[String], module: &[String]) -> Option<Segments> {
@@ -243,7 +243,7 @@ fn use_trees_are_expanded() {
 }
 
 #[test]
-fn a_cycle_over_three_rooms_is_found_and_a_chain_is_none() {
+fn a_cycle_over_three_modules_is_found_and_a_chain_is_none() {
     let edges = |pairs: &[(&str, &str)]| -> Edges {
         let example = || (String::new(), String::new());
         pairs.iter().map(|(from, to)| (((*from).to_owned(), (*to).to_owned()), example())).collect()

@@ -1,9 +1,9 @@
 //! Checks the layers of ARCHITECTURE.md: the allowed dependencies between crates, and the forbidden dependencies of gym-core.
 
-#[path = "house/documents.rs"]
+#[path = "layers/documents.rs"]
 mod documents;
-#[path = "house/rooms.rs"]
-mod rooms;
+#[path = "layers/modules.rs"]
+mod modules;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -41,7 +41,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
 
 /// The top-level modules of each crate, with one line per layer. A module may use only the modules of the lines below its own.
 /// `prelude` re-exports from every module.
-const ROOMS: &[(&str, &[&[&str]])] = &[
+const MODULES: &[(&str, &[&[&str]])] = &[
     (
         "gym-core",
         &[
@@ -120,29 +120,32 @@ const CYCLES_ALLOWED: &[(&str, &str)] = &[
 ];
 
 /// Returns `true` for the test fixtures of gym-server, which are compiled into its unit tests only.
-fn is_fixture(name: &str, level: &[String], room: &str) -> bool {
-    name == "gym-server" && level.is_empty() && room == "testing"
+fn is_fixture(name: &str, level: &[String], module: &str) -> bool {
+    name == "gym-server" && level.is_empty() && module == "testing"
 }
 
-fn sources(name: &str) -> rooms::Crate {
+fn sources(name: &str) -> modules::Crate {
     let folder = match name {
         "gym-group" => "gym-client/group",
         "gym-segment" => "gym-transport-rdma/segment",
         name => name,
     };
-    rooms::Crate::read(&workspace().join(folder).join("src"))
+    modules::Crate::read(&workspace().join(folder).join("src"))
 }
 
 #[test]
-fn every_room_uses_only_the_rooms_below_it() {
-    for (name, layers) in ROOMS {
+fn every_module_uses_only_the_modules_below_it() {
+    for (name, layers) in MODULES {
         let read = sources(name);
-        let layer_of: BTreeMap<&str, usize> =
-            layers.iter().enumerate().flat_map(|(at, rooms)| rooms.iter().map(move |room| (*room, at))).collect();
-        let mut rooms = read.rooms(&[]);
-        rooms.retain(|room| !is_fixture(name, &[], room));
-        let drawn: BTreeSet<String> = layer_of.keys().map(|room| (*room).to_owned()).collect();
-        assert_eq!(rooms, drawn, "the rooms of {name} and of the picture");
+        let layer_of: BTreeMap<&str, usize> = layers
+            .iter()
+            .enumerate()
+            .flat_map(|(at, modules)| modules.iter().map(move |module| (*module, at)))
+            .collect();
+        let mut modules = read.modules(&[]);
+        modules.retain(|module| !is_fixture(name, &[], module));
+        let drawn: BTreeSet<String> = layer_of.keys().map(|module| (*module).to_owned()).collect();
+        assert_eq!(modules, drawn, "the modules of {name} and of the picture");
         for ((from, to), (module, path)) in read.edges(&[]) {
             let (Some(above), Some(below)) = (layer_of.get(from.as_str()), layer_of.get(to.as_str())) else { continue };
             assert!(above < below, "{name}: {from} must not use {to}: {module} names {path}");
@@ -152,13 +155,13 @@ fn every_room_uses_only_the_rooms_below_it() {
 
 #[test]
 fn no_two_modules_of_a_level_depend_on_each_other() {
-    for (name, _) in ROOMS {
+    for (name, _) in MODULES {
         let read = sources(name);
         for level in read.levels() {
-            let found = rooms::cycles(&read.edges(&level));
+            let found = modules::cycles(&read.edges(&level));
             let allowed = CYCLES_ALLOWED.contains(&(name, level.join("::").as_str()));
             assert!(allowed || found.is_empty(), "{name}, {}: a cycle:\n{found}", level.join("::"));
-            let entries = read.rooms(&level).iter().filter(|room| !is_fixture(name, &level, room)).count();
+            let entries = read.modules(&level).iter().filter(|module| !is_fixture(name, &level, module)).count();
             assert!(entries <= ENTRIES_MAX, "{name}, {}: {entries} entries", level.join("::"));
         }
     }

@@ -22,7 +22,7 @@ use crate::group::layout::Rank;
 use crate::message::CallContext;
 
 /// One meeting of a process, shared by its ranks. Positions, not ranks, index everything.
-pub(super) struct Room {
+pub(super) struct Participants {
     seats: Arc<[Seat]>,
     /// Of the first rank that joined. Threads without a runtime may call operations.
     runtime: Handle,
@@ -102,7 +102,7 @@ enum Place {
     Receive { number: u64, from: usize, to: usize },
 }
 
-impl Room {
+impl Participants {
     pub(super) fn new(meeting: &Meeting) -> Self {
         let world_size = meeting.world_size();
         let state = State {
@@ -278,11 +278,11 @@ impl Room {
             return self.fail(state, error);
         }
         // Weak, because the state holds the handle of the task.
-        let (room, cx) = (Arc::downgrade(self), cx.clone());
+        let (participants, cx) = (Arc::downgrade(self), cx.clone());
         let watch = self.runtime.spawn(async move {
             let ended = cx.bound(Execution::Unknown, std::future::pending::<Result<()>>()).await;
-            if let (Some(room), Err(error)) = (room.upgrade(), ended) {
-                room.expire(room.lock(), place, &error);
+            if let (Some(participants), Err(error)) = (participants.upgrade(), ended) {
+                participants.expire(participants.lock(), place, &error);
             }
         });
         if let Some(waiting) = state.waiting_mut(place) {
@@ -310,15 +310,16 @@ impl Room {
             let number = state.moved;
             state.moved += 1;
             state.moving.insert(number, Underway { position, subject: subject.clone(), began });
-            let room = Arc::clone(self);
+            let participants = Arc::clone(self);
             self.runtime.spawn(async move {
                 let path = started.path();
-                let Moved { buffer, mut result } = started.end(&room.cause, room.ends(&cx, &subject)).await;
+                let Moved { buffer, mut result } =
+                    started.end(&participants.cause, participants.ends(&cx, &subject)).await;
                 if let Err(error) = result {
-                    room.abort(if error.subject().is_empty() { error.about(subject) } else { error });
-                    result = Err(room.closed().await);
+                    participants.abort(if error.subject().is_empty() { error.about(subject) } else { error });
+                    result = Err(participants.closed().await);
                 }
-                room.lock().moving.remove(&number);
+                participants.lock().moving.remove(&number);
                 if let Ok(moving) = &mut result {
                     moving.took = began.elapsed();
                     totals.count(call.operation.name(), path, moving);
@@ -566,8 +567,8 @@ fn place_in(queue: &VecDeque<Waiting>, count: u64, number: u64) -> Option<usize>
     number.checked_sub(first).map(|at| at as usize)
 }
 
-impl fmt::Debug for Room {
+impl fmt::Debug for Participants {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Room").field("seats", &self.seats).finish_non_exhaustive()
+        f.debug_struct("Participants").field("seats", &self.seats).finish_non_exhaustive()
     }
 }

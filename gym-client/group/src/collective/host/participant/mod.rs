@@ -38,7 +38,7 @@ const SHARED_TIMEOUT: Duration = Duration::from_secs(10);
 const CALLS_MAX: usize = 4;
 
 /// One rank's side of a meeting. Positions, not ranks, index everything.
-pub(super) struct Room {
+pub(super) struct Participant {
     pub(super) id: u64,
     pub(super) meeting: Meeting,
     pub(super) cause: FirstCause,
@@ -148,21 +148,21 @@ pub(super) struct Expected {
 
 /// While it lives, the transport receives the chunks of a rank in an operation where they belong.
 pub(super) struct Expecting<'r> {
-    room: &'r Room,
+    participant: &'r Participant,
     from: usize,
     stream: Stream,
 }
 
 impl<'r> Expecting<'r> {
-    pub(super) fn new(room: &'r Room, from: usize, stream: Stream, expected: Expected) -> Self {
-        room.expect(from, stream, Some(expected));
-        Self { room, from, stream }
+    pub(super) fn new(participant: &'r Participant, from: usize, stream: Stream, expected: Expected) -> Self {
+        participant.expect(from, stream, Some(expected));
+        Self { participant, from, stream }
     }
 }
 
 impl Drop for Expecting<'_> {
     fn drop(&mut self) {
-        self.room.expect(self.from, self.stream, None);
+        self.participant.expect(self.from, self.stream, None);
     }
 }
 
@@ -225,7 +225,7 @@ impl SeatState {
     }
 }
 
-impl Room {
+impl Participant {
     pub(super) fn new(id: u64, meeting: Meeting, registry: Weak<Registry>) -> Self {
         let seats = meeting.seats.iter().map(|_| SeatState::default()).collect();
         let state = State {
@@ -355,11 +355,11 @@ impl Room {
         let mut watchers = Vec::with_capacity(peers.len());
         for (position, peer) in peers.iter().enumerate() {
             let Some(channel) = peer.as_ref().map(|peer| peer.channel.clone()) else { continue };
-            let room = Arc::downgrade(self);
+            let participant = Arc::downgrade(self);
             watchers.push(AbortOnDropHandle::new(self.runtime.spawn(async move {
                 let error = channel.closed().await;
-                if let Some(room) = room.upgrade() {
-                    room.suspect(position, error);
+                if let Some(participant) = participant.upgrade() {
+                    participant.suspect(position, error);
                 }
             })));
         }
@@ -607,12 +607,12 @@ impl Room {
 
     /// A message to a rank has failed, or its connection has closed. Waits a moment for somebody to tell why, and then takes the rank for lost.
     pub(super) fn suspect(self: &Arc<Self>, position: usize, error: Error) {
-        let room = Arc::clone(self);
+        let participant = Arc::clone(self);
         self.runtime.spawn(async move {
             tokio::time::sleep(TOLD_TIMEOUT).await;
             let lost: Arc<str> = error.to_string().into();
-            let _ = room.seat(position, |seat| seat.lost = Some(seat.lost.take().unwrap_or(lost)));
-            room.forget_channel(position);
+            let _ = participant.seat(position, |seat| seat.lost = Some(seat.lost.take().unwrap_or(lost)));
+            participant.forget_channel(position);
         });
     }
 
@@ -707,7 +707,7 @@ impl Peer {
     }
 }
 
-impl Drop for Room {
+impl Drop for Participant {
     fn drop(&mut self) {
         if let Some(registry) = self.registry.upgrade() {
             let gone = || Error::unknown(Code::Unavailable, format!("rank {} has left the meeting", self.meeting.rank));
@@ -718,8 +718,8 @@ impl Drop for Room {
 }
 
 /// Returns the error of two ranks that call differently.
-pub(super) fn differ(room: &Room, own: Call, position: usize, call: Call) -> Error {
-    different_calls((room.meeting.rank, own), (room.rank_at(position), call))
+pub(super) fn differ(participant: &Participant, own: Call, position: usize, call: Call) -> Error {
+    different_calls((participant.meeting.rank, own), (participant.rank_at(position), call))
 }
 
 pub(super) fn text(value: &impl serde::Serialize) -> Vec<u8> {
@@ -750,8 +750,8 @@ fn answer_when(taken: Option<oneshot::Receiver<()>>) -> Reply {
     })
 }
 
-impl fmt::Debug for Room {
+impl fmt::Debug for Participant {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Room({} of rank {})", self.meeting, self.meeting.rank)
+        write!(f, "Participant({} of rank {})", self.meeting, self.meeting.rank)
     }
 }

@@ -8,9 +8,9 @@ use gym_core::group::Rank;
 use gym_core::group::collective::{has, named};
 
 use super::super::wire::{AbortPacket, Called, Cause, Packet};
-use super::{ANSWER_TIMEOUT, Peer, Place, Room, SeatState, tell};
+use super::{ANSWER_TIMEOUT, Participant, Peer, Place, SeatState, tell};
 
-impl Room {
+impl Participant {
     /// Ends the meeting with a cause, unless it has failed. The lowest rank that lives decides which of several causes was the first, so that all ranks
     /// have the same.
     pub(in crate::collective::host) fn fail(self: &Arc<Self>, why: Error) {

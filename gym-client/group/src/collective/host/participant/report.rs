@@ -5,9 +5,9 @@ use gym_core::group::collective::{Collective, Moving, WaitingOperation};
 use tokio::time::Instant;
 
 use super::super::wire::Stream;
-use super::{Place, Room, Running, State};
+use super::{Participant, Place, Running, State};
 
-impl Room {
+impl Participant {
     /// Records that an operation begins.
     pub(in crate::collective::host) fn begin(&self, operation: Collective, place: Place, began: Instant) {
         self.lock().running.push(Running { operation, place, began, agreed: false });

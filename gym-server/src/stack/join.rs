@@ -27,7 +27,7 @@ const HEALTH_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// How a process takes part in a cluster.
 #[derive(Clone, Debug)]
-pub struct WorkerOptions {
+pub struct JoinOptions {
     /// The name of the member, unique in the cluster.
     pub name: String,
     /// The host to bind: `0.0.0.0` for all addresses. Default: loopback, which only a head server on the same machine allows.
@@ -48,7 +48,7 @@ pub struct WorkerOptions {
     pub tuning: Option<MemberTuning>,
 }
 
-impl WorkerOptions {
+impl JoinOptions {
     /// Creates the default options of a member with this name.
     #[must_use]
     pub fn new(name: impl Into<String>) -> Self {
@@ -69,7 +69,7 @@ impl WorkerOptions {
 ///
 /// # Errors
 /// Those of [`MemberAddress::find`], and `InvalidArgument` for intervals that the head server would reject.
-pub(super) async fn find_address(options: &WorkerOptions, head: &Endpoint) -> Result<MemberAddress> {
+pub(super) async fn find_address(options: &JoinOptions, head: &Endpoint) -> Result<MemberAddress> {
     // Before the servers start, and not only when the head server rejects it.
     options.timing.check(MemberLimits::default().timeout_max)?;
     let host = options.host.as_deref().unwrap_or("127.0.0.1");
@@ -94,13 +94,13 @@ pub(super) fn place(address: &MemberAddress, instances: &mut [InstanceConfig], s
 
 /// Resolves names among the servers of this process first, and then among those of the cluster.
 #[derive(Clone, Debug)]
-pub(super) struct WorkerRegistry {
+pub(super) struct JoinedRegistry {
     pub(super) own: MemoryRegistry,
     pub(super) cluster: RemoteRegistry,
 }
 
 #[async_trait]
-impl Registry for WorkerRegistry {
+impl Registry for JoinedRegistry {
     async fn register(&self, cx: &CallContext, registration: Registration) -> Result<Lease> {
         self.own.register(cx, registration).await
     }
@@ -133,9 +133,9 @@ impl Registry for WorkerRegistry {
 
 /// Joins the cluster with the servers of this process, which respond by then.
 pub(super) fn join<'a>(
-    registry: &'a WorkerRegistry,
+    registry: &'a JoinedRegistry,
     client: &ServerClient,
-    options: &'a WorkerOptions,
+    options: &'a JoinOptions,
     address: &'a MemberAddress,
     incarnation: Incarnation,
     world: &'a World,
@@ -144,7 +144,7 @@ pub(super) fn join<'a>(
     Box::pin(async move {
         let cx = CallContext::within(options.join_within);
         let own = registry.own.list(&cx).await?;
-        let WorkerOptions { name, timing, .. } = options;
+        let JoinOptions { name, timing, .. } = options;
         let mut spec = MemberSpec::of_this_process(name, incarnation, &address.advertised, *timing, world);
         spec.build = BUILD.to_owned();
         spec.node.clone_from(&options.node);
