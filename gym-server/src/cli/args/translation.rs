@@ -91,7 +91,7 @@ pub(in crate::cli) fn translate(
         let words =
             LEGACY_COMMANDS.iter().find(|(name, _)| *name == old).map(|(_, words)| *words).ok_or_else(|| {
                 let known: Vec<String> = aliases().collect();
-                Failure::Usage(format!("unknown command `ng_{old}`; the supported ones are {}", known.join(", ")))
+                Failure::Usage(format!("unknown command `ng_{old}`\n  fix: use one of {}", known.join(", ")))
             })?;
         rest.splice(0..0, words.iter().map(OsString::from));
     }
@@ -280,7 +280,7 @@ mod tests {
         assert!(refused(&["rgym", "env", "init", "--all"]).contains("`env init` is not a command"));
         assert!(refused(&["rgym", "eval"]).contains("`eval` is not a command"));
         assert!(refused(&["ng_prepare_data", "+mode=x"]).contains("gym dataset collate"));
-        assert!(refused(&["ng_rnu"]).contains("the supported ones are ng_run, ng_collect_rollouts"));
+        assert!(refused(&["ng_rnu"]).contains("fix: use one of ng_run, ng_collect_rollouts"));
     }
 
     #[test]

@@ -232,7 +232,11 @@ pub(in crate::cli) async fn plan(
     loaded.config.warnings.iter().for_each(|warning| console.warn(warning));
     let rows = rows(&args.input)?;
     let folder = tempfile::Builder::new().prefix("rgym-plan-").tempdir();
-    let folder = folder.map_err(|error| Failure::Failed(format!("cannot create a temporary directory: {error}")))?;
+    let folder = folder.map_err(|error| {
+        Failure::Failed(format!(
+            "cannot create a temporary directory: {error}\n  fix: name a folder that this user can write in TMPDIR"
+        ))
+    })?;
     let world = World::real();
     #[cfg(feature = "ray")]
     let (loaded, ray) =
@@ -294,7 +298,10 @@ fn rows(input: &Path) -> Result<u64, Failure> {
     })?;
     let rows = text.split(|byte| *byte == b'\n').filter(|line| !line.trim_ascii().is_empty()).count() as u64;
     if rows == 0 {
-        return Err(Failure::Usage(format!("{}: the file has no rows", input.display())));
+        return Err(Failure::Usage(format!(
+            "{}: the file has no rows\n  fix: write a JSON object for each task, or name another file with --input",
+            input.display()
+        )));
     }
     Ok(rows.min(ROWS_MAX))
 }

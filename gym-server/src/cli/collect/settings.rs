@@ -45,7 +45,10 @@ pub(super) fn read(
     let output = args.output.clone().map_or_else(|| keys.get("output_jsonl_fpath"), |output| Ok(Some(output)))?;
     let output = output.ok_or_else(|| missing("output file", "--output FILE", "output_jsonl_fpath"))?;
     if output.file_name().is_none() {
-        return Err(Failure::Usage(format!("--output {}: the path has no file name; name a file", output.display())));
+        return Err(Failure::Usage(format!(
+            "--output {}: the path has no file name\n  fix: name a file, such as results/rollouts.jsonl",
+            output.display()
+        )));
     }
     let mut options = CollectOptions::new(&input, output);
     options.existing = existing(args, &keys)?;

@@ -133,7 +133,9 @@ fn write(folder: &Path, files: &[(&str, &str)], name: &str, sdk: Option<&Sdk>) -
             io::ErrorKind::AlreadyExists => Failure::Usage(format!(
                 "{path} exists already\n  fix: choose another name or --folder; nothing was changed"
             )),
-            _ => Failure::Failed(format!("create {path}: {error}")),
+            _ => Failure::Failed(format!(
+                "create {path}: {error}\n  fix: choose a folder that this user can write, with --folder"
+            )),
         }
     };
     if let Some(parent) = folder.parent() {

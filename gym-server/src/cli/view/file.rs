@@ -222,8 +222,12 @@ impl RolloutFile {
         let (path, file) = &mut self.files[row.file];
         let mut line = Vec::new();
         let read = file.seek(SeekFrom::Start(row.offset)).and_then(|_| file.take(row.bytes).read_to_end(&mut line));
-        let changed =
-            |error: String| Failure::Failed(format!("read {}: {error}; has the file changed?", path.display()));
+        let changed = |error: String| {
+            Failure::Failed(format!(
+                "read {}: {error}\n  fix: the file may have changed; repeat the command",
+                path.display()
+            ))
+        };
         read.map_err(|error| changed(error.to_string()))?;
         Rollout::of(row.label.clone(), &line).map_err(|error| changed(error.to_string()))
     }

@@ -136,7 +136,10 @@ fn page(
             "{} exists already\n  fix: choose another path, or replace it with --overwrite",
             out.display()
         )),
-        _ => Failure::Failed(format!("write {}: {error}", out.display())),
+        _ => Failure::Failed(format!(
+            "write {}: {error}\n  fix: name a file in a folder that exists and that this user can write",
+            out.display()
+        )),
     };
     let mut options = std::fs::OpenOptions::new();
     options.write(true);
