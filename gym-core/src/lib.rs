@@ -78,5 +78,5 @@ pub use base::{CancelToken, Code, Error, Execution, Result, World};
 pub use message::{
     CallContext, Incarnation, Message, Metadata, RawObject, Request, Response, Rope, Route, Status, Verb,
 };
-pub use server::{AgentServer, EnvironmentServer, ModelResponse, ModelServer, ResourcesServer, SessionId, Verdict};
+pub use server::{AgentServer, ModelResponse, ModelServer, ResourcesServer, RolloutServer, SessionId, Verdict};
 pub use transport::{Channel, Endpoint, Handler};

@@ -5,7 +5,7 @@ pub use crate::base::error::{Code, Error, Result};
 pub use crate::base::world::World;
 pub use crate::message::{CallContext, Message, RawObject, Request, Response};
 pub use crate::server::{
-    AgentServer, Arguments, EnvironmentServer, ModelResponse, ModelServer, ResourcesServer, SessionId, SessionTable,
+    AgentServer, Arguments, ModelResponse, ModelServer, ResourcesServer, RolloutServer, SessionId, SessionTable,
     Sessions, Verdict,
 };
 pub use crate::tools;

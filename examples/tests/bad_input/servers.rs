@@ -1,8 +1,8 @@
 //! The servers of the cases: a model and an agent for each behavior of the upstream, and environments that misbehave.
 
 use gym_core::{
-    CallContext, Code, EnvironmentServer, Error, ModelResponse, RawObject, ResourcesServer, Response, Result,
-    SessionId, Verdict,
+    CallContext, Code, Error, ModelResponse, RawObject, ResourcesServer, Response, Result, RolloutServer, SessionId,
+    Verdict,
 };
 use gym_server::Servers;
 use serde::de::IgnoredAny;
@@ -150,7 +150,7 @@ impl ResourcesServer for Wrong {
 /// An environment server with the invalid response that its name describes.
 struct Nonsense(&'static str);
 
-impl EnvironmentServer for Nonsense {
+impl RolloutServer for Nonsense {
     async fn run(&self, _: &CallContext, _: &RawObject) -> Result<Response> {
         Ok(match self.0 {
             "answers_list" => Response::json("[1, 2, 3]"),

@@ -20,8 +20,8 @@ pub use responses::{
     OutputMessage, ResponseEnd, ResponseOutline,
 };
 pub use role::{
-    AgentServer, EndpointReport, EndpointState, EnvironmentServer, GymnasiumServer, ModelEndpoints, ModelServer,
-    ResourcesServer, ServerKind, Step, Verdict, unknown_tool,
+    AgentServer, EndpointReport, EndpointState, GymnasiumServer, ModelEndpoints, ModelServer, ResourcesServer,
+    RolloutServer, ServerKind, Step, Verdict, unknown_tool,
 };
 pub use sessions::{
     IDLE_MAX, IDLE_MIN, SCORED_MAX, SESSIONS_MAX, SessionCounts, SessionId, SessionTable, Sessions, session_lost,

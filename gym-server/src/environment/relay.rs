@@ -9,7 +9,7 @@ use gym_client::work::{WorkKind, WorkPool};
 use gym_client::{CallOptions, ServerClient};
 use gym_core::message::{CALL_METADATA, CALL_WAIT_METADATA};
 use gym_core::transport::INCARNATION_METADATA;
-use gym_core::{CallContext, CancelToken, EnvironmentServer, Metadata, RawObject, Request, Response, Result, Route};
+use gym_core::{CallContext, CancelToken, Metadata, RawObject, Request, Response, Result, RolloutServer, Route};
 use serde::Deserialize;
 
 use crate::environment::deduplication::{DEFAULT_STOP_TIMEOUT, RunCaller, RunDeduplicator, RunKey};
@@ -125,7 +125,7 @@ impl Relay {
     }
 }
 
-impl EnvironmentServer for Relay {
+impl RolloutServer for Relay {
     async fn run(&self, cx: &CallContext, row: &RawObject) -> Result<Response> {
         let Some(key) = RunKey::of(row) else {
             // Boxed, because a row without a key is rare, and every run would be as large otherwise.

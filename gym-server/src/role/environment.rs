@@ -2,7 +2,7 @@
 
 use futures_util::future::BoxFuture;
 use gym_core::server::ServerKind;
-use gym_core::{CallContext, EnvironmentServer, RawObject, Response, Result, Verb};
+use gym_core::{CallContext, RawObject, Response, Result, RolloutServer, Verb};
 
 use crate::role::reply;
 use crate::role::route::{RoleRequest, RoleSpec};
@@ -10,31 +10,31 @@ use crate::role::route::{RoleRequest, RoleSpec};
 pub(super) const SPEC: RoleSpec =
     RoleSpec { kind: ServerKind::Environment, routes: &["/run", "/aggregate_metrics"], sessions: false };
 
-/// An object-safe [`EnvironmentServer`]. Without a macro, whose futures would hold the arguments twice.
-trait DynEnvironmentServer: Send + Sync + 'static {
+/// An object-safe [`RolloutServer`]. Without a macro, whose futures would hold the arguments twice.
+trait DynRolloutServer: Send + Sync + 'static {
     fn run<'a>(&'a self, cx: &'a CallContext, row: &'a RawObject) -> BoxFuture<'a, Result<Response>>;
     fn aggregate_metrics<'a>(&'a self, cx: &'a CallContext, body: &'a RawObject) -> BoxFuture<'a, Result<Response>>;
     fn joins_runs(&self) -> bool;
 }
 
-impl<S: EnvironmentServer> DynEnvironmentServer for S {
+impl<S: RolloutServer> DynRolloutServer for S {
     fn run<'a>(&'a self, cx: &'a CallContext, row: &'a RawObject) -> BoxFuture<'a, Result<Response>> {
-        Box::pin(EnvironmentServer::run(self, cx, row))
+        Box::pin(RolloutServer::run(self, cx, row))
     }
 
     fn aggregate_metrics<'a>(&'a self, cx: &'a CallContext, body: &'a RawObject) -> BoxFuture<'a, Result<Response>> {
-        Box::pin(EnvironmentServer::aggregate_metrics(self, cx, body))
+        Box::pin(RolloutServer::aggregate_metrics(self, cx, body))
     }
 
     fn joins_runs(&self) -> bool {
-        EnvironmentServer::joins_runs(self)
+        RolloutServer::joins_runs(self)
     }
 }
 
-pub(super) struct EnvironmentRole(Box<dyn DynEnvironmentServer>);
+pub(super) struct EnvironmentRole(Box<dyn DynRolloutServer>);
 
 impl EnvironmentRole {
-    pub(super) fn new(environment: impl EnvironmentServer) -> Self {
+    pub(super) fn new(environment: impl RolloutServer) -> Self {
         Self(Box::new(environment))
     }
 

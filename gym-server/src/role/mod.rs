@@ -31,8 +31,8 @@ use gym_core::rollout::FailureClass;
 use gym_core::server::{GymnasiumServer, ServerKind, TaskCheck};
 use gym_core::transport::Fence;
 use gym_core::{
-    AgentServer, CallContext, CancelToken, EnvironmentServer, Error, Handler, Incarnation, ModelServer, Request,
-    ResourcesServer, Response, Result, SessionId, Verb, World,
+    AgentServer, CallContext, CancelToken, Error, Handler, Incarnation, ModelServer, Request, ResourcesServer,
+    Response, Result, RolloutServer, SessionId, Verb, World,
 };
 use pin_project_lite::pin_project;
 use tokio::time::Instant;
@@ -173,7 +173,7 @@ impl RoleServer {
 
     /// Serves an environment server: `/run` and `/aggregate_metrics`. It keeps no sessions and forwards cookies.
     #[must_use]
-    pub fn environment(environment: impl EnvironmentServer, context: &ServerContext) -> Self {
+    pub fn environment(environment: impl RolloutServer, context: &ServerContext) -> Self {
         Self::new(Role::Environment(EnvironmentRole::new(environment)), context)
     }
 
@@ -207,7 +207,7 @@ impl RoleServer {
     }
 
     /// Returns `true` if this server joins a `/run` that arrives again to the first one; see
-    /// [`EnvironmentServer::joins_runs`].
+    /// [`RolloutServer::joins_runs`].
     #[must_use]
     pub fn joins_runs(&self) -> bool {
         matches!(&self.0.role, Role::Environment(role) if role.joins_runs())

@@ -7,7 +7,7 @@ use std::sync::{Mutex, PoisonError};
 use gym_client::config::{ConfigError, ConfigLoader, GymConfig, Overrides, free_port};
 use gym_client::{ServerClient, Transports};
 use gym_core::server::ServerKind;
-use gym_core::{AgentServer, EnvironmentServer, Error, ModelServer, ResourcesServer, Result, World};
+use gym_core::{AgentServer, Error, ModelServer, ResourcesServer, Result, RolloutServer, World};
 
 use crate::role::RoleServer;
 use crate::stack::options::StackOptions;
@@ -77,7 +77,7 @@ impl StackBuilder {
 
     /// Adds an environment server under a name, in addition to those of the configuration. `make` receives the client that calls the
     /// other servers by name.
-    pub fn environment<E: EnvironmentServer>(
+    pub fn environment<E: RolloutServer>(
         self,
         name: &str,
         make: impl FnOnce(ServerClient) -> E + Send + 'static,

@@ -9,7 +9,7 @@ use gym_client::config::{InstanceConfig, Problem, nearest_name};
 use gym_client::{ServerClient, Transports};
 use gym_core::server::{GymnasiumServer, ServerKind, TaskCheck};
 use gym_core::transport::Fenced;
-use gym_core::{AgentServer, EnvironmentServer, Error, Handler, ModelServer, ResourcesServer, Result};
+use gym_core::{AgentServer, Error, Handler, ModelServer, ResourcesServer, Result, RolloutServer};
 #[cfg(feature = "groups")]
 use gym_group::Workers;
 use serde::Deserialize;
@@ -370,7 +370,7 @@ impl Servers {
 
     /// Adds an environment server under an implementation name.
     #[must_use]
-    pub fn environment<S: EnvironmentServer>(
+    pub fn environment<S: RolloutServer>(
         self,
         implementation: &str,
         make: impl Fn(&Build<'_>) -> Result<S> + Send + Sync + 'static,

@@ -21,7 +21,7 @@ use crate::client::replicas::pending::PendingCalls;
 use crate::transport::ReconnectingPeer;
 
 /// The label of an instance that joins a `/run` which arrives again; see
-/// [`EnvironmentServer::joins_runs`](gym_core::EnvironmentServer::joins_runs). Its value is `1`.
+/// [`RolloutServer::joins_runs`](gym_core::RolloutServer::joins_runs). Its value is `1`.
 pub const JOINS_RUNS_LABEL: &str = "joins_runs";
 
 /// The replicas of one name.

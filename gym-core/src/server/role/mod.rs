@@ -416,7 +416,7 @@ pub trait AgentServer: Send + Sync + 'static {
 }
 
 /// The server that collectors call. The stock implementation forwards requests to an agent.
-pub trait EnvironmentServer: Send + Sync + 'static {
+pub trait RolloutServer: Send + Sync + 'static {
     /// Runs an episode, for `POST /run`.
     ///
     /// # Errors
