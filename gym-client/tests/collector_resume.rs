@@ -1,10 +1,11 @@
 //! A resumed collection: its rows are those that were recorded, it runs only the missing ones, and its statistics are those of the
 //! whole file.
 
+use parking_lot::Mutex;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use gym_client::collect::input::Repeats;
@@ -61,7 +62,7 @@ impl Ground {
             async move {
                 let body = request.message.head.to_bytes();
                 if request.route.path() == "/aggregate_metrics" {
-                    counts.aggregate_bytes.lock().expect("the test sets it up right").push(body.len());
+                    counts.aggregate_bytes.lock().push(body.len());
                     let reply = aggregate_metrics(&body, usize::MAX).expect("the test sets it up right");
                     return Ok(if native { standard_response(reply) } else { Response::json(reply) });
                 }
@@ -190,7 +191,7 @@ async fn statistics_of_many_rollouts_need_no_large_message_if_the_server_compute
         let ground = Ground::new(MANY, native);
         let summary = ground.collect(true).await.unwrap();
         assert_eq!(summary.aggregate_error, None);
-        let sent = ground.received.aggregate_bytes.lock().unwrap().clone();
+        let sent = ground.received.aggregate_bytes.lock().clone();
         match native {
             true => assert_eq!(sent, [r#"{"verify_responses":[]}"#.len()]),
             // A server in another language receives all rollouts, as NeMo Gym's wire defines.

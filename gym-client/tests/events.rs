@@ -4,8 +4,9 @@
 
 mod collection;
 
+use parking_lot::Mutex;
 use std::path::Path;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 use gym_client::collect::monitor::{AttemptId, CollectionMonitor, CollectionReport, ReportReply, WantedRow};
 use gym_client::collect::{CollectOptions, ExistingOutput};
@@ -168,7 +169,7 @@ struct Kept {
 #[async_trait::async_trait]
 impl CollectionMonitor for Kept {
     async fn report(&self, _: &CallContext, report: &CollectionReport) -> gym_core::Result<ReportReply> {
-        let mut reports = self.reports.lock().unwrap();
+        let mut reports = self.reports.lock();
         reports.push(report.clone());
         match self.fails {
             Some(code) => Err(Error::finished(code, "the monitor fails")),
@@ -185,7 +186,7 @@ async fn the_last_report_has_the_counters_the_causes_and_each_attempt() {
     let monitor = Arc::new(Kept::default());
     let collector = ground.collector().reporting_to(Arc::clone(&monitor) as _);
     let summary = collector.collect(ground.options(), CancelToken::new()).await.unwrap();
-    let reports = std::mem::take(&mut *monitor.reports.lock().unwrap());
+    let reports = std::mem::take(&mut *monitor.reports.lock());
     let last = reports.last().unwrap();
     assert_eq!((last.rollouts, last.completed, last.failed, last.in_flight), (3, 2, 1, 0));
     assert_eq!((last.end.as_deref(), last.mean_reward), (Some("exhausted"), Some(0.75)));
@@ -207,7 +208,7 @@ async fn a_monitor_that_fails_costs_no_rollout() {
         let collector = ground.collector().reporting_to(Arc::clone(&monitor) as _);
         let summary = collector.collect(ground.options(), CancelToken::new()).await.unwrap();
         assert!(summary.is_complete());
-        let reports = monitor.reports.lock().unwrap();
+        let reports = monitor.reports.lock();
         match code {
             Code::NotFound => assert_eq!(reports.len(), 1, "a monitor that takes no reports is asked once"),
             _ => assert!(reports.last().unwrap().ended.len() == 2, "a lost report is sent again"),

@@ -1,7 +1,8 @@
 //! Calling by name: replicas that restart, sessions that are lost, many callers at once. Over the simulated network.
 
+use parking_lot::Mutex;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -82,7 +83,7 @@ impl Bench {
         let host = self.net.host(&format!("{name}{rank}"));
         let (called, note) = (Arc::clone(called), format!("{name}{rank}"));
         let answer = handler_fn(move |_| {
-            called.lock().expect("nobody panics").push(note.clone());
+            called.lock().push(note.clone());
             async { Ok(Response::json("{}")) }
         });
         serve(&host, Fenced::new(Incarnation(1), answer));
@@ -243,7 +244,7 @@ async fn each_name_has_a_turn_of_its_own() {
         for name in ["a", "b"] {
             client.post(&cx, name, "/run", "{}", CallOptions::default()).await.unwrap();
         }
-        let called = std::mem::take(&mut *called.lock().unwrap());
+        let called = std::mem::take(&mut *called.lock());
         assert_eq!(called, ["a0", "b0", "a1", "b1", "a0", "b0"], "{balance:?}");
     }
 }
@@ -262,7 +263,7 @@ async fn replicas_that_all_have_weight_0_are_told_apart_from_none() {
     tokio::time::sleep(Duration::from_secs(5)).await;
     let cx = CallContext::within(Duration::from_secs(5));
     client.post(&cx, "a", "/run", "{}", CallOptions::default()).await.unwrap();
-    assert_eq!(*called.lock().unwrap(), ["a1"]);
+    assert_eq!(*called.lock(), ["a1"]);
 }
 
 #[tokio::test(start_paused = true)]
@@ -276,7 +277,7 @@ async fn a_weight_is_that_of_the_rank_whoever_else_lives() {
     for _ in 0..4 {
         client.post(&cx, "a", "/run", "{}", CallOptions::default()).await.unwrap();
     }
-    assert_eq!(*called.lock().unwrap(), ["a1", "a1", "a2", "a1"]);
+    assert_eq!(*called.lock(), ["a1", "a1", "a2", "a1"]);
 }
 
 #[tokio::test(start_paused = true)]
@@ -294,7 +295,7 @@ async fn a_call_waits_for_a_replica_with_a_weight_as_for_any() {
         bench.start_replica("a", 1, &called).await;
     });
     answer.unwrap();
-    assert_eq!(*called.lock().unwrap(), ["a1"]);
+    assert_eq!(*called.lock(), ["a1"]);
 }
 
 fn request(prompt: u32, turn: u32) -> String {
@@ -318,7 +319,7 @@ async fn the_attempts_at_a_prompt_meet_at_one_replica_of_a_model() {
                 session.post(&cx, "m", "/v1/responses", request(prompt, turn)).await.unwrap();
             }
         }
-        let mut called = std::mem::take(&mut *called.lock().unwrap());
+        let mut called = std::mem::take(&mut *called.lock());
         called.dedup();
         assert_eq!(called.len(), 1, "prompt {prompt}: {called:?}");
         replicas.insert(called[0].clone());
@@ -331,7 +332,7 @@ async fn the_attempts_at_a_prompt_meet_at_one_replica_of_a_model() {
     for _ in 0..3 {
         bench.client.post(&cx, "a", "/run", request(1, 1), CallOptions::default()).await.unwrap();
     }
-    assert_eq!(*called.lock().unwrap(), ["a0", "a1", "a2"]);
+    assert_eq!(*called.lock(), ["a0", "a1", "a2"]);
 }
 
 #[tokio::test(start_paused = true)]
@@ -346,7 +347,7 @@ async fn a_session_moves_to_another_replica_of_a_model_and_keeps_that_of_other_s
     let mut session = bench.client.session();
     session.post(&cx, "m", "/v1/responses", request(1, 1)).await.unwrap();
     session.post(&cx, "a", "/step", "{}").await.unwrap();
-    let first = std::mem::take(&mut *called.lock().unwrap());
+    let first = std::mem::take(&mut *called.lock());
     for host in &first {
         bench.net.crash(host);
     }
@@ -356,7 +357,7 @@ async fn a_session_moves_to_another_replica_of_a_model_and_keeps_that_of_other_s
         session.post(&cx, "m", "/v1/responses", request(1, turn)).await.unwrap();
     }
     let other = if first[0] == "m0" { "m1" } else { "m0" };
-    assert_eq!(*called.lock().unwrap(), [other; 3]);
+    assert_eq!(*called.lock(), [other; 3]);
     let lost = session.post(&cx, "a", "/step", "{}").await.unwrap_err();
     assert_eq!(lost.code(), Code::FailedPrecondition, "{lost}");
 }
@@ -374,9 +375,9 @@ async fn a_session_does_not_leave_its_replica_because_another_one_joins() {
     bench.start_replica_of(ServerKind::Model, "m", 1, &called).await;
     tokio::time::sleep(Duration::from_secs(5)).await;
     bench.client.session().post(&cx, "m", "/v1/responses", request(0, 1)).await.unwrap();
-    called.lock().unwrap().clear();
+    called.lock().clear();
     for (session, prompt) in sessions.iter_mut().zip(0..) {
         session.post(&cx, "m", "/v1/responses", request(prompt, 2)).await.unwrap();
     }
-    assert_eq!(*called.lock().unwrap(), ["m0"; 20]);
+    assert_eq!(*called.lock(), ["m0"; 20]);
 }

@@ -1,8 +1,9 @@
 //! Transport selection and fallback, on connectors that only say what they can.
 #![allow(clippy::unwrap_used)]
 
+use parking_lot::Mutex;
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -36,7 +37,7 @@ impl Fake {
     }
 
     fn asked(&self) -> Vec<Option<Transport>> {
-        self.asked.lock().unwrap().clone()
+        self.asked.lock().clone()
     }
 }
 
@@ -55,7 +56,7 @@ impl Connector for Fake {
     }
 
     async fn connect(&self, cx: &CallContext, to: &Endpoint, options: &ConnectOptions) -> Result<Channel> {
-        self.asked.lock().unwrap().push(options.transport);
+        self.asked.lock().push(options.transport);
         let transport = options.transport.unwrap_or(gym_client::transport::HTTP);
         let path = |transport: Transport| {
             PathInfo::new(self.scheme, to.address(), true).at(transport, format!("{transport}/0"))

@@ -2,9 +2,10 @@
 
 #![expect(clippy::unwrap_used, reason = "an integration test: a panic is its failure")]
 
+use parking_lot::Mutex;
 use std::collections::BTreeMap;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use futures_util::{FutureExt as _, stream};
@@ -152,7 +153,7 @@ fn counting(runs: &Arc<Mutex<BTreeMap<(u32, u32), u32>>>, takes: Duration) -> Ar
         async move {
             let row = request.message.head.to_object()?;
             let number = |key: &str| row.get_as::<u32>(key).unwrap().unwrap_or(0);
-            *runs.lock().unwrap().entry((number("_ng_task_index"), number("_ng_attempt_index"))).or_default() += 1;
+            *runs.lock().entry((number("_ng_task_index"), number("_ng_attempt_index"))).or_default() += 1;
             tokio::time::sleep(takes).await;
             Ok(Response::json(row.edit().set("reward", "1.0").to_rope()))
         }
@@ -199,7 +200,7 @@ async fn the_rollouts_of_a_dead_worker_run_elsewhere_and_nothing_runs_twice() {
     assert_eq!((progress.completed, progress.given_up), (200, 0), "{progress:?}");
     let lost = progress.failures[&FailureClass::WorkerLost];
     assert!((1..=8).contains(&lost) && progress.failures.len() == 1, "{progress:?}");
-    assert!(runs.lock().unwrap().values().all(|count| *count == 1), "an attempt ran twice");
+    assert!(runs.lock().values().all(|count| *count == 1), "an attempt ran twice");
     // 200 rollouts over 16 places instead of 24.
     assert!(took < Duration::from_secs(15), "{took:?}");
     assert_eq!(pool.snapshot().workers_lost, 1);
@@ -214,7 +215,7 @@ async fn the_rollouts_of_a_silent_worker_run_elsewhere_and_its_responses_are_lat
     .await;
     assert_eq!((rows.len(), progress.completed, progress.given_up), (200, 200, 0), "{progress:?}");
     assert!(progress.failures.keys().eq([&FailureClass::WorkerLost]), "{progress:?}");
-    assert!(runs.lock().unwrap().values().all(|count| *count == 1), "an attempt ran twice");
+    assert!(runs.lock().values().all(|count| *count == 1), "an attempt ran twice");
     assert_eq!(pool.snapshot().workers_lost, 1);
 }
 
@@ -346,7 +347,7 @@ async fn a_drained_worker_finishes_what_it_has_and_takes_no_more() {
     assert!(drained && rest.is_err());
     let left = pool.snapshot();
     assert_eq!((left.waiting, left.held, left.workers.len(), left.workers_lost), (4, 0, 0, 0), "{left:?}");
-    assert_eq!(runs.lock().unwrap().len(), 2);
+    assert_eq!(runs.lock().len(), 2);
     let client = serve_env(&net, "w2", counting(&runs, Duration::from_secs(10)), &world).await;
     let _worker = pull(client, options("w2", 2, &world), &world);
     let (_, progress) = driving.await;

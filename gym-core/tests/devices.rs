@@ -1,10 +1,11 @@
 //! Batches on a device whose memory is in this process, by the public interface.
 #![allow(clippy::unwrap_used)] // In a test a panic is the message.
 
+use parking_lot::Mutex;
 use std::any::Any;
 use std::num::NonZeroUsize;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, LazyLock, Mutex};
+use std::sync::{Arc, LazyLock};
 
 use bytes::Bytes;
 use gym_core::group::collective::{Buffer, DeviceMemory, Memory};
@@ -43,7 +44,7 @@ struct Fake {
 impl Fake {
     fn copy(&self) -> Result<()> {
         self.copies.fetch_add(1, Ordering::SeqCst);
-        let mut left = self.fails_at.lock().unwrap();
+        let mut left = self.fails_at.lock();
         if *left == Some(0) {
             *left = None;
             return Err(Error::internal("the bus is on fire"));
@@ -53,7 +54,7 @@ impl Fake {
     }
 
     fn fail_at(&self, copies: usize) {
-        *self.fails_at.lock().unwrap() = Some(copies);
+        *self.fails_at.lock() = Some(copies);
     }
 }
 
@@ -87,9 +88,9 @@ static FAKE: LazyLock<Arc<Fake>> = LazyLock::new(|| {
 /// The tests share the provider, so those that make it fail or count its copies have it alone.
 static ALONE: Mutex<()> = Mutex::new(());
 
-fn alone() -> std::sync::MutexGuard<'static, ()> {
+fn alone() -> parking_lot::MutexGuard<'static, ()> {
     LazyLock::force(&FAKE);
-    ALONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+    ALONE.lock()
 }
 
 /// A tensor of any type, of one to three dimensions.
@@ -198,7 +199,7 @@ proptest! {
             let there = batch.to_device("cuda")?;
             let placed = there.clone();
             let back = there.to_device("cuda:1").and_then(|next| next.cpu());
-            *provider.fails_at.lock().unwrap() = None;
+            *provider.fails_at.lock() = None;
             assert_eq!(placed.cpu().unwrap(), batch, "a failure changes nothing");
             back
         };

@@ -1,9 +1,10 @@
 //! A host whose worker blocks: the errors of its callers when it is abandoned, and calls that are cancelled while they
 //! wait.
 
+use parking_lot::Mutex;
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
-use std::sync::{Mutex, OnceLock};
 use std::time::Duration;
 
 use futures_util::FutureExt;
@@ -88,14 +89,14 @@ impl Worker for Blocking {
 
 impl Drop for Blocking {
     fn drop(&mut self) {
-        let _ = self.0.ended.lock().expect("nobody panics").send(());
+        let _ = self.0.ended.lock().send(());
     }
 }
 
 impl HandlesBlocking<Block> for Blocking {
     fn handle(&mut self, cx: &CallContext, _: Payload<()>) -> Result<Payload<()>> {
-        let _ = self.0.go.lock().expect("nobody panics").recv();
-        let _ = self.0.told.lock().expect("nobody panics").send(cx.cancel.is_cancelled());
+        let _ = self.0.go.lock().recv();
+        let _ = self.0.told.lock().send(cx.cancel.is_cancelled());
         Ok(().into())
     }
 }

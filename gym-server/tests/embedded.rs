@@ -313,14 +313,14 @@ async fn two_servers_of_one_name_are_rejected() {
 }
 
 /// An environment with a tool that blocks its thread until the test lets it go.
-struct Bank(std::sync::Mutex<std::sync::mpsc::Receiver<()>>);
+struct Bank(parking_lot::Mutex<std::sync::mpsc::Receiver<()>>);
 
 impl ResourcesServer for Bank {
     type Task = serde::de::IgnoredAny;
 
     tools! { |self, _cx, _session|
         slow() => {
-            let _ = self.0.lock().expect("nobody panics").recv();
+            let _ = self.0.lock().recv();
             serde_json::json!({"balance": 4})
         },
     }

@@ -4,7 +4,8 @@
 
 mod support;
 
-use std::sync::{Arc, Mutex};
+use parking_lot::Mutex;
+use std::sync::Arc;
 use std::time::Duration;
 
 use gym_core::rollout::FailureClass;
@@ -73,7 +74,7 @@ async fn closing_second(
         let listener = later.map(|later| (listener, later));
         let read = async |client: &mut Client| {
             let head = read_request(client).await;
-            seen.lock().unwrap().push(head);
+            seen.lock().push(head);
         };
         read(&mut client).await;
         client.write(ANSWER).await;
@@ -115,7 +116,7 @@ async fn a_reused_connection_that_breaks_is_replaced_for_requests_that_may_arriv
         request.verb = verb;
         request.context.repeatable = repeatable;
         let answered = soon(channel.call(request)).await;
-        assert_eq!(heads.lock().unwrap().len(), 2 + usize::from(again), "{case}");
+        assert_eq!(heads.lock().len(), 2 + usize::from(again), "{case}");
         match answered {
             Ok(response) => assert!(again && response.status == Status::OK, "{case}"),
             Err(error) => {
@@ -139,7 +140,7 @@ async fn a_repetition_that_did_not_start_says_nothing_of_the_first_request() {
         request.context.repeatable = true;
         let error = soon(channel.call(request)).await.unwrap_err();
         assert_eq!(facts(&error), (Code::Unavailable, Execution::Unknown), "{later:?}: {error}");
-        assert_eq!(heads.lock().unwrap().len(), arrived, "{later:?}");
+        assert_eq!(heads.lock().len(), arrived, "{later:?}");
     }
 }
 

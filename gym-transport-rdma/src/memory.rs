@@ -5,11 +5,12 @@
 //! pool returns plain memory and counts it.
 #![allow(unsafe_code)]
 
+use parking_lot::{Mutex, MutexGuard};
 use std::collections::BTreeMap;
 use std::fmt;
 use std::ops::{Deref, DerefMut, Range};
 use std::ptr::NonNull;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 use bytes::Bytes;
 use gym_core::{Code, Error, Result};
@@ -160,7 +161,7 @@ impl fmt::Debug for Pool {
 
 impl PoolShared {
     fn state(&self) -> MutexGuard<'_, PoolState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 
     fn return_region(&self, region: Region) {

@@ -4,11 +4,12 @@
 #[path = "fake_nccl/mod.rs"]
 mod fake_nccl;
 
+use parking_lot::Mutex;
 use std::any::Any;
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::process::Command;
 use std::ptr::NonNull;
-use std::sync::{Arc, LazyLock, Mutex};
+use std::sync::{Arc, LazyLock};
 use std::time::Duration;
 
 use futures_util::future::join_all;
@@ -271,7 +272,7 @@ fn address(tensor: &DeviceTensor) -> u64 {
 
 #[test]
 fn a_tensor_of_another_library_is_used_in_place_and_deleted_once() {
-    let _alone = COUNTER.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    let _alone = COUNTER.lock();
     let memory = numbers(8);
     let data = memory.address();
     let strided = |shape: &[i64], strides: &[i64]| Given { strides: Some(strides.to_vec()), ..given(data, shape) };
@@ -313,7 +314,7 @@ fn a_tensor_of_another_library_is_used_in_place_and_deleted_once() {
 
 #[test]
 fn each_type_is_read_by_its_code() {
-    let _alone = COUNTER.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    let _alone = COUNTER.lock();
     let memory = numbers(2);
     for (dtype, code, bits) in [
         (DType::I8, 0, 8),
@@ -337,7 +338,7 @@ fn each_type_is_read_by_its_code() {
 
 #[test]
 fn what_cannot_be_used_is_refused_with_the_reason_and_deleted() {
-    let _alone = COUNTER.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    let _alone = COUNTER.lock();
     let memory = numbers(6);
     let good = given(memory.address(), &[2, 3]);
     let strided = |strides: &[i64]| Given { strides: Some(strides.to_vec()), ..good.clone() };
@@ -407,7 +408,7 @@ fn what_cannot_be_used_is_refused_with_the_reason_and_deleted() {
 
 #[test]
 fn a_tensor_of_ours_goes_to_another_library_and_is_freed_there() {
-    let _alone = COUNTER.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    let _alone = COUNTER.lock();
     let mut text = [0; 512];
     let mut taken = |tensor: DeviceTensor, versioned: bool| {
         let into = text.as_mut_ptr().cast::<c_char>();

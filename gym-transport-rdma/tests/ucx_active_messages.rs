@@ -3,8 +3,9 @@
 
 mod common;
 
+use parking_lot::Mutex;
+use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
-use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -177,7 +178,7 @@ impl ConnectionEvents for Dropping {
         if let Payload::Announced(_) = payload {
             return Ok(Disposition::Land { key: 0 });
         }
-        let _ = self.go.lock().expect("nobody panics").recv_timeout(common::SHORT_TIMEOUT);
+        let _ = self.go.lock().recv_timeout(common::SHORT_TIMEOUT);
         Ok(Disposition::Done)
     }
 

@@ -5,7 +5,8 @@
 
 mod common;
 
-use std::sync::{Mutex, mpsc};
+use parking_lot::Mutex;
+use std::sync::mpsc;
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -136,7 +137,7 @@ fn a_queue_that_is_full_of_messages_still_takes_an_end() {
             let (release, released) = mpsc::sync_channel::<()>(1);
             let held = Mutex::new((entered, released));
             let hook: Hook = Box::new(move |_, _| {
-                let (entered, released) = &*held.lock().unwrap();
+                let (entered, released) = &*held.lock();
                 entered.send(()).unwrap();
                 // Returns when the sender is dropped.
                 let _ = released.recv_timeout(SHORT_TIMEOUT);

@@ -5,12 +5,13 @@
 //! rank that another program has pushed aside. `_wall` is the time of the slowest rank after a barrier, and `_p50` of a tight loop. `_pinned`: every thread of
 //! rank r runs on core r.
 
+use parking_lot::Mutex;
 use std::io::{BufRead as _, BufReader, Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, ChildStdout, Command, ExitCode, Stdio};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
@@ -151,7 +152,7 @@ worker! {
             let (raw, rank, world_size) = (Arc::clone(&self.raw), self.rank, self.world_size);
             let work = move || -> Result<Times> {
                 let (folder, tcp, bytes, count) = call.value;
-                let mut raw = raw.lock().unwrap_or_else(PoisonError::into_inner);
+                let mut raw = raw.lock();
                 let ring = match &mut *raw {
                     Some(ring) => ring,
                     none => none.insert(RawRing::open(Path::new(&folder), rank, world_size, tcp)?),

@@ -1,8 +1,9 @@
 //! An endpoint that misbehaves; the first segment of the path selects the behavior.
 
+use parking_lot::Mutex;
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::Duration;
 
 use serde_json::json;
@@ -48,12 +49,12 @@ impl Upstream {
 
     /// Returns the number of requests with this behavior so far.
     pub(crate) fn calls(&self, manner: &str) -> usize {
-        self.seen.lock().unwrap().calls.get(manner).copied().unwrap_or(0)
+        self.seen.lock().calls.get(manner).copied().unwrap_or(0)
     }
 
     /// Returns the number of requests with this behavior whose client is still waiting.
     pub(crate) fn open(&self, manner: &str) -> usize {
-        self.seen.lock().unwrap().open.get(manner).copied().unwrap_or(0)
+        self.seen.lock().open.get(manner).copied().unwrap_or(0)
     }
 }
 
@@ -68,14 +69,14 @@ async fn serve(mut stream: TcpStream, seen: Arc<Mutex<Seen>>) {
         }
         let manner = path.trim_start_matches('/').split('/').next().unwrap_or_default().to_owned();
         let call = {
-            let mut seen = seen.lock().unwrap();
+            let mut seen = seen.lock();
             *seen.open.entry(manner.clone()).or_default() += 1;
             let calls = seen.calls.entry(manner.clone()).or_default();
             *calls += 1;
             *calls
         };
         let goes_on = answer(&mut stream, &manner, call, &body).await;
-        *seen.lock().unwrap().open.get_mut(&manner).unwrap() -= 1;
+        *seen.lock().open.get_mut(&manner).unwrap() -= 1;
         if !goes_on {
             return;
         }

@@ -1,9 +1,10 @@
 //! Waiting, rejection and order of calls when ranks of this process are at capacity.
 
+use parking_lot::Mutex;
 use std::cell::Cell;
 use std::future::IntoFuture;
+use std::sync::Arc;
 use std::sync::mpsc::{Receiver, sync_channel};
-use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use futures_util::FutureExt;
@@ -78,7 +79,7 @@ impl Worker for Late {
 
     fn start(env: WorkerEnv, (): ()) -> Result<Self> {
         if env.incarnation > Incarnation(1) {
-            let go = GO.lock().expect("nobody panics").take().expect("the test made it");
+            let go = GO.lock().take().expect("the test made it");
             go.recv_timeout(SHORT_TIMEOUT).expect("the test lets it go");
         }
         Ok(Self)
@@ -208,7 +209,7 @@ async fn calls_beyond_what_a_rank_takes_are_refused_and_never_wait() {
 #[tokio::test]
 async fn a_rank_whose_restart_a_stop_overtakes_stays_stopped() {
     let (go, waits) = sync_channel(1);
-    *GO.lock().unwrap() = Some(waits);
+    *GO.lock() = Some(waits);
     let group = InProcessGroup::start::<Late>("late", RankLayout::line(1).unwrap(), ()).await.unwrap();
     let mut restart = Box::pin(group.restart::<Late>(0, ()));
     assert!(restart.as_mut().now_or_never().is_none(), "its next life waits");

@@ -2,7 +2,7 @@
 
 #![allow(clippy::unwrap_used)] // In a test a panic is the message.
 
-use std::sync::Mutex;
+use parking_lot::Mutex;
 use std::time::Duration;
 
 use gym_core::transport::InProcess;
@@ -163,14 +163,14 @@ worker! {
         exclusive async fn step(&mut self, _: &CallContext, call: Payload<Option<Rank>>) -> Result<Payload<StepMark>> {
             if call.value != Some(self.rank) {
                 (self.step, self.parameter) = (self.step + 1, self.parameter + 0.5);
-                *NEWEST.lock().unwrap() = (self.step, self.parameter);
+                *NEWEST.lock() = (self.step, self.parameter);
             }
             let parameters = Tensor::from_vec([1], vec![self.parameter])?;
             Ok(StepMark::new(self.step, [&parameters]).into())
         }
         /// Takes over the newest parameters.
         exclusive async fn load(&mut self, _: &CallContext, _: Payload<()>) -> Result<Payload<()>> {
-            (self.step, self.parameter) = *NEWEST.lock().unwrap();
+            (self.step, self.parameter) = *NEWEST.lock();
             Ok(().into())
         }
     }

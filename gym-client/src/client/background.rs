@@ -1,6 +1,6 @@
 //! Calls that outlive their caller.
 
-use std::sync::{Mutex, PoisonError};
+use parking_lot::Mutex;
 
 use tokio::runtime::Handle;
 use tokio::task::JoinSet;
@@ -16,7 +16,7 @@ impl BackgroundTasks {
     /// Starts a task, unless too many run.
     pub(super) fn spawn(&self, task: impl Future<Output = ()> + Send + 'static) {
         let Ok(runtime) = Handle::try_current() else { return };
-        let mut tasks = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut tasks = self.0.lock();
         while tasks.try_join_next().is_some() {}
         if tasks.len() < BACKGROUND_MAX {
             tasks.spawn_on(task, &runtime);

@@ -1,9 +1,10 @@
 //! The servers that are away, for which calls of a client wait.
 
+use parking_lot::{Mutex, MutexGuard, RwLock};
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 use std::sync::atomic::AtomicUsize;
 use std::sync::atomic::Ordering::Relaxed;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::Duration;
 
 use gym_core::{CancelToken, Error};
@@ -96,11 +97,11 @@ impl Drop for Waiting<'_> {
 impl Outages {
     /// Adds servers that are waited for before they were reached.
     pub(super) fn expect(&self, servers: impl IntoIterator<Item = String>) {
-        self.expected.write().unwrap_or_else(PoisonError::into_inner).extend(servers);
+        self.expected.write().extend(servers);
     }
 
     pub(super) fn expects(&self, server: &str) -> bool {
-        self.expected.read().unwrap_or_else(PoisonError::into_inner).contains(server)
+        self.expected.read().contains(server)
     }
 
     /// Begins to wait for a server to which a call failed.
@@ -146,5 +147,5 @@ fn reason(error: &Error) -> Arc<str> {
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+    mutex.lock()
 }

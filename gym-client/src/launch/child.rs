@@ -1,9 +1,10 @@
 //! Supervises one child process: starts, watches, restarts and stops it, and reports each exit.
 
+use parking_lot::{Mutex, MutexGuard};
 use std::fmt;
 use std::path::PathBuf;
 use std::process::{ExitStatus, Stdio};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::FutureExt as _;
@@ -113,7 +114,7 @@ impl ChildHandle {
     /// Returns what finds the processes of the last incarnation: those that end with it.
     #[must_use]
     pub fn tree(&self) -> ProcessTree {
-        self.tree.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.tree.lock().clone()
     }
 
     /// Returns the child's name.
@@ -243,7 +244,7 @@ impl ChildSupervisor {
     }
 
     fn tree(&self) -> MutexGuard<'_, ProcessTree> {
-        self.tree.lock().unwrap_or_else(PoisonError::into_inner)
+        self.tree.lock()
     }
 
     fn command(&self, program: &std::path::Path) -> Command {

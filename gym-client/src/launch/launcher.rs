@@ -1,10 +1,11 @@
 //! Starts child processes and stops all of them.
 
+use parking_lot::Mutex as StdMutex;
 use std::fmt;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex as StdMutex, PoisonError};
 use std::time::Duration;
 
 use futures_util::FutureExt as _;
@@ -268,8 +269,8 @@ impl Launcher {
         })
     }
 
-    fn lock(&self) -> std::sync::MutexGuard<'_, ChildTable> {
-        self.children.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> parking_lot::MutexGuard<'_, ChildTable> {
+        self.children.lock()
     }
 }
 

@@ -1,8 +1,9 @@
 //! Splits a child's output into lines of bounded length; bytes that are not UTF-8 are replaced.
 
+use parking_lot::Mutex;
 use std::collections::VecDeque;
 use std::io::Write;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 use tokio::io::{AsyncRead, AsyncReadExt};
 
@@ -37,7 +38,7 @@ pub fn prefixed(writer: impl Write + Send + 'static) -> LineSink {
     let writer = Mutex::new(writer);
     Arc::new(move |name, _stream, line| {
         let text = format!("[{name}] {line}\n");
-        let mut writer = writer.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut writer = writer.lock();
         // A failed write of the log must not stop the server that produced the line.
         let _ = writer.write_all(text.as_bytes()).and_then(|()| writer.flush());
     })
@@ -50,7 +51,7 @@ pub struct OutputTail(Arc<Mutex<VecDeque<String>>>);
 impl OutputTail {
     /// Adds a line.
     pub fn push(&self, line: &str) {
-        let mut lines = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut lines = self.0.lock();
         if lines.len() == TAIL_LINES {
             lines.pop_front();
         }
@@ -60,7 +61,7 @@ impl OutputTail {
     /// Returns them, oldest first.
     #[must_use]
     pub fn lines(&self) -> Arc<[String]> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).iter().cloned().collect()
+        self.0.lock().iter().cloned().collect()
     }
 }
 

@@ -1,7 +1,8 @@
 //! The connections to peers, as Prometheus metrics.
 
+use parking_lot::Mutex;
 use std::fmt;
-use std::sync::{Arc, Mutex, Weak};
+use std::sync::{Arc, Weak};
 
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{DescriptorEncoder, EncodeMetric};

@@ -1,9 +1,10 @@
 //! The connection of this process to each peer, and the reasons why preferred transports were rejected. Logged once, and read by
 //! status and metrics.
 
+use parking_lot::{Mutex, MutexGuard};
 use std::collections::BTreeMap;
 use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 use gym_core::transport::{PathInfo, Transport};
 use serde::Serialize;
@@ -111,7 +112,7 @@ impl Paths {
     }
 
     pub(super) fn lock(&self) -> MutexGuard<'_, PathRecords> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.lock()
     }
 }
 

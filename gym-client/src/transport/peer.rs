@@ -1,6 +1,6 @@
 //! A peer whose channel the first call opens; after the channel is lost, the next call opens it again.
 
-use std::sync::{PoisonError, RwLock};
+use parking_lot::RwLock;
 
 use futures_util::FutureExt;
 
@@ -91,7 +91,7 @@ impl ReconnectingPeer {
     /// Removes only the channel that failed, and only if it is closed: a pool of connections outlives a single failed connection.
     fn drop_if_lost(&self, channel: &Channel, error: &Error) {
         if error.code() == Code::Unavailable && error.execution() != Execution::Finished {
-            let mut open = self.open.write().unwrap_or_else(PoisonError::into_inner);
+            let mut open = self.open.write();
             let failed = open.as_ref().is_some_and(|open| open.is_same(channel));
             if failed && channel.closed().now_or_never().is_some() {
                 *open = None;
@@ -100,7 +100,7 @@ impl ReconnectingPeer {
     }
 
     fn channel(&self) -> Option<Channel> {
-        self.open.read().unwrap_or_else(PoisonError::into_inner).clone()
+        self.open.read().clone()
     }
 
     async fn connect(&self, transports: &Transports, cx: &CallContext) -> Result<Channel> {
@@ -129,7 +129,7 @@ impl ReconnectingPeer {
                 why: error.to_string(),
             });
             let channel = connected?;
-            *self.open.write().unwrap_or_else(PoisonError::into_inner) = Some(channel.clone());
+            *self.open.write() = Some(channel.clone());
             Ok(channel)
         })
         .await

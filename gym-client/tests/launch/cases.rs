@@ -1,5 +1,6 @@
 //! Cases and the controller that they kill.
 
+use parking_lot::Mutex;
 use std::collections::BTreeSet;
 use std::ffi::OsString;
 use std::future::Future;
@@ -7,7 +8,7 @@ use std::os::unix::ffi::OsStringExt;
 use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
 use std::process::Stdio;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::Duration;
 
 use gym_client::launch::{ChildHandle, ChildSpec, ChildState, LaunchError, Launcher, LineSink, RestartPolicy, Stream};
@@ -77,13 +78,11 @@ struct Lines(Arc<Mutex<Vec<(String, Stream, String)>>>);
 impl Lines {
     fn sink(&self) -> LineSink {
         let lines = self.0.clone();
-        Arc::new(move |name, stream, line| {
-            lines.lock().expect("lines").push((name.to_owned(), stream, line.to_owned()))
-        })
+        Arc::new(move |name, stream, line| lines.lock().push((name.to_owned(), stream, line.to_owned())))
     }
 
     fn all(&self) -> Vec<(String, Stream, String)> {
-        self.0.lock().expect("lines").clone()
+        self.0.lock().clone()
     }
 
     fn texts(&self) -> Vec<String> {

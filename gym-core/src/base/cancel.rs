@@ -3,11 +3,12 @@
 //! Each link creates a child token for each call, and most of these are never waited for. Creating a child therefore only stores the
 //! parent and takes no lock. The child registers with the parent at the first wait.
 
+use parking_lot::{Mutex, MutexGuard};
 use std::fmt;
 use std::future::Future;
 use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 use std::task::{Context, Poll, Waker};
 
 /// A signal that fires once: a caller has cancelled its call, or a server is asked to drain or stop. Clones are the same token. A child
@@ -182,7 +183,7 @@ impl Node {
     }
 
     fn listeners(&self) -> MutexGuard<'_, Listeners> {
-        self.listeners.lock().unwrap_or_else(PoisonError::into_inner)
+        self.listeners.lock()
     }
 }
 

@@ -4,13 +4,13 @@
 //! difference. Version 1 has it in `memory.oom_control`, version 2 in `memory.events`. Both count a kill in the group of the process that was
 //! killed, even if the limit of a group above it was reached, or all memory of the machine is used up.
 
+use parking_lot::Mutex;
 use std::collections::BTreeMap;
 use std::fmt;
 use std::fs;
 use std::os::unix::process::ExitStatusExt as _;
 use std::path::{Component, Path, PathBuf};
 use std::process::ExitStatus;
-use std::sync::{Mutex, PoisonError};
 
 use rustix::process::Signal;
 
@@ -137,7 +137,7 @@ impl MemoryWatch {
         static EXPLAINED: Mutex<BTreeMap<PathBuf, u64>> = Mutex::new(BTreeMap::new());
         let is_killed = status.signal() == Some(Signal::KILL.as_raw()) || status.code() == Some(KILLED_BELOW);
         let kills = self.group.kills().filter(|_| is_killed)?;
-        let mut explained = EXPLAINED.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut explained = EXPLAINED.lock();
         if explained.len() >= EXPLAINED_MAX {
             explained.retain(|path, _| path.exists());
         }

@@ -11,12 +11,13 @@
 //! One thread of a runtime waits for sockets and timers, for all of them. If a handler blocks that thread, tokio lets no other thread wait in its place
 //! until one has something to do. So the watchdog also gives the runtime an empty task: the thread that takes it then waits for sockets and timers.
 
+use parking_lot::{Mutex, MutexGuard};
 use std::array::from_fn;
 use std::collections::{BTreeMap, VecDeque};
 use std::fmt;
 use std::marker::PhantomData;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, Once, OnceLock, PoisonError, Weak};
+use std::sync::{Arc, Once, OnceLock, Weak};
 use std::time::Duration;
 
 use tokio::runtime::Handle;
@@ -310,7 +311,7 @@ impl StallEvent {
 
 impl StallMonitor {
     fn lock(&self) -> MutexGuard<'_, MonitorState> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.lock()
     }
 
     fn register(&self, thread: String) -> Arc<PollRecord> {

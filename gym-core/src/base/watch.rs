@@ -2,10 +2,11 @@
 //!
 //! tokio's wakes them in random order, to spread the contention of many threads. With it, a simulation would not repeat.
 
+use parking_lot::{RwLock, RwLockReadGuard, RwLockWriteGuard};
 use std::fmt;
 use std::ops::Deref;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use tokio::sync::Notify;
 
@@ -31,11 +32,11 @@ impl<T> Deref for Ref<'_, T> {
 
 impl<T> Shared<T> {
     fn read(&self) -> Ref<'_, T> {
-        Ref(self.value.read().unwrap_or_else(PoisonError::into_inner))
+        Ref(self.value.read())
     }
 
     fn write(&self) -> RwLockWriteGuard<'_, T> {
-        self.value.write().unwrap_or_else(PoisonError::into_inner)
+        self.value.write()
     }
 }
 
@@ -204,7 +205,7 @@ impl<T: fmt::Debug> fmt::Debug for Receiver<T> {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::Mutex;
+    use parking_lot::Mutex;
 
     use futures_util::FutureExt;
 
@@ -219,7 +220,7 @@ mod tests {
                     let (mut receiver, order) = (sender.subscribe(), Arc::clone(&order));
                     tokio::spawn(async move {
                         receiver.changed().await.unwrap();
-                        order.lock().unwrap().push(number);
+                        order.lock().push(number);
                     })
                 })
                 .collect();
@@ -228,7 +229,7 @@ mod tests {
             for waiter in waiters {
                 waiter.await.unwrap();
             }
-            assert_eq!(*order.lock().unwrap(), (0..8).collect::<Vec<_>>());
+            assert_eq!(*order.lock(), (0..8).collect::<Vec<_>>());
         }
     }
 

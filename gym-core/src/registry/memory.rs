@@ -1,6 +1,7 @@
 //! A registry in the memory of one process: the rules with tokio's clock.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use parking_lot::{Mutex, MutexGuard};
+use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -61,7 +62,7 @@ impl MemoryRegistry {
     }
 
     fn state(&self) -> MutexGuard<'_, RegistryState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 
     /// Applies a change of the members, logs it and wakes the watchers.

@@ -1,8 +1,9 @@
 //! The state of concurrent episodes, bounded in number and expired by age.
 
+use parking_lot::{Mutex, MutexGuard};
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use crate::base::error::{Code, Error, Result};
@@ -203,7 +204,7 @@ impl<T> Sessions<T> {
 
     /// Locks the table, and removes the sessions that have expired by now.
     fn lock(&self) -> MutexGuard<'_, Table<T>> {
-        let mut table = self.table.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut table = self.table.lock();
         table.expire();
         table
     }

@@ -1,6 +1,7 @@
 //! Tests tools that a server declares, and the end of sessions, with the stock agents.
 
-use std::sync::{Arc, Mutex};
+use parking_lot::Mutex;
+use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::{StreamExt, stream};
@@ -25,7 +26,7 @@ impl ModelServer for ObedientModel {
     async fn responses(&self, _: &CallContext, _: &SessionId, body: &RawObject) -> Result<ModelResponse> {
         let body: Value = serde_json::from_slice(body.text()).unwrap();
         let last = body["input"].as_array().unwrap().last().unwrap().clone();
-        self.0.lock().unwrap().push(body);
+        self.0.lock().push(body);
         let order = last["content"].as_str().unwrap_or("say done");
         match order.split_once(' ') {
             Some(("wait", seconds)) => tokio::time::sleep(Duration::from_secs(seconds.parse().unwrap())).await,
@@ -142,7 +143,7 @@ impl TestServers {
     }
 
     fn asked(&self) -> Vec<Value> {
-        self.model.0.lock().unwrap().clone()
+        self.model.0.lock().clone()
     }
 }
 
@@ -334,7 +335,7 @@ async fn a_server_that_does_not_ask_for_it_is_sent_no_close() {
     let routes: Arc<Mutex<Vec<String>>> = Arc::default();
     let seen = Arc::clone(&routes);
     let python = handler_fn(move |request: Request| {
-        seen.lock().unwrap().push(request.route.path().to_owned());
+        seen.lock().push(request.route.path().to_owned());
         async { Ok(Response::json(r#"{"reward": 1.0, "info": {}, "terminated": true}"#)) }
     });
     let servers = servers(python);
@@ -346,7 +347,7 @@ async fn a_server_that_does_not_ask_for_it_is_sent_no_close() {
     }
     tokio::time::sleep(Duration::from_secs(5)).await;
     let classic = ["/seed_session", "/verify", "/seed_session"];
-    assert_eq!(*routes.lock().unwrap(), [&classic[..], &classic, &["/reset", "/step", "/reset"]].concat());
+    assert_eq!(*routes.lock(), [&classic[..], &classic, &["/reset", "/step", "/reset"]].concat());
 }
 
 #[tokio::test(start_paused = true)]
@@ -355,7 +356,7 @@ async fn an_episode_in_turns_reports_its_course() {
         let turns = Arc::new(Mutex::new(0));
         handler_fn(move |request: Request| {
             let reply = if request.route.path() == "/step" {
-                let mut turns = turns.lock().unwrap();
+                let mut turns = turns.lock();
                 *turns += 1;
                 if *turns == turn { how } else { r#"{"observation":"say more"}"# }
             } else {
@@ -386,7 +387,7 @@ struct Stateless(Arc<Mutex<u32>>);
 impl ResourcesServer for Stateless {
     type Task = serde::de::IgnoredAny;
     async fn verify(&self, _: &CallContext, _: &SessionId, _: Self::Task, _: &ModelResponse) -> Result<Verdict> {
-        *self.0.lock().unwrap() += 1;
+        *self.0.lock() += 1;
         Ok(Verdict::correct(true))
     }
 }
@@ -400,7 +401,7 @@ async fn a_server_without_sessions_is_asked_to_close_one_only_once() {
         servers.run(CallContext::default(), "agent", &row("say done")).await.unwrap();
         tokio::time::sleep(Duration::from_secs(1)).await;
     }
-    assert_eq!(*verified.lock().unwrap(), 5);
+    assert_eq!(*verified.lock(), 5);
     let text = context.metrics.text();
     let closed = r#"gym_requests_total{server="env",route="/close_session",status="2xx"} 1"#;
     assert!(text.contains(closed) && !text.contains("gym_sessions_open{"), "{text}");

@@ -219,7 +219,7 @@ impl ResourcesServer for OnlyVerifies {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::Mutex;
+    use parking_lot::Mutex;
 
     use gym_client::work::{WorkPuller, WorkPullerOptions};
     use gym_core::transport::handler_fn;
@@ -241,7 +241,7 @@ mod tests {
             let order = Arc::clone(order);
             let answer = move |request: Request| {
                 assert_eq!(request.context.metadata.get("cookie"), None);
-                order.lock().unwrap().push(server);
+                order.lock().push(server);
                 async move {
                     if name == "stuck" {
                         std::future::pending::<()>().await;
@@ -287,14 +287,14 @@ mod tests {
         let stuck = worker("stuck", &pool, &order);
         let asked = Arc::clone(&pool);
         let verified = tokio::spawn(async move { post(&asked, "/verify", Some("other___judge=1")).await });
-        while order.lock().unwrap().is_empty() {
+        while order.lock().is_empty() {
             tokio::time::sleep(Duration::from_millis(10)).await;
         }
         let healthy = worker("healthy", &pool, &order);
         drop(stuck);
         // The session that the server began for it does not leave the pool.
         assert_eq!(verified.await.unwrap(), (200, json!({"reward": 1.0, "by": "healthy"}), None));
-        assert_eq!(*order.lock().unwrap(), ["math", "math"]);
+        assert_eq!(*order.lock(), ["math", "math"]);
 
         // An agent seeds before it verifies, and may have tools of its own.
         let (status, _, cookie) = post(&pool, "/seed_session", None).await;
@@ -329,7 +329,7 @@ mod tests {
         while let Some(status) = calls.join_next().await {
             assert_eq!(status.unwrap(), 200);
         }
-        let first = order.lock().unwrap()[..40].iter().filter(|server| **server == "math").count();
+        let first = order.lock()[..40].iter().filter(|server| **server == "math").count();
         assert!((29..=31).contains(&first), "{first} of the first 40 are verifications");
 
         let unknown = config(json!({"agent_server": {"name": "agent"}, "weights": {"agnet": 2}}));

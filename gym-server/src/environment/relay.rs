@@ -174,7 +174,7 @@ fn outgoing(mut cx: CallContext, metadata: &Metadata, route: &'static str, body:
 
 #[cfg(test)]
 mod tests {
-    use std::sync::Mutex;
+    use parking_lot::Mutex;
 
     use gym_core::Status;
     use gym_core::transport::handler_fn;
@@ -201,7 +201,7 @@ mod tests {
             let seen = Arc::clone(&begun);
             let agent = move |request: Request| {
                 let number = {
-                    let mut seen = seen.lock().unwrap();
+                    let mut seen = seen.lock();
                     seen.push(request.context.metadata);
                     seen.len() - 1
                 };
@@ -215,7 +215,7 @@ mod tests {
         }
 
         fn begun(&self) -> usize {
-            self.begun.lock().unwrap().len()
+            self.begun.lock().len()
         }
     }
 
@@ -244,7 +244,7 @@ mod tests {
         let mut episodes = calls.join_all().await;
         episodes.sort_unstable();
         assert_eq!(episodes, (0..64).collect::<Vec<_>>());
-        assert!(relayed.begun.lock().unwrap().iter().all(|metadata| metadata.get(CALL_METADATA).is_none()));
+        assert!(relayed.begun.lock().iter().all(|metadata| metadata.get(CALL_METADATA).is_none()));
     }
 
     #[tokio::test(start_paused = true)]

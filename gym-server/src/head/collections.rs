@@ -2,8 +2,9 @@
 //!
 //! The state is soft and bounded. After a restart of the head server, the next reports restore it, except for attempts that ended before.
 
+use parking_lot::{Mutex, MutexGuard};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -94,7 +95,7 @@ impl Default for Collections {
 
 impl Collections {
     fn state(&self) -> MutexGuard<'_, State> {
-        self.0.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.state.lock()
     }
 
     /// Returns the number of reports so far.

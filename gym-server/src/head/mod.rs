@@ -645,7 +645,7 @@ mod tests {
     #[cfg(feature = "cli")]
     #[tokio::test(start_paused = true)]
     async fn an_expired_lease_is_logged_with_its_server() {
-        use std::sync::Mutex;
+        use parking_lot::Mutex;
 
         use tracing_subscriber::fmt::MakeWriter;
 
@@ -653,7 +653,7 @@ mod tests {
         struct Log(Arc<Mutex<Vec<u8>>>);
         impl std::io::Write for Log {
             fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
-                self.0.lock().unwrap().extend_from_slice(bytes);
+                self.0.lock().extend_from_slice(bytes);
                 Ok(bytes.len())
             }
             fn flush(&mut self) -> std::io::Result<()> {
@@ -675,7 +675,7 @@ mod tests {
         let (_, live) = post(&head, "/registry/register", &registration("b", 7002, 1)).await;
         tokio::time::advance(Duration::from_secs(20)).await;
         assert_eq!(post(&head, "/registry/renew", &live).await.0, 200);
-        let logged = || String::from_utf8(log.0.lock().unwrap().clone()).unwrap();
+        let logged = || String::from_utf8(log.0.lock().clone()).unwrap();
         assert!(!logged().contains("expired"), "{}", logged());
         tokio::time::advance(Duration::from_secs(11)).await;
         assert_eq!(post(&head, "/registry/renew", &live).await.0, 200);

@@ -1,7 +1,8 @@
 //! What the head server tells Prometheus: the state of the cluster, and the processes that have metrics.
 
+use parking_lot::Mutex;
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 use gym_client::work::COLLECTOR_POOL;
 use gym_core::Endpoint;
@@ -78,7 +79,7 @@ impl ClusterMetrics {
         if let Some(micros) = heartbeat.round_trip_us {
             #[expect(clippy::cast_precision_loss, reason = "seconds as a float")]
             self.round_trips.observe(micros as f64 / 1e6);
-            let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut last = self.last.lock();
             if last.len() < NAMES_MAX || last.contains_key(&heartbeat.lease.name) {
                 last.insert(heartbeat.lease.name.clone(), micros);
             }
@@ -101,7 +102,7 @@ impl ClusterMetrics {
             self.workers.get_or_create(&StateLabels { state: state.as_str() }).set(count(workers));
         }
         let present = || members.iter().filter(|member| member.state != MemberState::Gone);
-        let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut last = self.last.lock();
         let names: BTreeSet<&str> = present().map(|member| member.spec.name.as_str()).collect();
         last.retain(|name, _| names.contains(name.as_str()));
         self.round_trip.clear();

@@ -3,9 +3,10 @@
 mod collection;
 mod pools;
 
+use parking_lot::{Mutex, MutexGuard};
 use std::collections::BTreeMap;
 use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 use gym_client::collect::CollectProgress;
 use gym_client::transport::{ProcessMetrics, open_metrics};
@@ -113,7 +114,7 @@ impl Metrics {
 
     /// Calls `register` with the registry, to add metrics of your own.
     pub fn with<T>(&self, register: impl FnOnce(&mut Registry) -> T) -> T {
-        register(&mut self.registry.lock().unwrap_or_else(PoisonError::into_inner))
+        register(&mut self.registry.lock())
     }
 
     /// Returns the metrics in the text format of OpenMetrics.
@@ -242,7 +243,7 @@ type AffinitySource = Box<dyn Fn() -> Vec<(String, AffinityCounts)> + Send + Syn
 
 impl AffinityMetrics {
     fn lock(&self) -> MutexGuard<'_, Vec<(&'static str, AffinitySource)>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.lock()
     }
 }
 
@@ -301,7 +302,7 @@ struct WatchedSessions {
 
 impl SessionMetrics {
     fn lock(&self) -> MutexGuard<'_, Vec<WatchedSessions>> {
-        self.watched.lock().unwrap_or_else(PoisonError::into_inner)
+        self.watched.lock()
     }
 
     fn update(&self) {

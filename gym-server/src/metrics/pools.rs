@@ -1,6 +1,7 @@
 //! Metrics of the pools of a process: read from each pool whenever the metrics are written.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use parking_lot::Mutex;
+use std::sync::Arc;
 
 use gym_client::work::WorkPool;
 use prometheus_client::encoding::EncodeLabelSet;
@@ -56,7 +57,7 @@ impl PoolMetrics {
     }
 
     pub(super) fn watch(&self, labels: ServerLabels, pool: WorkPool) {
-        self.pools.lock().unwrap_or_else(PoisonError::into_inner).push((labels, pool));
+        self.pools.lock().push((labels, pool));
     }
 
     pub(super) fn update(&self) {
@@ -67,7 +68,7 @@ impl PoolMetrics {
         self.worker_held.clear();
         self.worker_capacity.clear();
         self.worker_finished.clear();
-        for (labels, pool) in &*self.pools.lock().unwrap_or_else(PoisonError::into_inner) {
+        for (labels, pool) in &*self.pools.lock() {
             let now = pool.snapshot();
             gauge(&self.waiting, labels, now.waiting);
             gauge(&self.held, labels, now.held);

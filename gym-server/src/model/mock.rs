@@ -1,6 +1,7 @@
 //! A TCP endpoint for tests that sends scripted responses.
 
-use std::sync::{Arc, Mutex};
+use parking_lot::Mutex;
+use std::sync::Arc;
 
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpListener;
@@ -62,7 +63,7 @@ impl MockEndpoint {
                         Some(at) => gets[at].1.clone(),
                     }
                 } else if let Some(answer) = answers.next() {
-                    seen.lock().unwrap().push(request);
+                    seen.lock().push(request);
                     answer
                 } else {
                     String::new()
@@ -83,12 +84,12 @@ impl MockEndpoint {
     }
 
     pub(super) fn count(&self) -> usize {
-        self.requests.lock().unwrap().len()
+        self.requests.lock().len()
     }
 
     /// Returns the head and body of a request.
     pub(super) fn request(&self, index: usize) -> String {
-        self.requests.lock().unwrap()[index].clone()
+        self.requests.lock()[index].clone()
     }
 
     /// Returns the body of a request.

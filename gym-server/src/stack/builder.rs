@@ -1,8 +1,8 @@
 //! Builds a stack: from files and overrides, or from servers that the program creates.
 
+use parking_lot::Mutex;
 use std::fmt;
 use std::path::PathBuf;
-use std::sync::{Mutex, PoisonError};
 
 use gym_client::config::{ConfigError, ConfigLoader, GymConfig, Overrides, free_port};
 use gym_client::{ServerClient, Transports};
@@ -122,7 +122,7 @@ impl StackBuilder {
             config.add_server(kind, &name).map_err(|error| Error::invalid(error.to_string()))?;
             let serve = Mutex::new(Some(serve));
             servers = servers.with(kind, &name, move |build| {
-                let serve = serve.lock().unwrap_or_else(PoisonError::into_inner).take();
+                let serve = serve.lock().take();
                 let serve = serve.ok_or_else(|| Error::internal("a server of a builder is served once"))?;
                 Ok(BuiltServer::from(serve(build)))
             });

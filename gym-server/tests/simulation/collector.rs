@@ -1,7 +1,8 @@
 //! The collector: one incarnation of its process, which starts run after run.
 
+use parking_lot::Mutex;
 use std::path::Path;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -137,7 +138,7 @@ impl Collector {
             Some(pool) => driver.dispatching_over(Arc::new(pool.pool.clone())),
         };
         let stop = CancelToken::new();
-        *self.orders.stop.lock().unwrap_or_else(PoisonError::into_inner) = stop.clone();
+        *self.orders.stop.lock() = stop.clone();
         let rows = self.rows.clone();
         let ended = Arc::new(driver).run(stream::iter(rows.into_iter().map(Ok)), stop).await;
         self.net.note(COLLECTOR, format_args!("ends a run: {ended:?}"));

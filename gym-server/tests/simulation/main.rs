@@ -47,9 +47,9 @@ mod servers;
 mod values;
 mod whole;
 
+use parking_lot::Mutex;
 use std::collections::BTreeMap;
 use std::process::{Command, ExitCode};
-use std::sync::{Mutex, PoisonError};
 
 use case::Case;
 use plan::{LateCheck, SETTINGS, Setting};
@@ -102,10 +102,10 @@ fn play(
         for _ in 0..2 {
             scope.spawn(|| {
                 loop {
-                    let next = cases.lock().unwrap_or_else(PoisonError::into_inner).next();
+                    let next = cases.lock().next();
                     let Some(case) = next else { return };
                     let report = run(&case, late_check);
-                    let mut each = each.lock().unwrap_or_else(PoisonError::into_inner);
+                    let mut each = each.lock();
                     if !each.1 {
                         return;
                     }

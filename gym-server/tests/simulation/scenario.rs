@@ -1,10 +1,11 @@
 //! Plays one seed: builds the deployment, follows the script, removes the faults, and runs the audit.
 
+use parking_lot::Mutex;
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
 use std::fmt;
 use std::path::Path;
-use std::sync::{Arc, Mutex, Once, PoisonError};
+use std::sync::{Arc, Once};
 use std::time::Duration;
 
 use gym_client::registry::{LeaseKeeper, RemoteRegistry};
@@ -232,7 +233,7 @@ impl Deployment {
 
     /// Checks that all workers serve.
     async fn check_members(&self) {
-        let registry = self.registry.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let registry = self.registry.lock().clone();
         let members = registry.members(&CallContext::default()).await.unwrap_or_default();
         for worker in self.plan.hosts().into_iter().filter(|host| WORKERS.contains(host)) {
             let member = members.iter().find(|member| member.spec.name == worker);
@@ -324,7 +325,7 @@ impl Deployment {
             }
             Step::Stop => {
                 self.net.injected(COLLECTOR, STOP);
-                self.orders.stop.lock().unwrap_or_else(PoisonError::into_inner).cancel();
+                self.orders.stop.lock().cancel();
             }
         }
     }
@@ -405,7 +406,7 @@ impl Deployment {
                 registry
             }
         };
-        *self.registry.lock().unwrap_or_else(PoisonError::into_inner) = registry.clone();
+        *self.registry.lock() = registry.clone();
         let lookup = self.plan.cluster.as_ref().map_or(Duration::ZERO, |cluster| cluster.lookup);
         if host.life() > 0 {
             let within = COMPLETE_AFTER_RESTART + lookup;
@@ -492,7 +493,7 @@ impl Deployment {
 async fn audit_leases(audit: Audit, registry: Arc<Mutex<MemoryRegistry>>) {
     loop {
         tokio::time::sleep(Duration::from_millis(250)).await;
-        let registry = registry.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let registry = registry.lock().clone();
         audit.check_leases(&registry).await;
     }
 }
@@ -514,7 +515,7 @@ async fn check_return(registry: MemoryRegistry, within: Duration, workers: Vec<&
 async fn audit_members(audit: Audit, registry: Arc<Mutex<MemoryRegistry>>) {
     let (mut seen, mut recovering) = (None, false);
     loop {
-        let registry = registry.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let registry = registry.lock().clone();
         // Of this life of the head server only, which ends meanwhile.
         let update = registry.roster(&CallContext::default(), seen, Duration::from_millis(500)).await;
         let Ok(update) = update else { continue };

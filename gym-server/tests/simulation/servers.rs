@@ -1,7 +1,8 @@
 //! Small user-written servers: an agent that thinks and calls a tool, and a resources server that counts the calls.
 
+use parking_lot::{Mutex, MutexGuard};
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use gym_client::ServerClient;
@@ -102,7 +103,7 @@ impl Task {
 
 impl SmallResources {
     fn sessions(&self) -> MutexGuard<'_, BTreeMap<String, u32>> {
-        self.sessions.lock().unwrap_or_else(PoisonError::into_inner)
+        self.sessions.lock()
     }
 }
 

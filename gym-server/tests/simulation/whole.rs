@@ -1,7 +1,8 @@
 //! Everything at once: the cluster of rollouts and the worker group, on one network. The controller serves the policy, and each turn of an agent is
 //! a call of a rank, as in a training program. So a fault of a node reaches a rollout as the error of a model.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use parking_lot::Mutex;
+use std::sync::Arc;
 use std::time::Duration;
 
 use gym_core::server::ServerKind;
@@ -110,7 +111,7 @@ pub(crate) fn policy() -> (ServerKind, Endpoint) {
 impl ModelServer for Policy {
     async fn responses(&self, cx: &CallContext, _: &SessionId, _: &RawObject) -> Result<ModelResponse> {
         loop {
-            let group = self.group.lock().unwrap_or_else(PoisonError::into_inner).clone();
+            let group = self.group.lock().clone();
             let error = match group {
                 Some(group) => match self.turn(&group).await {
                     Ok(()) => {
@@ -138,7 +139,7 @@ impl ModelServer for Policy {
 impl Policy {
     async fn turn(&self, group: &Group) -> Result<()> {
         let turn = {
-            let mut turns = self.turns.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut turns = self.turns.lock();
             *turns += 1;
             *turns
         };

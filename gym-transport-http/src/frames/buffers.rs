@@ -3,9 +3,10 @@
 //!
 //! The reader of a segment may keep its buffer for as long as it needs; the next segment is then received into new memory.
 
+use parking_lot::{Mutex, MutexGuard};
 use std::fmt;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -95,7 +96,7 @@ impl ReceiveBufferPool {
     }
 
     fn lock(&self) -> MutexGuard<'_, FreeBuffers> {
-        self.free.lock().unwrap_or_else(PoisonError::into_inner)
+        self.free.lock()
     }
 }
 

@@ -5,12 +5,13 @@
 //!   your Listener  ── ByteStream ── FramedServer ──► Handler
 //! ```
 
+use parking_lot::{Mutex, MutexGuard};
 use std::fmt;
 use std::future::Future;
 use std::io::{self, IoSlice};
 use std::pin::Pin;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Wake, Waker};
 
 use async_trait::async_trait;
@@ -243,7 +244,7 @@ struct StreamWriter {
 impl StreamWriter {
     /// Locks the writer. One task at a time writes, so only a task that closes the connection ever waits for the lock.
     fn lock(&self) -> MutexGuard<'_, Box<dyn AsyncWrite + Send + Unpin>> {
-        self.writer.lock().unwrap_or_else(PoisonError::into_inner)
+        self.writer.lock()
     }
 
     fn now<T>(

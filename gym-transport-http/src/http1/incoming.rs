@@ -1,11 +1,12 @@
 //! An accepted connection.
 
+use parking_lot::{Mutex, MutexGuard};
 use std::convert::Infallible;
 use std::fmt;
 use std::future::{Future, poll_fn};
 use std::pin::{Pin, pin};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll};
 
 use async_trait::async_trait;
@@ -164,7 +165,7 @@ fn switching_protocols() -> http::Response<RopeBody> {
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+    mutex.lock()
 }
 
 fn exceeded(field: &'static str) -> Error {

@@ -3,9 +3,10 @@
 //! A connection belongs to one call at a time, and the call drives it. No task is spawned or woken for it, and dropping the call
 //! closes it.
 
+use parking_lot::{Mutex, MutexGuard};
 use std::collections::VecDeque;
 use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 
 use futures_util::FutureExt as _;
 use gym_core::{CancelToken, Code, Error, Result};
@@ -149,7 +150,7 @@ impl ConnectionPool {
     }
 
     fn lock(&self) -> MutexGuard<'_, IdleConnections> {
-        self.idle.lock().unwrap_or_else(PoisonError::into_inner)
+        self.idle.lock()
     }
 }
 

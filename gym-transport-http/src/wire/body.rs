@@ -1,9 +1,9 @@
 //! Messages as HTTP bodies. They are sent piece by piece without a copy, and received into one buffer with at most one copy.
 
+use parking_lot::{Mutex, MutexGuard};
 use std::collections::VecDeque;
 use std::convert::Infallible;
 use std::pin::Pin;
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll};
 
 use bytes::Bytes;
@@ -33,7 +33,7 @@ struct SpareBuffers {
 
 impl SpareBuffers {
     fn lock() -> MutexGuard<'static, Self> {
-        SPARE.lock().unwrap_or_else(PoisonError::into_inner)
+        SPARE.lock()
     }
 }
 

@@ -1,8 +1,9 @@
 //! Tensors that live in a segment, and the space of a rank for them.
 
+use parking_lot::{Mutex, MutexGuard};
 use std::fmt;
 use std::ops::{Deref, DerefMut, Range};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 use gym_core::group::collective::SharedMemory;
 use gym_core::{Code, Error, Result};
@@ -198,7 +199,7 @@ impl Space {
     }
 
     fn lock(&self) -> MutexGuard<'_, Vec<Range<usize>>> {
-        self.free.lock().unwrap_or_else(PoisonError::into_inner)
+        self.free.lock()
     }
 }
 

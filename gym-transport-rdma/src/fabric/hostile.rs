@@ -1,8 +1,9 @@
 //! Hostile peers that speak UCX but not our protocol: hand-written messages from a bare worker to a fabric.
 
+use parking_lot::Mutex;
 use std::io::Write;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -57,14 +58,14 @@ impl ConnectionEvents for Seen {
     fn landed(&self, _: u64, _: Bytes) {}
 
     fn ended(&self, why: CloseReason) {
-        *self.end.lock().unwrap() = Some(why);
+        *self.end.lock() = Some(why);
     }
 }
 
 impl Seen {
     /// Returns whether the connection was lost, and checks that its error contains `reason`.
     fn lost(&self, reason: &str) -> bool {
-        match &*self.end.lock().unwrap() {
+        match &*self.end.lock() {
             Some(CloseReason::Lost(error)) => {
                 assert!(error.to_string().contains(reason), "{error}");
                 true
@@ -199,7 +200,7 @@ fn rubbish_and_unknown_ids_are_dropped_and_announcements_of_them_refused() {
         stats.dropped_malformed >= 201 && stats.dropped_unknown >= 9 && stats.refused_tokens >= 1
     });
     assert_eq!(seen.messages.load(Ordering::Relaxed), 0);
-    assert!(seen.end.lock().unwrap().is_none(), "other connections are not affected");
+    assert!(seen.end.lock().is_none(), "other connections are not affected");
     assert_eq!(fabric.pool().stats().fresh, 0, "nothing was allocated");
     connection.close(Duration::ZERO);
 }
@@ -267,7 +268,7 @@ fn what_has_no_place_in_the_order_ends_the_connection() {
         for (sequence, kind) in messages {
             intruder.send(message(id, *sequence, *kind), Bytes::new(), Protocol::Eager);
         }
-        intruder.until(what, || matches!(&*seen.end.lock().unwrap(), Some(CloseReason::Lost(_))));
+        intruder.until(what, || matches!(&*seen.end.lock(), Some(CloseReason::Lost(_))));
     }
 }
 

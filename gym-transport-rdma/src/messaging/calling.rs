@@ -1,6 +1,7 @@
 //! Calling end of a connection: receives responses from the fabric.
 
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use parking_lot::{Mutex, MutexGuard};
+use std::sync::{Arc, OnceLock};
 
 use bytes::Bytes;
 use gym_core::transport::mux::header::FAILED_BYTES_MAX;
@@ -103,7 +104,7 @@ impl<C: Carrier + Clone> CallingEvents<C> {
     }
 
     fn take_waiting(&self) -> Option<oneshot::Sender<Result<EstablishedConnection<C>>>> {
-        self.waiting.lock().unwrap_or_else(PoisonError::into_inner).take()
+        self.waiting.lock().take()
     }
 
     pub(super) fn on_opened(&self, carrier: &C, lanes: &Lanes) {
@@ -180,7 +181,7 @@ impl<C: Carrier + Clone> CallingEvents<C> {
     }
 
     fn reassembly(&self) -> MutexGuard<'_, Reassembly<ResponseHeader>> {
-        self.reassembly.lock().unwrap_or_else(PoisonError::into_inner)
+        self.reassembly.lock()
     }
 }
 

@@ -1,8 +1,9 @@
 //! Send queue of a connection: splits messages into chunks and posts them in order, a limited number at a time.
 
+use parking_lot::{Mutex, MutexGuard};
 use std::collections::VecDeque;
 use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
@@ -151,7 +152,7 @@ impl<C: Carrier> UcxSendQueue<C> {
 
 impl<C: Carrier> SendQueueShared<C> {
     fn state(&self) -> MutexGuard<'_, QueueState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 
     /// Posts messages until the fabric holds [`IN_FLIGHT_MAX`]. One thread at a time does so, which keeps the order.
@@ -247,7 +248,7 @@ impl<C: Carrier> mux::MessageSender for UcxSendQueue<C> {
 
     fn cancel(&self, call: u64, reply: CapacityPermit) {
         if let EndRole::Calling(reassembly) = &self.0.role {
-            reassembly.lock().unwrap_or_else(PoisonError::into_inner).forget(call, reply);
+            reassembly.lock().forget(call, reply);
         }
         let (begun, taken) = {
             let mut state = self.0.state();

@@ -1,6 +1,7 @@
 //! Sends messages through a send queue and the reassembly without a fabric: the test delivers the posted messages.
 
-use std::sync::{Arc, Mutex};
+use parking_lot::Mutex;
+use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::{BufMut, Bytes, BytesMut};
@@ -42,7 +43,7 @@ impl Carrier for Recorder {
     fn post(&self, message: ActiveMessage) -> Result<()> {
         let am = AmHeader::read(&message.header)?;
         assert_eq!(message.delivery, am.kind.delivery());
-        self.0.lock().unwrap().push(Kept(am, message));
+        self.0.lock().push(Kept(am, message));
         Ok(())
     }
 
@@ -54,7 +55,7 @@ impl Recorder {
     fn take(&self) -> Vec<(AmHeader, Bytes)> {
         let mut taken = Vec::new();
         loop {
-            let kept = std::mem::take(&mut *self.0.lock().unwrap());
+            let kept = std::mem::take(&mut *self.0.lock());
             if kept.is_empty() {
                 return taken;
             }
@@ -68,7 +69,7 @@ impl Recorder {
     }
 
     fn kinds(&self) -> Vec<(AmKind, u64)> {
-        self.0.lock().unwrap().iter().map(|Kept(am, _)| (am.kind, am.call)).collect()
+        self.0.lock().iter().map(|Kept(am, _)| (am.kind, am.call)).collect()
     }
 }
 

@@ -1,10 +1,10 @@
 //! Loads UCX into the process, once and permanently.
 #![allow(unsafe_code)]
 
+use parking_lot::Mutex;
 use std::ffi::c_void;
 use std::fmt;
 use std::path::PathBuf;
-use std::sync::{Mutex, PoisonError};
 
 use libloading::os::unix::{Library as Loaded, RTLD_GLOBAL, RTLD_LAZY};
 
@@ -121,7 +121,7 @@ impl Library {
 /// [`LoadError`], also if a later call requests another path.
 pub(crate) fn load(options: &LoadOptions) -> Result<&'static Library, LoadError> {
     static LOADED: Mutex<Option<&'static Library>> = Mutex::new(None);
-    let mut loaded = LOADED.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut loaded = LOADED.lock();
     if let Some(library) = *loaded {
         return match &options.path {
             Some(wanted) if library.wanted.as_ref() != Some(wanted) && *wanted != library.path => {

@@ -4,8 +4,8 @@
 //! Rust's message about a stack overflow.
 #![allow(unsafe_code)]
 
+use parking_lot::Mutex;
 use std::mem::MaybeUninit;
-use std::sync::{Mutex, PoisonError};
 
 /// The kernel's signals. `sigaction` rejects the two that cannot be handled, so they are skipped.
 const SIGNALS: std::ops::RangeInclusive<i32> = 1..=31;
@@ -15,7 +15,7 @@ const SIGNALS: std::ops::RangeInclusive<i32> = 1..=31;
 /// If another thread installs a handler meanwhile, that handler is lost, so load UCX before you install handlers.
 pub(super) fn preserving<T>(change: impl FnOnce() -> T) -> (T, Vec<i32>) {
     static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
-    let _guard = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
+    let _guard = ONE_AT_A_TIME.lock();
     let before: Vec<_> = SIGNALS.filter_map(|signal| Some((signal, action(signal)?))).collect();
     let result = change();
     let mut restored = Vec::new();

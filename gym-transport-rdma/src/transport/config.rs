@@ -1,8 +1,9 @@
 //! Configuration and state of UCX in a process: all connectors and listeners share one fabric, which is opened on first
 //! use.
 
+use parking_lot::Mutex;
 use std::fmt;
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use gym_core::transport::mux::ConnectionLimits;
@@ -144,7 +145,7 @@ impl Ucx {
     pub fn stats(&self) -> Option<UcxStats> {
         let fabric = self.instance.fabric.value()?.as_ref().ok()?;
         let mut connections = Vec::new();
-        self.instance.watched.lock().unwrap_or_else(PoisonError::into_inner).retain(|(peer, watched)| {
+        self.instance.watched.lock().retain(|(peer, watched)| {
             let report = watched.inspect(|connection: &Connection, round_trips| ConnectionReport {
                 peer: Arc::clone(peer),
                 lanes: connection.lanes().cloned().unwrap_or_default(),
@@ -160,7 +161,7 @@ impl Ucx {
 
     /// Adds a connection to the statistics until it ends.
     pub(crate) fn watch(&self, peer: Arc<str>, send_queue: &UcxSendQueue) {
-        let mut watched = self.instance.watched.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut watched = self.instance.watched.lock();
         watched.retain(|(_, watched)| watched.inspect(|_, _| ()).is_some());
         watched.push((peer, send_queue.watch()));
     }

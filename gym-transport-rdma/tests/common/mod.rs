@@ -4,10 +4,11 @@
 
 pub(crate) mod transport;
 
+use parking_lot::Mutex;
 use std::io::Write;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
-use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -147,7 +148,7 @@ impl ConnectionEvents for Recorder {
                 Ok(Disposition::Done)
             }
             Payload::Announced(_) => {
-                let mut landing = self.landing.lock().unwrap();
+                let mut landing = self.landing.lock();
                 landing.push(header);
                 Ok(Disposition::Land { key: landing.len() as u64 - 1 })
             }
@@ -155,7 +156,7 @@ impl ConnectionEvents for Recorder {
     }
 
     fn landed(&self, key: u64, payload: Bytes) {
-        let header = self.landing.lock().unwrap()[usize::try_from(key).unwrap()].clone();
+        let header = self.landing.lock()[usize::try_from(key).unwrap()].clone();
         self.told.send(Event::Message { header, payload, eager: false }).unwrap();
     }
 

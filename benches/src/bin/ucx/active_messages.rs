@@ -1,10 +1,11 @@
 //! Measures active messages between the progress threads of two processes: the performance of UCX through the fabric, without
 //! tasks.
 
+use parking_lot::Mutex;
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
 use std::process::{Child, ChildStdin, Command, Stdio};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail, ensure};
@@ -123,8 +124,8 @@ struct Calling {
 }
 
 impl Calling {
-    fn work(&self) -> std::sync::MutexGuard<'_, Work> {
-        self.work.lock().unwrap_or_else(PoisonError::into_inner)
+    fn work(&self) -> parking_lot::MutexGuard<'_, Work> {
+        self.work.lock()
     }
 
     /// Keeps the window full. Runs on the fabric's thread after each completion.

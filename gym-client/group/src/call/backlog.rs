@@ -2,8 +2,9 @@
 //!
 //! Nobody may be waiting when such a call fails, so its error is kept until a flush returns it.
 
+use parking_lot::{Mutex, MutexGuard};
 use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 use gym_core::message::CallContext;
 use gym_core::{Code, Error, Execution, Result};
@@ -37,7 +38,7 @@ struct BacklogState {
 
 impl Backlog {
     fn lock(&self) -> MutexGuard<'_, BacklogState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 
     /// Runs a call. `call` receives what to wait for before it sends, and what to notify when it has sent.

@@ -1,8 +1,9 @@
 //! A group whose ranks run in this process: for small jobs, and for workers that are threads.
 
+use parking_lot::{Mutex, MutexGuard};
 use std::fmt;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use futures_util::future::{join_all, try_join_all};
@@ -187,7 +188,7 @@ impl InProcessGroup {
     }
 
     pub(crate) fn ranks(&self) -> MutexGuard<'_, Vec<RunningRank>> {
-        self.ranks.lock().unwrap_or_else(PoisonError::into_inner)
+        self.ranks.lock()
     }
 }
 
@@ -196,7 +197,7 @@ struct HostMonitor(Arc<Mutex<Vec<RunningRank>>>);
 
 impl RankMonitor for HostMonitor {
     fn last_status(&self, rank: Rank, incarnation: Incarnation) -> Option<(WorkerStatus, Duration)> {
-        let ranks = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let ranks = self.0.lock();
         let is_asked = |env: &WorkerEnv| env.rank == rank && env.incarnation == incarnation;
         let running = ranks.iter().find(|running| is_asked(running.host.env()))?;
         Some((running.host.status(), Duration::ZERO))

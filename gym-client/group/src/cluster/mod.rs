@@ -14,8 +14,9 @@
 mod file;
 mod turn;
 
+use parking_lot::Mutex;
 use std::collections::BTreeSet;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::future::join_all;
@@ -215,7 +216,7 @@ impl VirtualCluster {
     /// group was started. The usage of other machines is part of [`nodes`](Self::nodes): their agents sample it.
     #[must_use]
     pub fn node_usage(&self) -> Option<NodeUsage> {
-        let monitor = self.monitor.lock().unwrap_or_else(PoisonError::into_inner);
+        let monitor = self.monitor.lock();
         monitor.as_ref()?.usage()
     }
 
@@ -263,7 +264,7 @@ impl VirtualCluster {
         let gate =
             turns.map(|turns| Arc::new(TurnGate::new(turns, registration.number(), group, bundles)) as Arc<dyn Gate>);
         let monitor = self.spec.monitor_memory.then(|| {
-            let mut monitor = self.monitor.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut monitor = self.monitor.lock();
             Arc::clone(monitor.get_or_insert_with(|| Arc::new(NodeMonitor::start())))
         });
         let on = ClusterBinding { gate, registration, monitor };

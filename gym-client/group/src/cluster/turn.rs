@@ -10,8 +10,9 @@
 //! the bundles when the next turn begins. To avoid this overlap, a caller queries the hosts until none of them runs a call
 //! ([`WorkerGroupExt::ask_hosts`](crate::WorkerGroupExt::ask_hosts)).
 
+use parking_lot::{Mutex, MutexGuard};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 use futures_util::future::BoxFuture;
 use tokio::sync::oneshot;
@@ -143,7 +144,7 @@ impl BundleTurns {
     }
 
     fn lock(&self) -> MutexGuard<'_, TurnQueue> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.lock()
     }
 }
 

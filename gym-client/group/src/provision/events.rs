@@ -1,7 +1,8 @@
 //! Events of ranks and nodes, as their provisioner reports them.
 
+use parking_lot::Mutex;
 use std::fmt;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 use futures_util::stream::{self, BoxStream, StreamExt};
 use gym_core::base::watch;
@@ -170,14 +171,14 @@ impl<E: Clone + Send + 'static> EventLog<E> {
     }
 
     pub(crate) fn push(&self, event: E) {
-        let mut events = self.events.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut events = self.events.lock();
         events.push(event);
         self.count.send_replace(events.len());
     }
 
     /// Returns the events after the first `read`, which may be none.
     pub(crate) fn after(&self, read: usize) -> Vec<E> {
-        let events = self.events.lock().unwrap_or_else(PoisonError::into_inner);
+        let events = self.events.lock();
         events.get(read..).unwrap_or_default().to_vec()
     }
 
@@ -198,7 +199,7 @@ impl<E: Clone + Send + 'static> EventLog<E> {
         let next = |(events, mut count, read): (Arc<Mutex<Vec<E>>>, watch::Receiver<usize>, usize)| async move {
             // An error means that no more events follow; those in the log are still read.
             let _ = count.wait_for(|count| *count > read).await;
-            let event = events.lock().unwrap_or_else(PoisonError::into_inner).get(read).cloned();
+            let event = events.lock().get(read).cloned();
             event.map(|event| (event, (events, count, read + 1)))
         };
         stream::unfold(start, next).boxed()

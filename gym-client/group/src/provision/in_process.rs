@@ -1,7 +1,8 @@
 //! Ranks as tasks and threads of this process, for all-in-one programs, tests and laptops.
 
+use parking_lot::Mutex;
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -222,7 +223,7 @@ impl InProcessState {
 
     /// Returns what the worker of a rank is started with.
     fn inputs(&self, kind: &WorkerKind, place: &RankPlace) -> Result<(RankEnvironment, Box<RawValue>)> {
-        let rendezvous = self.rendezvous.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let rendezvous = self.rendezvous.lock().clone();
         start_inputs(kind, &self.workers.transports(), &self.spec, place, &rendezvous)
     }
 
@@ -254,8 +255,8 @@ impl InProcessState {
             .collect()
     }
 
-    fn lock(&self) -> std::sync::MutexGuard<'_, LiveRanks> {
-        self.live.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> parking_lot::MutexGuard<'_, LiveRanks> {
+        self.live.lock()
     }
 
     fn no_such(&self, rank: Rank) -> Error {
@@ -296,7 +297,7 @@ impl PreparedRanks for InProcessDeployment {
     async fn start(&self, incarnations: &[(Rank, Incarnation)], rendezvous: Option<Rendezvous>) -> Result<()> {
         let places = self.state.places(incarnations)?;
         if let Some(rendezvous) = rendezvous {
-            *self.state.rendezvous.lock().unwrap_or_else(PoisonError::into_inner) = rendezvous;
+            *self.state.rendezvous.lock() = rendezvous;
         }
         for (place, incarnation) in places {
             if self.state.lock().started.get(&place.rank).is_none_or(|started| *started < incarnation) {
@@ -319,7 +320,7 @@ impl PreparedRanks for InProcessDeployment {
 
     async fn lease(&self, until: Duration) {
         self.lease.send_replace(Some(self.began + until));
-        let mut watchdog = self.watchdog.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut watchdog = self.watchdog.lock();
         watchdog.get_or_insert_with(|| {
             let (state, lease) = (Arc::clone(&self.state), self.lease.subscribe());
             AbortOnDropHandle::new(tokio::spawn(async move {

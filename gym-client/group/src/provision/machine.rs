@@ -1,7 +1,8 @@
 //! Bundles held on this machine.
 
+use parking_lot::Mutex;
 use std::fmt;
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -124,7 +125,7 @@ impl Reservation for MachineReservation {
     }
 
     async fn launch(&self, cx: &CallContext, spec: LaunchSpec) -> Result<Arc<dyn Deployment>> {
-        let lock = || self.deployments.lock().unwrap_or_else(PoisonError::into_inner);
+        let lock = || self.deployments.lock();
         let released = || Error::not_started(Code::Unavailable, "the bundles were released");
         if lock().is_none() {
             return Err(released());
@@ -139,7 +140,7 @@ impl Reservation for MachineReservation {
 
     async fn release(&self, grace: Duration) -> Result<()> {
         let held: Vec<_> = {
-            let mut deployments = self.deployments.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut deployments = self.deployments.lock();
             deployments.take().into_iter().flatten().filter_map(|known| known.upgrade()).collect()
         };
         let ended = join_all(held.iter().map(|deployment| deployment.shutdown(grace))).await;

@@ -3,12 +3,13 @@
 //! The head is a child of the [`Launcher`], so it ends with this program, however that ends. `ray stop` is not used: it ends every Ray process of the
 //! machine.
 
+use parking_lot::Mutex;
 use std::fmt;
 use std::fs::File;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::os::unix::fs::DirBuilderExt as _;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 use std::time::{Duration, SystemTime};
 
 use gym_client::launch::{
@@ -250,7 +251,7 @@ impl HeadShare {
 
     /// Gives the share back. Later calls have no effect.
     pub(super) async fn give_back(&self) -> Result<()> {
-        let head = self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let head = self.0.lock().take();
         let Some(head) = head else { return Ok(()) };
         let _shared = SHARED.lock().await;
         match Arc::into_inner(head) {

@@ -1,8 +1,9 @@
 //! The supervised group: start and shutdown, restarts on request, status and usage.
 
+use parking_lot::Mutex;
 use std::collections::BTreeSet;
 use std::fmt;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::future::join_all;
@@ -415,7 +416,7 @@ impl Group {
     /// If a rank could not be killed.
     pub async fn shutdown(&self, grace: Duration) -> Result<()> {
         let stopped = self.shared.stop(grace).await;
-        self.registration.lock().unwrap_or_else(PoisonError::into_inner).take();
+        self.registration.lock().take();
         match &self.reservation {
             Some(reservation) => reservation.release(grace).await.and(stopped),
             None => stopped,

@@ -1,7 +1,8 @@
 //! Registrations of the groups that run on the bundles of a cluster.
 
+use parking_lot::{Mutex, MutexGuard};
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 use gym_core::{Code, Error, Result};
 
@@ -39,7 +40,7 @@ pub(crate) struct ClusterBinding {
 
 impl ClusterGroups {
     fn lock(&self) -> MutexGuard<'_, (u64, BTreeMap<u64, RegisteredGroup>)> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.lock()
     }
 
     pub(crate) fn admit(

@@ -1,6 +1,7 @@
 //! The last heartbeats of a group's ranks: for their records, and for the errors of calls.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use parking_lot::{Mutex, MutexGuard};
+use std::sync::Arc;
 use std::time::Duration;
 
 use gym_core::Incarnation;
@@ -27,7 +28,7 @@ struct Report {
 
 impl RankReports {
     fn lock(&self) -> MutexGuard<'_, [Report; 2]> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.lock()
     }
 
     /// Records the process of an incarnation on this machine.

@@ -1,8 +1,9 @@
 //! The supervisor's task: receives the events of a group's ranks, connects to them, probes them and restarts them.
 
+use parking_lot::{Mutex, MutexGuard};
 use std::collections::BTreeSet;
 use std::panic::AssertUnwindSafe;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use futures_util::stream::BoxStream;
@@ -89,7 +90,7 @@ impl GroupState {
     }
 
     pub(super) fn records(&self) -> MutexGuard<'_, Vec<RankRecord>> {
-        self.records.lock().unwrap_or_else(PoisonError::into_inner)
+        self.records.lock()
     }
 
     /// Rejects new calls and ends all ranks.

@@ -4,11 +4,12 @@
 //! queries rarely, in the background, and only on machines with GPUs. In a container with its own process IDs, the driver reports
 //! IDs that do not exist there. The memory of a process is then unknown, which is not the same as 0.
 
+use parking_lot::{Mutex, MutexGuard};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
@@ -110,7 +111,7 @@ impl GpuSampler {
 }
 
 fn lock<T>(shared: &Mutex<T>) -> MutexGuard<'_, T> {
-    shared.lock().unwrap_or_else(PoisonError::into_inner)
+    shared.lock()
 }
 
 fn tool() -> Option<PathBuf> {

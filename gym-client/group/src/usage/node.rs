@@ -4,7 +4,8 @@
 //! The usage of a GPU is that of all its processes. [`ProcessUsage`](crate::usage::process::ProcessUsage) has the GPU
 //! memory of one rank.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use parking_lot::Mutex;
+use std::sync::Arc;
 use std::time::Duration;
 
 use gym_core::base::process::SystemMemory;
@@ -57,7 +58,7 @@ impl NodeMonitor {
     }
 
     pub(crate) fn usage(&self) -> Option<NodeUsage> {
-        self.last.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.last.lock().clone()
     }
 }
 
@@ -69,7 +70,7 @@ async fn sample(last: Arc<Mutex<Option<NodeUsage>>>) {
         tick.tick().await;
         let gpus = gpu.as_ref().and_then(|gpu| gpu.gpus());
         let memory = SystemMemory::read();
-        let mut last = last.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut last = last.lock();
         if let Some(memory) = memory {
             let before = last.take();
             *last = Some(after(before, memory.total_bytes, memory.available_bytes, gpus));

@@ -2,9 +2,10 @@
 
 #![allow(clippy::unwrap_used)] // In a test a panic is the message.
 
+use parking_lot::Mutex;
 use std::collections::BTreeMap;
 use std::fmt;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -37,7 +38,7 @@ impl Ranked {
     }
 
     async fn served(&self, rank: u32) -> (HostCollectives, Vec<Endpoint>) {
-        if let Some(known) = self.ranks.lock().unwrap().get(&rank) {
+        if let Some(known) = self.ranks.lock().get(&rank) {
             return known.clone();
         }
         let backend = HostCollectives::sharing(self.transports.clone(), self.sharing, 4 << 20);
@@ -45,11 +46,11 @@ impl Ranked {
         let (listener, handler) = self.transports.listen((self.options)(rank), handler, &[]).await.unwrap();
         let endpoints = listener.endpoints().to_vec();
         tokio::spawn(serve(listener, handler, self.ended.clone(), Duration::ZERO));
-        self.ranks.lock().unwrap().entry(rank).or_insert((backend, endpoints)).clone()
+        self.ranks.lock().entry(rank).or_insert((backend, endpoints)).clone()
     }
 
     fn meetings(&self) -> usize {
-        self.ranks.lock().unwrap().values().map(|(backend, _)| backend.meetings()).sum()
+        self.ranks.lock().values().map(|(backend, _)| backend.meetings()).sum()
     }
 }
 

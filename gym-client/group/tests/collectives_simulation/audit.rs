@@ -1,8 +1,8 @@
 //! What the ranks have seen, and what of it must not be.
 
+use parking_lot::{Mutex, MutexGuard};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use gym_core::testing::SimNet;
@@ -47,7 +47,7 @@ impl Audit {
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 
     pub(crate) fn violation(&self, what: fmt::Arguments<'_>) {
@@ -102,7 +102,7 @@ impl Audit {
     }
 
     pub(crate) fn into_violations(self) -> Vec<String> {
-        self.state.into_inner().unwrap_or_else(PoisonError::into_inner).violations
+        self.state.into_inner().violations
     }
 
     /// Checks a failure of the only fault of a schedule: it names the rank of the fault.

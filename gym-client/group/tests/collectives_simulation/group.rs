@@ -1,7 +1,8 @@
 //! A group of simulated ranks, its supervisor, and the controller that asks for one step after the other.
 
+use parking_lot::{Mutex, MutexGuard};
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use bytes::BytesMut;
@@ -135,7 +136,7 @@ impl Group {
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 
     // ---- the controller ----
@@ -205,7 +206,7 @@ impl Group {
         self.net.note("controller", format_args!("asks for step {number}"));
         let members = self.lock().members.clone();
         for member in &members {
-            *member.cancel.lock().unwrap_or_else(PoisonError::into_inner) = CancelToken::new();
+            *member.cancel.lock() = CancelToken::new();
         }
         let played: Vec<JoinHandle<()>> = members
             .into_iter()
@@ -501,18 +502,18 @@ impl Member {
     }
 
     fn joins(&self, communicator: &Arc<dyn Communicator>) {
-        let mut joined = self.joined.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut joined = self.joined.lock();
         joined.retain(|known| known.strong_count() > 0);
         joined.push(Arc::downgrade(communicator));
     }
 
     fn cancel(&self) -> CancelToken {
-        self.cancel.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.cancel.lock().clone()
     }
 
     /// Aborts the meetings of the rank.
     fn abort(&self) {
-        let joined = std::mem::take(&mut *self.joined.lock().unwrap_or_else(PoisonError::into_inner));
+        let joined = std::mem::take(&mut *self.joined.lock());
         for communicator in joined.iter().filter_map(Weak::upgrade) {
             communicator.abort(Error::internal(format!("rank {} stops on purpose", self.rank)));
         }

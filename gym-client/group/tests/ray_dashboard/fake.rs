@@ -1,9 +1,10 @@
 //! A dashboard of Ray: its REST interface as Ray 2.60 plays it, with the texts of its errors. Records every request.
 
+use parking_lot::Mutex;
 use std::collections::BTreeMap;
 use std::io;
 use std::net::SocketAddr;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::{Buf as _, Bytes, BytesMut};
@@ -249,7 +250,7 @@ impl Fake {
 
     /// Reads or changes the state.
     pub(crate) fn with<T>(&self, of: impl FnOnce(&mut Cluster) -> T) -> T {
-        of(&mut self.cluster.lock().unwrap_or_else(PoisonError::into_inner))
+        of(&mut self.cluster.lock())
     }
 
     /// Decides on requests instead of the dashboard.
@@ -320,7 +321,7 @@ async fn accept(listener: TcpListener, cluster: Arc<Mutex<Cluster>>) {
 async fn serve(mut stream: TcpStream, cluster: Arc<Mutex<Cluster>>) -> io::Result<()> {
     let mut input = BytesMut::new();
     while let Some(seen) = read(&mut stream, &mut input).await? {
-        let answer = cluster.lock().unwrap_or_else(PoisonError::into_inner).decide(&seen);
+        let answer = cluster.lock().decide(&seen);
         match answer {
             Answer::Reply { status, media_type, body } => {
                 let length = body.len();

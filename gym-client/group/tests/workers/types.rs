@@ -1,9 +1,10 @@
 //! The workers of the cases: one that does as it is told, and some that do not start.
 
+use parking_lot::Mutex;
 use std::collections::BTreeMap;
 use std::process::{Command, Stdio};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use gym_client::Transports;
@@ -299,7 +300,7 @@ impl Worker for Meeting {
     type Init = Init;
 
     fn start(env: WorkerEnv, _: Init) -> Result<Self> {
-        let mut meetings = MEETINGS.lock().expect("nobody panics");
+        let mut meetings = MEETINGS.lock();
         let meeting = meetings.entry((env.group.to_string(), env.incarnation.0));
         Ok(Self(Arc::clone(meeting.or_insert_with(|| Arc::new(Barrier::new(env.world_size as usize))))))
     }

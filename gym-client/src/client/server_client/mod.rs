@@ -6,12 +6,13 @@
 mod away;
 mod follow;
 
+use parking_lot::{Mutex, MutexGuard, RwLock};
 use std::collections::BTreeMap;
 use std::future::{Future, ready};
 use std::pin::Pin;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::atomic::{AtomicBool, AtomicU64};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock};
+use std::sync::{Arc, OnceLock};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
@@ -189,7 +190,7 @@ impl ServerClient {
         let inner = Arc::downgrade(&self.inner);
         move || {
             let Some(inner) = inner.upgrade() else { return Vec::new() };
-            let names = inner.names.read().unwrap_or_else(PoisonError::into_inner);
+            let names = inner.names.read();
             names.iter().filter_map(|(server, known)| Some((server.clone(), known.affinity()?))).collect()
         }
     }
@@ -512,13 +513,13 @@ impl ServerClient {
         let fresh = || ReplicaSet::picker(self.inner.balance.as_ref(), &replicas);
         let picker = known.map_or_else(fresh, |known| Arc::clone(&known.picker));
         let resolved = Arc::new(ReplicaSet { replicas, picker, seen, stale_from, doubtful: false });
-        let mut names = self.inner.names.write().unwrap_or_else(PoisonError::into_inner);
+        let mut names = self.inner.names.write();
         names.insert(server.to_owned(), Arc::clone(&resolved));
         resolved
     }
 
     pub(super) fn known(&self, server: &str) -> Option<Arc<ReplicaSet>> {
-        self.inner.names.read().unwrap_or_else(PoisonError::into_inner).get(server).cloned()
+        self.inner.names.read().get(server).cloned()
     }
 
     /// Ends the calls in flight to a server that is lost, and makes the next call query the registry.
@@ -536,7 +537,7 @@ impl ServerClient {
     /// Ends the calls in flight to all known servers that are not listed.
     pub(super) fn keep_only(&self, listed: &[Instance]) {
         let names: Vec<_> = {
-            let names = self.inner.names.read().unwrap_or_else(PoisonError::into_inner);
+            let names = self.inner.names.read();
             names.iter().map(|(name, known)| (name.clone(), Arc::clone(known))).collect()
         };
         for (name, known) in names {
@@ -551,7 +552,7 @@ impl ServerClient {
 
     /// Makes the next call query the registry.
     pub(super) fn forget(&self, server: &str) {
-        let mut names = self.inner.names.write().unwrap_or_else(PoisonError::into_inner);
+        let mut names = self.inner.names.write();
         if let Some(known) = names.get(server) {
             let (replicas, picker, seen) = (known.replicas.clone(), Arc::clone(&known.picker), known.seen);
             let doubted = ReplicaSet { replicas, picker, seen, stale_from: Instant::now(), doubtful: true };
@@ -612,7 +613,7 @@ pub(super) fn about(error: Error, server: &str, request: &Request) -> Error {
 }
 
 pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+    mutex.lock()
 }
 
 #[cfg(test)]

@@ -1,10 +1,11 @@
 //! Fetches values: each node once, whatever number of processes and calls need the value.
 
+use parking_lot::{Mutex, MutexGuard};
 use std::collections::{BTreeMap, HashMap};
 use std::io;
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -182,7 +183,7 @@ impl Fetcher {
     }
 
     fn slots(&self) -> MutexGuard<'_, BTreeMap<String, Slot>> {
-        self.slots.lock().unwrap_or_else(PoisonError::into_inner)
+        self.slots.lock()
     }
 
     pub(super) async fn fetch(&self, cx: &CallContext, value: &ValueRef) -> Result<Value> {
@@ -396,7 +397,7 @@ impl Fetcher {
     }
 
     fn peer(&self, value: &ValueRef) -> Arc<ReconnectingPeer> {
-        let mut peers = self.peers.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut peers = self.peers.lock();
         if peers.len() >= PEERS_MAX && !peers.contains_key(&value.endpoints) {
             peers.clear();
         }

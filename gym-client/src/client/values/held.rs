@@ -1,11 +1,12 @@
 //! The values that this process holds for others.
 
+use parking_lot::{Mutex, MutexGuard};
 use std::collections::{BTreeMap, VecDeque};
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt as _;
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use bytes::Bytes;
@@ -169,7 +170,7 @@ impl HeldValues {
     }
 
     fn state(&self) -> MutexGuard<'_, HeldState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 
     pub(super) fn hold(self: &Arc<Self>, reference: ValueRef, source: Source) -> Result<HeldValue> {

@@ -4,11 +4,12 @@ mod reader;
 mod requested;
 mod statistics;
 
+use parking_lot::Mutex;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::io::{BufReader, ErrorKind, Read as _};
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::future::BoxFuture;
@@ -684,11 +685,11 @@ async fn blocking<T: Send + 'static>(work: impl FnOnce() -> Result<T> + Send + '
     // Boxed, so that the compiler builds one type of task, not one for each closure.
     let task: Box<dyn FnOnce() + Send> = Box::new(move || {
         let worked = work();
-        *result.lock().unwrap_or_else(PoisonError::into_inner) = Some(worked);
+        *result.lock() = Some(worked);
     });
     let ended = tokio::task::spawn_blocking(task).await;
     ended.map_err(|error| Error::internal("a file task panicked or was cancelled").caused_by(error))?;
-    let mut done = done.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut done = done.lock();
     done.take().expect("the task has ended and left its result")
 }
 

@@ -1,7 +1,7 @@
 //! A ledger in memory, for rollouts that are used once, such as those of a training step.
 
+use parking_lot::{Mutex, MutexGuard};
 use std::collections::BTreeMap;
-use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use async_trait::async_trait;
 use gym_core::rollout::{Attempt, KeyState, Ledger, Outcome, TaskKey};
@@ -42,7 +42,7 @@ impl MemoryLedger {
     }
 
     fn inner(&self) -> MutexGuard<'_, MemoryState> {
-        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+        self.inner.lock()
     }
 }
 

@@ -1,7 +1,7 @@
 //! The ledger of a stream of rollouts: keeps the last outcome of each rollout in flight, in memory only.
 
+use parking_lot::{Mutex, MutexGuard};
 use std::collections::HashMap;
-use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use async_trait::async_trait;
 use gym_core::rollout::{Attempt, KeyState, Ledger, Outcome, TaskKey};
@@ -33,7 +33,7 @@ impl StreamLedger {
     }
 
     fn lock(&self) -> MutexGuard<'_, StreamState> {
-        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+        self.inner.lock()
     }
 }
 

@@ -2,9 +2,10 @@
 
 mod state;
 
+use parking_lot::{Mutex, MutexGuard};
 use std::collections::{BTreeMap, BTreeSet};
 use std::pin::pin;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use futures_util::FutureExt as _;
@@ -228,7 +229,7 @@ impl WorkPool {
             state.wake_workers();
             true
         });
-        self.tasks.lock().unwrap_or_else(PoisonError::into_inner).spawn(following.boxed());
+        self.tasks.lock().spawn(following.boxed());
     }
 
     /// Answers from now on only to members that the head server lists, and to workers that [`WorkPool::admit`] names: for a pool that other machines
@@ -400,7 +401,7 @@ enum PollNext {
 
 impl PoolShared {
     fn lock(&self) -> MutexGuard<'_, PoolState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 
     /// Makes the sweeper wake in time for this worker.

@@ -2,8 +2,8 @@
 
 pub mod waits;
 
+use parking_lot::{Mutex, MutexGuard};
 use std::collections::BTreeMap;
-use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use tokio::time::Instant;
 
@@ -62,7 +62,7 @@ impl<T> InFlight<T> {
     }
 
     fn table(&self) -> MutexGuard<'_, WorkTable<T>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.lock()
     }
 }
 

@@ -8,13 +8,14 @@
 //!                                      handlers that block their thread (base::stall) ◄┘
 //! ```
 
+use parking_lot::{Mutex, MutexGuard};
 use std::cell::Cell;
 use std::collections::BTreeSet;
 use std::fmt;
 use std::future::poll_fn;
 use std::pin::Pin;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::Poll;
 use std::time::Duration;
 
@@ -196,7 +197,7 @@ thread_local! {
 }
 
 fn lock(part: &'static Part) -> MutexGuard<'static, Slab<Wait>> {
-    part.lock().unwrap_or_else(PoisonError::into_inner)
+    part.lock()
 }
 
 /// A recorded wait; dropping it ends the wait.

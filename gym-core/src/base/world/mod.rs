@@ -2,11 +2,12 @@
 
 mod real;
 
+use parking_lot::Mutex;
 use std::fmt;
 use std::hash::{BuildHasher as _, RandomState};
 use std::path::Path;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicI64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -70,13 +71,13 @@ impl World {
     /// order.
     #[must_use]
     pub fn rng(&self) -> fastrand::Rng {
-        self.seed.lock().unwrap_or_else(PoisonError::into_inner).fork()
+        self.seed.lock().fork()
     }
 
     /// Returns 128 random bits as 32 hexadecimal digits, for the id of a session or a rollout.
     #[must_use]
     pub fn unique_id(&self) -> String {
-        let id = self.seed.lock().unwrap_or_else(PoisonError::into_inner).u128(..);
+        let id = self.seed.lock().u128(..);
         let mut text = String::with_capacity(32);
         hex::push::<32>(&mut text, id);
         text

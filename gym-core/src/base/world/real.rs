@@ -5,12 +5,13 @@
 //! been killed between the two, so the directory is synced whenever a file is opened for appending, not only when it is
 //! created.
 
+use parking_lot::{Mutex, MutexGuard};
 use std::collections::BTreeSet;
 use std::fs::{File, OpenOptions, TryLockError};
 use std::io::{self, ErrorKind, IoSlice, Write as _};
 use std::os::unix::fs::{FileExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 
 use async_trait::async_trait;
 use bytes::Bytes;
@@ -58,7 +59,7 @@ impl RealFiles {
     }
 
     fn handles(&self) -> MutexGuard<'_, Handles> {
-        self.handles.lock().unwrap_or_else(PoisonError::into_inner)
+        self.handles.lock()
     }
 
     /// Runs blocking work; its error names the operation and the file.
@@ -121,7 +122,7 @@ impl RealFiles {
     fn append_now(&self, path: &Path, pieces: &[Bytes], durable: bool) -> io::Result<()> {
         let file = self.appender(path)?;
         let written = {
-            let mut file = file.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut file = file.lock();
             write_all(&mut file, pieces).and_then(|()| if durable { file.sync_data() } else { Ok(()) })
         };
         if written.is_err() {
@@ -139,7 +140,7 @@ impl RealFiles {
             handles.open.iter().find(|(known, _)| known == path).map(|(_, file)| Arc::clone(file))
         };
         match known {
-            Some(file) => read_from(&file.lock().unwrap_or_else(PoisonError::into_inner), from, bytes_max),
+            Some(file) => read_from(&file.lock(), from, bytes_max),
             None => read_from(&File::open(path)?, from, bytes_max),
         }
     }

@@ -1,8 +1,8 @@
 //! What a rank's collective operations do: those that wait, and totals.
 
+use parking_lot::Mutex;
 use std::collections::BTreeMap;
 use std::fmt;
-use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
@@ -89,7 +89,7 @@ struct Totals {
 impl CollectiveTotals {
     /// Adds an operation that has succeeded: its kind, and how its elements went.
     pub fn count(&self, operation: &'static str, path: &'static str, moved: &Moving) {
-        let mut totals = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut totals = self.0.lock();
         let total = totals.moved.entry((operation, path)).or_insert_with(|| OperationTotals {
             operation: operation.to_owned(),
             path: path.to_owned(),
@@ -102,12 +102,12 @@ impl CollectiveTotals {
 
     /// Adds a meeting that has failed.
     pub fn count_abort(&self) {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).aborts += 1;
+        self.0.lock().aborts += 1;
     }
 
     /// Writes the totals to a report.
     pub fn report(&self, report: &mut CollectiveReport) {
-        let totals = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let totals = self.0.lock();
         report.totals = totals.moved.values().cloned().collect();
         report.aborts = totals.aborts;
     }

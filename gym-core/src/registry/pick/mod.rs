@@ -2,9 +2,9 @@
 
 mod affinity;
 
+use parking_lot::Mutex;
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Mutex, PoisonError};
 
 use serde::{Deserialize, Serialize};
 
@@ -133,7 +133,7 @@ impl Picker {
     /// Adds its weight to the credit of each candidate, chooses the largest credit, and subtracts the total from it.
     fn weighted(&self, weights: &[u32], open: &[Load]) -> Option<usize> {
         let weight = |load: &Load| i64::from(weights.get(load.index).copied().unwrap_or(1));
-        let mut owed = self.owed.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut owed = self.owed.lock();
         let mut total = 0;
         for load in open.iter().filter(|load| weight(load) > 0) {
             *owed.entry(load.index).or_default() += weight(load);

@@ -1,8 +1,9 @@
 //! Messages in flight between hosts, and the one task that delivers them.
 
+use parking_lot::{Mutex, MutexGuard};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use crate::base::cancel::CancelToken;
@@ -130,7 +131,7 @@ impl SimState {
     }
 
     pub(super) fn net(&self) -> MutexGuard<'_, Net> {
-        self.net.lock().unwrap_or_else(PoisonError::into_inner)
+        self.net.lock()
     }
 
     pub(super) fn note(&self, actor: &str, event: fmt::Arguments<'_>) {

@@ -1,7 +1,8 @@
 //! The state that both ends of an in-process link share: the handler, the concurrent calls, and the callers that wait for a slot.
 
+use parking_lot::{Mutex, MutexGuard};
 use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 
 use tokio::sync::{Notify, Semaphore};
 
@@ -210,7 +211,7 @@ impl Drop for CloseOnDrop {
 }
 
 pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+    mutex.lock()
 }
 
 #[cfg(test)]

@@ -3,10 +3,11 @@
 //! All-in-one runs use no other transport. [`InProcess::faithful`] serializes and parses every message as a wire would, so that
 //! tests find code that works only because it shares memory.
 
+use parking_lot::Mutex;
 use std::any::Any;
 use std::collections::BTreeMap;
 use std::fmt;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;

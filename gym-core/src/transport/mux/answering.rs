@@ -1,10 +1,11 @@
 //! The answering end of one connection: admits the peer's calls and runs them.
 
+use parking_lot::{Mutex, MutexGuard};
 use std::collections::HashMap;
 use std::convert::Infallible;
 use std::fmt;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use bytes::Bytes;
 use futures_util::future::BoxFuture;
@@ -186,7 +187,7 @@ impl<O: MessageSender> AnsweringEnd<O> {
 
     /// Runs a task that ends with the connection; `None` if the connection has ended.
     fn spawn(&self, task: impl Future<Output = ()> + Send + 'static) -> Option<AbortHandle> {
-        let mut tasks = self.tasks.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut tasks = self.tasks.lock();
         let tasks = tasks.as_mut()?;
         // Finished tasks are removed as new calls arrive, so that the set stays small.
         while tasks.try_join_next().is_some() {}
@@ -299,13 +300,13 @@ impl<O: MessageSender> AnsweringEnd<O> {
     }
 
     fn lock(&self) -> MutexGuard<'_, Running> {
-        self.running.lock().unwrap_or_else(PoisonError::into_inner)
+        self.running.lock()
     }
 }
 
 impl<O> fmt::Debug for AnsweringEnd<O> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let running = self.running.lock().unwrap_or_else(PoisonError::into_inner).calls.len();
+        let running = self.running.lock().calls.len();
         write!(f, "AnsweringEnd({}, {running} calls under way)", self.peer.address)
     }
 }
@@ -318,7 +319,7 @@ impl<O: MessageSender> Drop for EndOnDrop<O> {
     fn drop(&mut self) {
         // Before the tasks, so that no reply is sent for calls that end with the connection.
         self.0.sender.close();
-        let tasks = self.0.tasks.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let tasks = self.0.tasks.lock().take();
         drop(tasks);
         // Calls whose message never arrived, and those without a task.
         let calls = std::mem::take(&mut self.0.lock().calls);

@@ -1,9 +1,10 @@
 //! The calling end of one connection: capacity, call numbers, and callers that wait for responses.
 
+use parking_lot::{Mutex, MutexGuard};
 use std::collections::HashMap;
 use std::fmt;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use crate::base::cancel::CancelToken;
@@ -252,13 +253,13 @@ impl<O: MessageSender> CallingEnd<O> {
     }
 
     fn lock(&self) -> MutexGuard<'_, Calls> {
-        self.calls.lock().unwrap_or_else(PoisonError::into_inner)
+        self.calls.lock()
     }
 }
 
 impl<O> fmt::Debug for CallingEnd<O> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let waiting = self.calls.lock().unwrap_or_else(PoisonError::into_inner).waiting.len();
+        let waiting = self.calls.lock().waiting.len();
         write!(f, "CallingEnd({waiting} calls under way)")
     }
 }

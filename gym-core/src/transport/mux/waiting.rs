@@ -2,8 +2,9 @@
 //!
 //! A task for each call costs two task switches, and often the wake-up of another thread. Here, the response is sent by what produced it.
 
+use parking_lot::Mutex;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, TryLockError};
 use std::task::{Context, Poll, Wake, Waker};
 
 use futures_util::future::BoxFuture;
@@ -40,12 +41,8 @@ impl<C: Respond> WaitingCall<C> {
     pub(super) fn poll(self: &Arc<Self>) {
         self.woken.store(true, Ordering::SeqCst);
         while self.woken.load(Ordering::SeqCst) {
-            let mut held = match self.call.try_lock() {
-                Ok(held) => held,
-                Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
-                // Its holder looks at `woken` after it has released the lock.
-                Err(TryLockError::WouldBlock) => return,
-            };
+            // Another holder looks at `woken` after it has released the lock.
+            let Some(mut held) = self.call.try_lock() else { return };
             self.woken.store(false, Ordering::SeqCst);
             let Some((_, response)) = held.as_mut() else { return };
             let waker = Waker::from(Arc::clone(self));
@@ -73,7 +70,7 @@ impl<C: Respond> Wake for WaitingCall<C> {
 
 impl<C: Respond> Abandon for WaitingCall<C> {
     fn abandon(&self) {
-        let call = self.call.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let call = self.call.lock().take();
         drop(call);
     }
 }

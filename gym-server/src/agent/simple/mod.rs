@@ -3,8 +3,9 @@
 //! This is NeMo Gym's `simple_agent`: it sends the same requests in the same order, except for the Python agent's call to itself,
 //! and its response is equal. Items and rows are spliced as text, so token ids, log-probabilities and long numbers are unchanged.
 
+use parking_lot::Mutex;
 use std::future::ready;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -51,7 +52,7 @@ impl LimitedLog {
 
     /// Returns the number of lines that were left out before this one; `None` if it is left out as well.
     fn next(&self) -> Option<u64> {
-        let mut log = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut log = self.0.lock();
         let (last, left_out) = &mut *log;
         if last.is_some_and(|last| last.elapsed() < Self::WRITE_INTERVAL) {
             *left_out += 1;

@@ -1,5 +1,6 @@
+use parking_lot::Mutex;
 use std::collections::VecDeque;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -30,7 +31,7 @@ struct ModelRecord {
 
 impl ModelServer for RecordingModel {
     async fn responses(&self, _: &CallContext, session: &SessionId, body: &RawObject) -> Result<ModelResponse> {
-        let mut state = self.0.lock().unwrap();
+        let mut state = self.0.lock();
         let text = String::from_utf8(body.text().to_vec()).unwrap();
         state.asked.push((session.as_str().to_owned(), text));
         match state.answers.pop_front().expect("one answer too few") {
@@ -51,7 +52,7 @@ struct RecordingEnvironment(Arc<Mutex<Vec<(String, String)>>>);
 
 impl RecordingEnvironment {
     fn log(&self, session: &SessionId, what: String) {
-        self.0.lock().unwrap().push((session.as_str().to_owned(), what));
+        self.0.lock().push((session.as_str().to_owned(), what));
     }
 }
 
@@ -122,7 +123,7 @@ fn stack_with(
     other: Option<Arc<dyn Handler>>,
 ) -> TestStack {
     let (model, env, mut net) = (RecordingModel::default(), RecordingEnvironment::default(), TestNetwork::new());
-    model.0.lock().unwrap().answers = answers;
+    model.0.lock().answers = answers;
     let client = net.client(&["model", "env", "agent", "relay", "own"]);
     let mut agent = SimpleAgentConfig::new("model", "env");
     config(&mut agent);
@@ -154,11 +155,11 @@ impl TestStack {
     }
 
     fn asked(&self) -> Vec<String> {
-        self.model.0.lock().unwrap().asked.iter().map(|(_, text)| text.clone()).collect()
+        self.model.0.lock().asked.iter().map(|(_, text)| text.clone()).collect()
     }
 
     fn calls(&self) -> Vec<String> {
-        self.env.0.lock().unwrap().iter().map(|(_, what)| what.clone()).collect()
+        self.env.0.lock().iter().map(|(_, what)| what.clone()).collect()
     }
 }
 
@@ -206,9 +207,9 @@ async fn a_tool_s_answer_goes_to_the_model_and_every_text_is_kept() {
     let user = r#"{"role":"user","content":"add"}"#;
     assert_eq!(stack.asked()[1], format!(r#"{{"input":[{user},{items}],"temperature":1E0}}"#));
     assert_eq!(stack.calls(), ["seed", r#"echo {"n": 1E5}"#, "verify"]);
-    let sessions: Vec<String> = stack.env.0.lock().unwrap().iter().map(|(session, _)| session.clone()).collect();
+    let sessions: Vec<String> = stack.env.0.lock().iter().map(|(session, _)| session.clone()).collect();
     assert!(sessions.iter().all(|session| *session == sessions[0]), "one session: {sessions:?}");
-    let asked = &stack.model.0.lock().unwrap().asked;
+    let asked = &stack.model.0.lock().asked;
     assert_eq!(asked[0].0, asked[1].0);
 }
 
@@ -515,7 +516,7 @@ async fn the_loop_alone_passes_cookies_both_ways() {
     let stack = stack(|_| (), &[&call, DONE]);
     let cx = CallContext::default().with_metadata("cookie", "Test___env=abc; other=1");
     let answer = stack.post_with(cx, "agent", "/v1/responses", r#"{"input":[]}"#).await;
-    assert_eq!(stack.env.0.lock().unwrap()[0].0, "abc");
+    assert_eq!(stack.env.0.lock()[0].0, "abc");
     let cookies: Vec<&str> = answer.metadata.all("set-cookie").collect();
     assert!(cookies.contains(&"Test___env=abc; Path=/; SameSite=lax"), "{cookies:?}");
     assert!(cookies.iter().any(|cookie| cookie.starts_with("Test___model=")));
@@ -601,7 +602,7 @@ async fn episodes_are_those_of_nemo_gym_s_agent() {
     for (name, case) in golden.as_object().unwrap() {
         let (model, mut net) = (RecordingModel::default(), TestNetwork::new());
         let answers = case["answers"].as_array().unwrap();
-        model.0.lock().unwrap().answers = answers.iter().map(|answer| Ok(completed(answer).to_string())).collect();
+        model.0.lock().answers = answers.iter().map(|answer| Ok(completed(answer).to_string())).collect();
         let client = net.client(&["model", "env", "agent"]);
         let mut config = SimpleAgentConfig::new("model", "env");
         config.max_steps = serde_json::from_value(case["max_steps"].clone()).unwrap();
@@ -618,7 +619,7 @@ async fn episodes_are_those_of_nemo_gym_s_agent() {
         let answer = client.send("agent", &request, CallOptions::default()).await.unwrap();
         assert_eq!(plain(value(&answer)), plain(completed(&case["response"])), "{name}");
         let asked: Vec<Value> =
-            model.0.lock().unwrap().asked.iter().map(|(_, text)| serde_json::from_str(text).unwrap()).collect();
+            model.0.lock().asked.iter().map(|(_, text)| serde_json::from_str(text).unwrap()).collect();
         let requests = case["requests"].as_array().unwrap();
         let expected: Vec<&Value> = requests.iter().filter(|to| to[0] == "model").map(|to| &to[2]).collect();
         assert_eq!(plain(json!(asked)), plain(json!(expected)), "{name}");

@@ -3,9 +3,10 @@
 
 pub(super) mod otlp;
 
+use parking_lot::Mutex;
 use std::fmt::Display;
 use std::io::{self, Write};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 
 use gym_client::launch::LineSink;
 use indicatif::ProgressBar;
@@ -30,12 +31,12 @@ impl Console {
 
     /// Keeps a bar below all later lines.
     pub(super) fn keep_below(&self, bar: &ProgressBar) {
-        *self.bar.lock().unwrap_or_else(PoisonError::into_inner) = Some(bar.clone());
+        *self.bar.lock() = Some(bar.clone());
     }
 
     /// Removes the bar.
     pub(super) fn clear(&self) {
-        if let Some(bar) = self.bar.lock().unwrap_or_else(PoisonError::into_inner).take() {
+        if let Some(bar) = self.bar.lock().take() {
             bar.finish_and_clear();
         }
     }
@@ -67,7 +68,7 @@ fn with_name(name: &str, line: &str) -> String {
 
 impl Write for Console {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        let bar = self.bar.lock().unwrap_or_else(PoisonError::into_inner);
+        let bar = self.bar.lock();
         let write = || io::stderr().lock().write_all(bytes);
         match &*bar {
             Some(bar) => bar.suspend(write)?,

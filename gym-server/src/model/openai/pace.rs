@@ -3,8 +3,8 @@
 //! A busy engine answers late, and calls then fail at their deadlines. It is distinguished from a slow engine by its own fastest call. A call is
 //! measured in seconds for each token of its response, because a long response takes longer than a short one.
 
+use parking_lot::Mutex;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Mutex, PoisonError};
 
 use gym_core::RawObject;
 use serde_json::Value;
@@ -74,7 +74,7 @@ impl Pace {
     /// Adds a call that was answered. Returns a hint once: when it is clear that the calls wait at the endpoint.
     fn add(&self, in_flight: u32, seconds: f64, tokens: Option<u64>) -> Option<Hint> {
         let tokens = tokens.unwrap_or(1).max(1) as f64;
-        let mut seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut seen = self.seen.lock();
         let fastest = seen.fastest.unwrap_or(f64::INFINITY).min(seconds / tokens);
         seen.fastest = Some(fastest);
         if in_flight < CROWD {

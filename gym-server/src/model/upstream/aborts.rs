@@ -8,8 +8,8 @@
 //! The engine formats its metrics in 14 ms, so a chat completion is checked only if it may hide an abort. One with token ids does not if it ends
 //! with the token with which whole responses of this engine end.
 
+use parking_lot::{Mutex, MutexGuard};
 use std::collections::BTreeSet;
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use gym_core::{CallContext, Error, Execution, RawObject, Result};
@@ -181,15 +181,15 @@ impl UpstreamState {
 
 impl Aborts {
     fn last(&self) -> LastCount {
-        *self.last.lock().unwrap_or_else(PoisonError::into_inner)
+        *self.last.lock()
     }
 
     fn change(&self, change: impl FnOnce(&mut LastCount)) {
-        change(&mut self.last.lock().unwrap_or_else(PoisonError::into_inner));
+        change(&mut self.last.lock());
     }
 
     fn ends(&self) -> MutexGuard<'_, Ends> {
-        self.ends.lock().unwrap_or_else(PoisonError::into_inner)
+        self.ends.lock()
     }
 }
 

@@ -1,7 +1,7 @@
 //! Requests to an engine about itself: its models, and whether it serves at the moment.
 
 use std::convert::Infallible;
-use std::sync::PoisonError;
+
 use std::time::Duration;
 
 use gym_core::server::EndpointState;
@@ -25,14 +25,14 @@ const STANDSTILLS: [(&str, &str, &str, &str); 2] = [
 impl UpstreamState {
     /// Returns what the last list of models told; `None` before the first.
     pub(super) fn engine(&self) -> Option<Engine> {
-        self.engine.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.engine.lock().clone()
     }
 
     /// Requests the list of models, once.
     pub(super) async fn list(&self, cx: &CallContext) -> Result<EndpointResponse> {
         let answer = self.get(cx, &format!("{}/models", self.place.path)).await?;
         if let Some(engine) = probe::engine(&answer, &self.model) {
-            *self.engine.lock().unwrap_or_else(PoisonError::into_inner) = Some(engine);
+            *self.engine.lock() = Some(engine);
         }
         Ok(answer)
     }
@@ -47,7 +47,7 @@ impl UpstreamState {
         if self.is_vllm().is_none() {
             drop(self.list(cx).await);
         }
-        self.engine.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert_default().is_vllm()
+        self.engine.lock().get_or_insert_default().is_vllm()
     }
 
     /// Sends a `GET`, once, to a path outside `/v1`, where vLLM has its own routes.

@@ -1,7 +1,7 @@
 //! The health of one endpoint, as its calls have shown it: for logs, `/health`, and the progress of a collector.
 
+use parking_lot::{Mutex, MutexGuard};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use gym_core::base::{InFlight, WorkKey};
@@ -60,7 +60,7 @@ impl EndpointHealth {
     }
 
     fn lock(&self) -> MutexGuard<'_, Failing> {
-        self.failing.lock().unwrap_or_else(PoisonError::into_inner)
+        self.failing.lock()
     }
 
     /// Records a call that the endpoint answered.
@@ -114,14 +114,14 @@ impl EndpointHealth {
     /// Records what the engine says while calls take long, and logs why it does not serve them.
     pub(super) fn found(&self, finding: Result<(), EndpointFailure>) {
         if let Err(EndpointFailure { reason, fix, .. }) = &finding {
-            let mut logged = self.finding_logged.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut logged = self.finding_logged.lock();
             if logged.is_none_or(|logged| logged.elapsed() >= LOG_INTERVAL) {
                 *logged = Some(Instant::now());
                 let calls = self.in_flight.count();
                 tracing::warn!(endpoint = self.url, calls, reason, fix, "the model endpoint does not respond to calls");
             }
         }
-        *self.finding.lock().unwrap_or_else(PoisonError::into_inner) = Some((Instant::now(), finding));
+        *self.finding.lock() = Some((Instant::now(), finding));
     }
 
     /// Counts a response that the engine aborted.
@@ -162,7 +162,7 @@ impl EndpointHealth {
             }
             None if slow.is_some() => {
                 // Of calls that have ended, a finding says nothing.
-                let finding = self.finding.lock().unwrap_or_else(PoisonError::into_inner).clone();
+                let finding = self.finding.lock().clone();
                 match finding.filter(|(found, _)| slow.is_some_and(|oldest| found.elapsed() < oldest)) {
                     Some((_, Err(failure))) => {
                         (report.state, report.reason, report.fix) = (failure.state, failure.reason, failure.fix);

@@ -4,10 +4,11 @@
     expect(dead_code, unused_variables, reason = "without a client, an endpoint is refused when it is configured")
 )]
 
+use parking_lot::Mutex;
 use std::collections::BTreeMap;
 use std::fmt;
 use std::pin::pin;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -284,7 +285,7 @@ impl Upstream {
                 return result.map(Some);
             }
             let next = {
-                let mut rng = state.rng.lock().unwrap_or_else(PoisonError::into_inner);
+                let mut rng = state.rng.lock();
                 attempts.next(&result, &state.retries, cx.remaining(), &state.world, &mut rng)
             };
             match next {

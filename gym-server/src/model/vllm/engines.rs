@@ -1,8 +1,8 @@
 //! The engines of a `vllm_model`: a call goes to the engine whose prefix cache has its prompt, unless that engine is overloaded or
 //! fails.
 
+use parking_lot::{Mutex, MutexGuard};
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -113,7 +113,7 @@ impl Engine {
     }
 
     fn rejected(&self) -> MutexGuard<'_, Option<Instant>> {
-        self.rejected.lock().unwrap_or_else(PoisonError::into_inner)
+        self.rejected.lock()
     }
 
     /// Returns `true` unless the engine has rejected a call just now. A second later, one call at a time tries it again.

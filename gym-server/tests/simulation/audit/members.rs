@@ -1,7 +1,8 @@
 //! What the audit knows of the members of a cluster: their heartbeats as they reached the head server, and what a pool was told.
 
+use parking_lot::{Mutex, MutexGuard};
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 use gym_client::work::WorkerSnapshot;
 use gym_core::registry::{
@@ -262,7 +263,7 @@ impl PoolAudit {
     }
 
     fn told(&self) -> MutexGuard<'_, Told> {
-        self.told.lock().unwrap_or_else(PoisonError::into_inner)
+        self.told.lock()
     }
 
     /// The pool is told what a head server lists.

@@ -2,10 +2,11 @@
 
 mod members;
 
+use parking_lot::{Mutex, MutexGuard};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::path::Path;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -55,7 +56,7 @@ impl Audit {
     }
 
     fn truth(&self) -> MutexGuard<'_, Truth> {
-        self.truth.lock().unwrap_or_else(PoisonError::into_inner)
+        self.truth.lock()
     }
 
     pub(crate) fn violation(&self, what: impl fmt::Display) {

@@ -1,9 +1,10 @@
 //! Records the ground truth of a group: the ranks that live, what they ran, and what the controller was told. Any disagreement is a violation.
 
+use parking_lot::{Mutex, MutexGuard};
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use gym_core::testing::SimNet;
@@ -92,7 +93,7 @@ impl GroupAudit {
     }
 
     fn truth(&self) -> MutexGuard<'_, Truth> {
-        self.truth.lock().unwrap_or_else(PoisonError::into_inner)
+        self.truth.lock()
     }
 
     pub(super) fn note(&self, actor: &str, event: fmt::Arguments<'_>) {

@@ -1,6 +1,6 @@
 //! The controller: a program that starts a group, calls it, restarts what fails, and starts another group when one is given up.
 
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -131,7 +131,7 @@ impl Controller {
     }
 
     fn serve(&self, group: Option<Arc<Group>>) {
-        *self.serving.lock().unwrap_or_else(PoisonError::into_inner) = group;
+        *self.serving.lock() = group;
     }
 
     async fn use_group(&mut self, group: &Group) -> Left {

@@ -4,10 +4,10 @@
 mod coverage;
 mod shrink;
 
+use parking_lot::{Mutex, MutexGuard};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::process::ExitCode;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use clap::{Args, Parser, Subcommand};
@@ -165,7 +165,7 @@ impl Search {
             drop(works);
             scope.spawn(move || watch(state_of_all, &all_ended));
         });
-        let state = state.into_inner().unwrap_or_else(PoisonError::into_inner);
+        let state = state.into_inner();
         let cpu = process_cpu().saturating_sub(cpu);
         state.print(setting, cpu, past);
         let mut passed = state.failed.is_empty();
@@ -251,7 +251,7 @@ fn watch(state: &Mutex<State>, all_ended: &Receiver<()>) {
 }
 
 fn lock(state: &Mutex<State>) -> MutexGuard<'_, State> {
-    state.lock().unwrap_or_else(PoisonError::into_inner)
+    state.lock()
 }
 
 impl State {

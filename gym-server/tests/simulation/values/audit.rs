@@ -1,9 +1,10 @@
 //! Records the ground truth of values: who holds each of them, until when, and what it contains. Any disagreement is a violation.
 
+use parking_lot::{Mutex, MutexGuard};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -96,7 +97,7 @@ impl ValuesAudit {
     }
 
     fn truth(&self) -> MutexGuard<'_, Truth> {
-        self.truth.lock().unwrap_or_else(PoisonError::into_inner)
+        self.truth.lock()
     }
 
     pub(super) fn violation(&self, what: impl fmt::Display) {

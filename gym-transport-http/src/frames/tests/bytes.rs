@@ -1,7 +1,8 @@
 //! Bytes on the wire: written frames are read back however sockets split them, and foreign bytes are rejected.
 
+use parking_lot::Mutex;
 use std::io::{self, IoSlice};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 use async_trait::async_trait;
 use bytes::{Bytes, BytesMut};
@@ -44,7 +45,7 @@ impl Sink {
 #[async_trait]
 impl WriteHalf for Sink {
     fn try_write(&self, pieces: &[IoSlice<'_>]) -> io::Result<usize> {
-        let mut wire = self.wire.lock().unwrap();
+        let mut wire = self.wire.lock();
         let mut left = self.at_a_time.min(wire.room);
         let before = left;
         for piece in pieces {
@@ -61,7 +62,7 @@ impl WriteHalf for Sink {
 
     async fn writable(&self) -> io::Result<()> {
         tokio::task::yield_now().await;
-        self.wire.lock().unwrap().room = usize::MAX;
+        self.wire.lock().room = usize::MAX;
         Ok(())
     }
 
@@ -155,7 +156,7 @@ proptest! {
         runtime.block_on(async {
             tokio::select! { error = send_queue.run() => panic!("{error}"), () = until_idle(&send_queue) => {} }
         });
-        let wire = sink.wire.lock().unwrap().bytes.clone();
+        let wire = sink.wire.lock().bytes.clone();
         let landed = messages(&wire, read, |call| call != skipped);
         let awaited: Vec<_> = sent.into_iter().enumerate()
             .map(|(call, message)| (call as u64, message)).filter(|(call, _)| *call != skipped).collect();
@@ -215,7 +216,7 @@ async fn what_is_urgent_goes_between_the_chunks_and_no_message_overtakes_another
     // The socket is full within the first chunk.
     send_queue.post_urgent(bare(FrameKind::Cancel, 77));
     tokio::select! { error = send_queue.run() => panic!("{error}"), () = until_idle(&send_queue) => {} }
-    let wire = sink.wire.lock().unwrap().bytes.clone();
+    let wire = sink.wire.lock().bytes.clone();
     let mut seen = Vec::new();
     let at_rest = decode(&wire, usize::MAX, |decoder, event| {
         seen.push(match event {
@@ -242,7 +243,7 @@ async fn held_messages_are_written_together_when_one_may_not_wait_or_their_time_
     let post = |call, flush| send_queue.post(outgoing_request(call, &sized(&[5])), flush);
     let calls = || {
         let mut seen = Vec::new();
-        let wire = std::mem::take(&mut sink.wire.lock().unwrap().bytes);
+        let wire = std::mem::take(&mut sink.wire.lock().bytes);
         decode(&wire, usize::MAX, |decoder, event| match event {
             Event::Start(_) => decoder.keep(),
             Event::Complete(message) => seen.push(message.call),
@@ -289,7 +290,7 @@ async fn large_parts_are_written_from_where_they_lie() {
     let send_queue = FrameSendQueue::new(Box::new(sink.clone()));
     let message = sized(&[4_000, 100_000, 200_000]);
     send_queue.post(outgoing_request(1, &message), Flush::Now);
-    let places = sink.wire.lock().unwrap().places.clone();
+    let places = sink.wire.lock().places.clone();
     let parts = message.head.pieces().iter().chain(&message.segments);
     for part in parts {
         assert!(places.contains(&(part.as_ptr() as usize)), "copied on the way");
@@ -309,7 +310,7 @@ async fn a_request_that_has_not_begun_is_taken_back_and_one_that_has_is_cancelle
     send_queue.cancel(2, CapacityPermit::default());
     send_queue.cancel(1, CapacityPermit::default());
     tokio::select! { error = send_queue.run() => panic!("{error}"), () = until_idle(&send_queue) => {} }
-    let wire = sink.wire.lock().unwrap().bytes.clone();
+    let wire = sink.wire.lock().bytes.clone();
     let mut seen = Vec::new();
     decode(&wire, 70_000, |decoder, event| match event {
         Event::Start(_) => decoder.keep(),

@@ -1,6 +1,7 @@
 //! Segments that are received into memory that the handler names.
 
-use std::sync::{Arc, Mutex};
+use parking_lot::Mutex;
+use std::sync::Arc;
 
 use bytes::{Bytes, BytesMut};
 use futures_util::future::BoxFuture;
@@ -23,23 +24,23 @@ impl Shelf {
     }
 
     pub(super) fn lend(self: &Arc<Self>, number: usize) -> Option<Loan> {
-        let memory = self.0.lock().unwrap().get_mut(number)?.take()?;
+        let memory = self.0.lock().get_mut(number)?.take()?;
         Some(Loan::new(memory, number, Arc::clone(self) as _))
     }
 
     fn addresses(&self) -> Vec<usize> {
-        self.0.lock().unwrap().iter().flatten().map(|memory| memory.as_ptr().addr()).collect()
+        self.0.lock().iter().flatten().map(|memory| memory.as_ptr().addr()).collect()
     }
 
     /// Returns what has come back.
     pub(super) fn back(&self) -> Vec<BytesMut> {
-        self.0.lock().unwrap().iter().flatten().cloned().collect()
+        self.0.lock().iter().flatten().cloned().collect()
     }
 }
 
 impl Lender for Shelf {
     fn take_back(&self, number: usize, memory: BytesMut) {
-        self.0.lock().unwrap()[number] = Some(memory);
+        self.0.lock()[number] = Some(memory);
     }
 }
 
@@ -58,7 +59,7 @@ impl Handler for Places {
 
     fn place(&self, route: &Route, head: &Bytes, segment: usize, length: usize) -> Option<Loan> {
         assert_eq!(route.path(), "/x");
-        self.asked.lock().unwrap().push((head.clone(), segment, length));
+        self.asked.lock().push((head.clone(), segment, length));
         self.shelf.lend(segment)
     }
 }
@@ -85,7 +86,7 @@ async fn a_segment_lands_in_the_memory_that_the_handler_names() {
     assert!(landed[1] != addresses[1] && landed[2] != addresses[2]);
     let head = || Bytes::from_static(br#"{"n":1}"#);
     let expected = [(head(), 0, 300_000), (head(), 1, 20_000), (head(), 3, 70_000), (head(), 4, 70_000)];
-    assert_eq!(*asked.lock().unwrap(), expected);
+    assert_eq!(*asked.lock(), expected);
     let back = shelf.back();
     assert!(back[0].iter().chain(&back[3]).all(|byte| *byte == 7), "what has come back is what was received");
     assert!(back[1].iter().chain(&back[2]).all(|byte| *byte == 0));

@@ -1,9 +1,10 @@
 //! Commands from other threads to the fabric's thread, and the state that they share.
 
+use parking_lot::{Condvar, Mutex};
 use std::net::SocketAddr;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use gym_core::{Code, Error, Result};
@@ -82,14 +83,14 @@ impl FabricShared {
     /// `within`.
     pub(crate) fn wait_for_end(&self, within: Duration) -> Option<bool> {
         let (ended, changed) = &self.ended;
-        let ended = ended.lock().unwrap_or_else(PoisonError::into_inner);
-        let waited = changed.wait_timeout_while(ended, within, |ended| ended.is_none());
-        *waited.unwrap_or_else(PoisonError::into_inner).0
+        let mut ended = ended.lock();
+        changed.wait_while_for(&mut ended, |ended| ended.is_none(), within);
+        *ended
     }
 
     /// Records that the thread has finished; `clean` if it released everything.
     pub(crate) fn end(&self, clean: bool) {
-        *self.ended.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(clean);
+        *self.ended.0.lock() = Some(clean);
         self.ended.1.notify_all();
     }
 }

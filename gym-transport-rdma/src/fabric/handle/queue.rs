@@ -3,10 +3,10 @@
 //! The number of messages is bounded. Commands that end something are always accepted, even by a full queue: at most
 //! two of them exist per connection.
 
+use parking_lot::{Mutex, MutexGuard};
 use std::collections::VecDeque;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use rustix::event::{EventfdFlags, eventfd};
 
@@ -50,7 +50,7 @@ impl<T> CommandQueue<T> {
     }
 
     fn queues(&self) -> MutexGuard<'_, Queues<T>> {
-        self.queues.lock().unwrap_or_else(PoisonError::into_inner)
+        self.queues.lock()
     }
 
     /// Appends an item. Returns it if the queue is full or closed.

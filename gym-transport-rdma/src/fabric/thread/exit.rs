@@ -1,9 +1,10 @@
 //! Process exit: stops the fabrics' threads before UCX's exit handlers run.
 #![allow(unsafe_code)]
 
+use parking_lot::Mutex;
 use std::cell::Cell;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, Once, PoisonError, Weak};
+use std::sync::{Arc, Once, Weak};
 use std::time::Duration;
 
 use tokio::time::Instant;
@@ -28,7 +29,7 @@ thread_local! {
 pub(crate) fn watch(shared: &Arc<FabricShared>) {
     static REGISTERED: Once = Once::new();
     OURS.set(true);
-    let mut running = RUNNING.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut running = RUNNING.lock();
     if WATCHED_BY.swap(std::process::id(), Ordering::Relaxed) != std::process::id() {
         // These fabrics belong to the process that forked this one.
         running.clear();
@@ -52,7 +53,7 @@ extern "C" fn stop_all() {
     if OURS.try_with(Cell::get).unwrap_or(true) {
         return;
     }
-    let running = std::mem::take(&mut *RUNNING.lock().unwrap_or_else(PoisonError::into_inner));
+    let running = std::mem::take(&mut *RUNNING.lock());
     let running: Vec<_> = running.iter().filter_map(Weak::upgrade).collect();
     for shared in &running {
         shared.stop();

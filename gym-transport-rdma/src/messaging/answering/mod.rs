@@ -2,7 +2,8 @@
 
 pub(crate) mod request_queue;
 
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use parking_lot::{Mutex, MutexGuard};
+use std::sync::{Arc, OnceLock, Weak};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -103,7 +104,7 @@ impl AnsweringEvents {
     /// If the connection broke, or the peer closed it within a request.
     pub(crate) async fn over(&self) -> Result<()> {
         self.over.cancelled().await;
-        match self.ended.lock().unwrap_or_else(PoisonError::into_inner).take() {
+        match self.ended.lock().take() {
             Some(CloseReason::Lost(error)) => Err(error),
             Some(CloseReason::ClosedByPeer) if !self.requests().is_at_rest() => {
                 Err(malformed("the peer disconnected within a request"))
@@ -113,11 +114,11 @@ impl AnsweringEvents {
     }
 
     fn take_pending(&self) -> Option<OwnedSemaphorePermit> {
-        self.pending.lock().unwrap_or_else(PoisonError::into_inner).take()
+        self.pending.lock().take()
     }
 
     fn requests(&self) -> MutexGuard<'_, RequestQueue> {
-        self.requests.lock().unwrap_or_else(PoisonError::into_inner)
+        self.requests.lock()
     }
 
     fn begin(&self, serving: &Serving, am: AmHeader, payload: &Payload<'_>) -> Result<()> {
@@ -191,7 +192,7 @@ impl ConnectionEvents for AnsweringEvents {
 
     fn ended(&self, why: CloseReason) {
         drop(self.take_pending());
-        *self.ended.lock().unwrap_or_else(PoisonError::into_inner) = Some(why);
+        *self.ended.lock() = Some(why);
         self.over.cancel();
     }
 }

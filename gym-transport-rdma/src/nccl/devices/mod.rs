@@ -15,9 +15,9 @@
 
 pub mod dlpack;
 
+use parking_lot::Mutex;
 use std::any::Any;
 use std::collections::BTreeMap;
-use std::sync::{Mutex, PoisonError};
 
 use bytes::Bytes;
 use gym_core::group::collective::DeviceMemory;
@@ -52,7 +52,7 @@ impl CudaDevices {
     /// `FailedPrecondition` if the driver cannot be loaded, or if there is no such GPU.
     pub fn device(&self, number: u32) -> Result<CudaDevice> {
         // The lock is held while the driver starts, so that each GPU is opened once.
-        let mut open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut open = self.open.lock();
         if let Some(device) = open.get(&number) {
             return Ok(device.clone());
         }

@@ -3,10 +3,11 @@
 mod batched;
 mod sizes;
 
+use parking_lot::{Mutex, MutexGuard};
 use std::fmt;
 use std::pin::pin;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use futures_util::FutureExt;
 use futures_util::stream::{FuturesUnordered, StreamExt};
@@ -297,7 +298,7 @@ impl Balancer {
 
     /// Returns the observed health of the current incarnations; failures of an earlier incarnation are forgotten.
     fn observed(&self, view: &GroupView) -> MutexGuard<'_, ObservedHealth> {
-        let mut observed = self.observed.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut observed = self.observed.lock();
         let ObservedHealth { fleet, incarnations } = &mut *observed;
         for (index, (member, incarnation)) in view.members().iter().zip(incarnations).enumerate() {
             // Only forward: another caller may have seen a newer view.
@@ -326,7 +327,7 @@ impl InFlightCall<'_> {
         if error.is_some_and(|error| error.execution() == Execution::NotStarted) {
             return;
         }
-        let mut observed = self.balancer.observed.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut observed = self.balancer.observed.lock();
         if observed.incarnations[self.index] == self.incarnation {
             observed.fleet.note(self.index, HealthEvent::Requested { ok: !error.is_some_and(failed) });
         }
@@ -335,7 +336,7 @@ impl InFlightCall<'_> {
 
 impl Drop for InFlightCall<'_> {
     fn drop(&mut self) {
-        self.balancer.observed.lock().unwrap_or_else(PoisonError::into_inner).fleet.release(self.index);
+        self.balancer.observed.lock().fleet.release(self.index);
         self.balancer.capacity.notify_waiters();
     }
 }

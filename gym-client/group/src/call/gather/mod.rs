@@ -3,11 +3,12 @@
 
 pub(crate) mod waiting;
 
+use parking_lot::Mutex;
 use std::borrow::Cow;
 use std::fmt::Write as _;
 use std::pin::pin;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use futures_util::FutureExt;
@@ -268,7 +269,7 @@ impl Stages {
     fn sent(&self, index: usize) {
         self.sent[index].store(true, Ordering::Release);
         if self.left.fetch_sub(1, Ordering::AcqRel) == 1 {
-            let all = self.all.lock().unwrap_or_else(PoisonError::into_inner).take();
+            let all = self.all.lock().take();
             if let Some(all) = all {
                 let _ = all.send(());
             }

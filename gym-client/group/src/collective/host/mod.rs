@@ -16,9 +16,10 @@ mod ring;
 mod shared;
 mod wire;
 
+use parking_lot::{Mutex, MutexGuard};
 use std::collections::{BTreeMap, VecDeque};
 use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -219,7 +220,7 @@ impl Handler for HostCollectives {
 
 impl Registry {
     fn lock(&self) -> MutexGuard<'_, Meetings> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 
     fn notify(&self) {
@@ -255,7 +256,7 @@ impl Registry {
         report.waiting = rooms.iter().flat_map(|participant| participant.waiting()).collect();
         report.waiting.sort_by_key(|waiting| std::cmp::Reverse(waiting.elapsed_ms));
         self.totals.report(&mut report);
-        report.not_shared = self.not_shared.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        report.not_shared = self.not_shared.lock().clone();
         report
     }
 
@@ -332,7 +333,7 @@ impl Registry {
             return Err(memory_is_missing(&why));
         }
         tracing::debug!(meeting = %participant.meeting, why, "ranks do not share memory");
-        *self.not_shared.lock().unwrap_or_else(PoisonError::into_inner) = Some(why);
+        *self.not_shared.lock() = Some(why);
         Ok(())
     }
 
@@ -502,7 +503,7 @@ impl Registry {
     // ---- connections ----
 
     fn channels(&self) -> MutexGuard<'_, Channels> {
-        self.channels.lock().unwrap_or_else(PoisonError::into_inner)
+        self.channels.lock()
     }
 
     async fn channel(&self, cx: &CallContext, seat: &Seat) -> Result<Channel> {
@@ -631,7 +632,7 @@ impl Communicator for HostCommunicator {
                         lane.push(&self.participant, operation, place);
                     }
                     _ => {
-                        let mut rounds = self.rounds.lock().unwrap_or_else(PoisonError::into_inner);
+                        let mut rounds = self.rounds.lock();
                         let lane = rounds.get_or_insert_with(|| Lane::new(&self.participant));
                         lane.push(&self.participant, operation, || {
                             Place::Round(next(&mut self.participant.lock().called))
@@ -670,7 +671,7 @@ impl Communicator for HostCommunicator {
 
 impl HostCommunicator {
     fn pairs(&self) -> MutexGuard<'_, BTreeMap<(Direction, usize), Lane>> {
-        self.pairs.lock().unwrap_or_else(PoisonError::into_inner)
+        self.pairs.lock()
     }
 
     fn about(&self, operation: Collective, error: Error) -> Error {

@@ -1,7 +1,8 @@
 //! The memory of an operation, in pieces that are lent to the transports: sent from, and received into, without a copy.
 
+use parking_lot::{Mutex, MutexGuard};
 use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
@@ -146,7 +147,7 @@ impl Pieces {
 
 impl Shared {
     fn lock(&self) -> MutexGuard<'_, Vec<Option<BytesMut>>> {
-        self.home.lock().unwrap_or_else(PoisonError::into_inner)
+        self.home.lock()
     }
 }
 

@@ -7,10 +7,11 @@ mod handshake;
 mod process;
 mod worker;
 
+use parking_lot::{Mutex, MutexGuard};
 use std::collections::BTreeMap;
 use std::fmt;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use address::ListenAddresses;
@@ -228,7 +229,7 @@ impl fmt::Debug for LocalState {
 
 impl LocalState {
     fn live(&self) -> MutexGuard<'_, BTreeMap<Rank, LocalRank>> {
-        self.live.lock().unwrap_or_else(PoisonError::into_inner)
+        self.live.lock()
     }
 
     /// Starts one incarnation. If it fails, the failure is reported as an exit event.
@@ -250,7 +251,7 @@ impl LocalState {
     /// Returns what a rank is started with.
     fn inputs(&self, place: &RankPlace) -> Result<(RankEnvironment, Box<RawValue>)> {
         let kind = self.workers.kind(&self.spec.worker)?;
-        let rendezvous = self.rendezvous.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let rendezvous = self.rendezvous.lock().clone();
         start_inputs(kind, &self.workers.transports(), &self.spec, place, &rendezvous)
     }
 
@@ -368,7 +369,7 @@ impl PreparedRanks for LocalDeployment {
             .map(|(rank, incarnation)| Ok((state.place(*rank)?, *incarnation)))
             .collect::<Result<Vec<_>>>()?;
         if let Some(rendezvous) = rendezvous {
-            *state.rendezvous.lock().unwrap_or_else(PoisonError::into_inner) = rendezvous;
+            *state.rendezvous.lock() = rendezvous;
         }
         let started =
             |rank: Rank, incarnation| state.process(rank).is_some_and(|process| process.incarnation >= incarnation);

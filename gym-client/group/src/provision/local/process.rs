@@ -1,10 +1,11 @@
 //! One incarnation of a rank as a child process: its start, handshake, usage, end and exit reason.
 
+use parking_lot::Mutex;
 use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
 use std::os::unix::process::ExitStatusExt;
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use gym_client::launch::ProcessTree;
@@ -63,12 +64,12 @@ impl PendingHandshakes {
     fn expect(&self, name: &str, token: &str) -> mpsc::Receiver<HandshakeReply> {
         let (replies, receiver) = mpsc::channel(REPLIES);
         let expected = PendingHandshake { token: token.to_owned(), replies };
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).insert(name.to_owned(), expected);
+        self.0.lock().insert(name.to_owned(), expected);
         receiver
     }
 
     fn take(&self, name: &str, line: &str) -> bool {
-        let handshakes = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let handshakes = self.0.lock();
         let Some(expected) = handshakes.get(name) else { return false };
         let Some(reply) = HandshakeReply::read(line, &expected.token) else { return false };
         if expected.replies.try_send(reply).is_err() {
@@ -99,11 +100,11 @@ struct KillReason(Arc<Mutex<Option<RankExit>>>);
 impl KillReason {
     /// Sets the reason; only the first one counts.
     fn set_first(&self, exit: RankExit) {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(exit);
+        self.0.lock().get_or_insert(exit);
     }
 
     fn read(&self) -> Option<RankExit> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.0.lock().clone()
     }
 }
 

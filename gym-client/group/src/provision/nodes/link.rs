@@ -1,8 +1,9 @@
 //! The controller's side of one session on a node.
 
+use parking_lot::{Mutex, MutexGuard};
 use std::net::IpAddr;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use gym_client::transport::ReconnectingPeer;

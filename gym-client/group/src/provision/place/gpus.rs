@@ -9,6 +9,7 @@
 //! The kernel releases the locks of a process that ends, however it ends. Programs with another temporary folder, as in containers, do not see each
 //! other.
 
+use parking_lot::Mutex;
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::fs::{self, DirBuilder, File, OpenOptions, Permissions, TryLockError};
@@ -16,7 +17,6 @@ use std::io::{self, Read as _, Seek as _, Write as _};
 use std::mem;
 use std::os::unix::fs::{OpenOptionsExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use gym_core::base::process;
@@ -284,7 +284,7 @@ impl GpuLook {
 impl HeldGpus {
     /// Releases the GPUs.
     pub(crate) fn release(&self) {
-        drop(mem::take(&mut *self.0.lock().unwrap_or_else(PoisonError::into_inner)));
+        drop(mem::take(&mut *self.0.lock()));
     }
 }
 

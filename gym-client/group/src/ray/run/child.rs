@@ -1,9 +1,10 @@
 //! A driver that is a child of this program: its events come by a pipe, and it ends with this program.
 
+use parking_lot::Mutex;
 use std::fmt;
 use std::path::Path;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use gym_client::launch::{
@@ -55,7 +56,7 @@ impl fmt::Debug for Output {
 impl Output {
     fn take(&self, stream: Stream, line: &str) {
         if stream == Stream::Stdout && line.starts_with(MARK) {
-            let mut events = self.events.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut events = self.events.lock();
             events.push_str(line);
             events.push('\n');
             drop(events);
@@ -115,13 +116,13 @@ impl ChildDriver {
             _ => None,
         };
         // After the state: the last events come before the end.
-        let events = std::mem::take(&mut *self.0.output.events.lock().unwrap_or_else(PoisonError::into_inner));
+        let events = std::mem::take(&mut *self.0.output.events.lock());
         (events, ended.map(|why| RunEnd { code: None, why }))
     }
 
     /// Gives events back that were not used: the next call of [`ChildDriver::news`] returns them first.
     pub(super) fn put_back(&self, events: &str) {
-        self.0.output.events.lock().unwrap_or_else(PoisonError::into_inner).insert_str(0, events);
+        self.0.output.events.lock().insert_str(0, events);
     }
 
     /// Returns for how long it runs.
@@ -183,7 +184,7 @@ mod tests {
             output.take(Stream::Stdout, line);
         }
         output.take(Stream::Stderr, "@gym {}");
-        assert_eq!(*output.events.lock().unwrap(), "@gym {\"seq\":1}\n@gym {\"seq\":2}\n");
+        assert_eq!(*output.events.lock(), "@gym {\"seq\":1}\n@gym {\"seq\":2}\n");
         assert_eq!(*output.last.lines(), ["a warning", "an error", "@gym {}"]);
     }
 }

@@ -2,9 +2,10 @@
 
 mod child;
 
+use parking_lot::Mutex;
 use std::net::{IpAddr, UdpSocket};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use gym_core::base::watch;
@@ -96,13 +97,13 @@ impl RayRun {
             return Err(error);
         }
         let following = tokio::spawn(follow(Arc::downgrade(&run)));
-        *run.follower.lock().unwrap_or_else(PoisonError::into_inner) = Some(AbortOnDropHandle::new(following));
+        *run.follower.lock() = Some(AbortOnDropHandle::new(following));
         Ok(run)
     }
 
     /// Begins an attempt with this identifier.
     async fn begin(&self, cx: &CallContext, id: Arc<str>) -> Result<()> {
-        let now = |attempt| *self.attempt.lock().unwrap_or_else(PoisonError::into_inner) = attempt;
+        let now = |attempt| *self.attempt.lock() = attempt;
         if let RayDriver::Child { python } = &self.job.options.driver {
             let spec = self.job.prepare_child(cx, &id).await?;
             let auth_mode = self.job.dashboard.auth_mode(cx).await?;
@@ -135,7 +136,7 @@ impl RayRun {
     }
 
     fn attempt(&self) -> Attempt {
-        self.attempt.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.attempt.lock().clone()
     }
 
     /// Returns `true` if the job has ended and is not submitted again.

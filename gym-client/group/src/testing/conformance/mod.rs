@@ -8,9 +8,10 @@ mod endings;
 mod rogues;
 mod workers;
 
+use parking_lot::Mutex;
 use std::fmt;
 use std::future::Future;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -150,7 +151,7 @@ where
         });
         let (hosts, members): (Vec<_>, Vec<_>) =
             try_join_all(starts).await.expect("the suite's workers start").into_iter().unzip();
-        *served.hosts.lock().unwrap_or_else(PoisonError::into_inner) = hosts;
+        *served.hosts.lock() = hosts;
         served.group.view.send_replace(Arc::new(GroupView::new(1, members)));
         Box::new(served)
     }
@@ -213,7 +214,7 @@ impl TestGroup for Served {
 
     async fn replace(&self, rank: Rank) {
         let old = {
-            let hosts = self.hosts.lock().unwrap_or_else(PoisonError::into_inner);
+            let hosts = self.hosts.lock();
             hosts.iter().find(|host| host.env().rank == rank).expect("a rank of the case").clone()
         };
         let incarnation = old.env().incarnation;
@@ -224,7 +225,7 @@ impl TestGroup for Served {
         let incarnation = Incarnation(incarnation.0 + 1);
         let host = self.host(rank, incarnation).await;
         let channel = (self.connect)(Arc::new(host.clone())).await;
-        for known in self.hosts.lock().unwrap_or_else(PoisonError::into_inner).iter_mut() {
+        for known in self.hosts.lock().iter_mut() {
             if known.env().rank == rank {
                 *known = host.clone();
             }

@@ -14,9 +14,10 @@ mod paths;
 mod recovery;
 mod writer;
 
+use parking_lot::{Mutex, MutexGuard};
 use std::fmt;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 
 use async_trait::async_trait;
 use bytes::{Bytes, BytesMut};
@@ -136,7 +137,7 @@ impl JsonlLedger {
     pub fn close<'a>(&'a self, cx: &'a CallContext) -> BoxFuture<'a, Result<()>> {
         Box::pin(async move {
             let flushed = self.command(cx, WriterCommand::Close).await;
-            let writer = self.writer.lock().unwrap_or_else(PoisonError::into_inner).take();
+            let writer = self.writer.lock().take();
             if let Some(writer) = writer {
                 let ended =
                     async { writer.await.map_err(|error| Error::internal("the writer panicked").caused_by(error)) };
@@ -161,7 +162,7 @@ impl JsonlLedger {
     }
 
     fn states(&self) -> MutexGuard<'_, KeyStates> {
-        self.states.lock().unwrap_or_else(PoisonError::into_inner)
+        self.states.lock()
     }
 
     async fn command(

@@ -3,8 +3,9 @@
 //! While a group is synced, the next group collects in the queue. The more rows arrive at once, the fewer syncs each
 //! row needs. A row is acknowledged after its sync, even if the index cannot be written.
 
+use parking_lot::Mutex;
 use std::path::Path;
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use bytes::{BufMut as _, Bytes, BytesMut};
@@ -140,7 +141,7 @@ impl LedgerWriter {
             let mut group = LedgerFile::ALL.map(|file| LineBatch::new(std::mem::take(&mut self.small[file as usize])));
             {
                 // Held for the whole group, but not across an await: late attempts are rejected here.
-                let mut states = self.states.lock().unwrap_or_else(PoisonError::into_inner);
+                let mut states = self.states.lock();
                 let mut bytes = 0;
                 while let Some(row) = rows.next_if(|row| bytes == 0 || bytes + row.text.len() as u64 <= GROUP_BYTES) {
                     if let Some(stopped) = self.stopped.get() {
@@ -184,7 +185,7 @@ impl LedgerWriter {
     fn acknowledge(&mut self, file: LedgerFile, lines: LineBatch) {
         self.lengths[file as usize] += lines.bytes;
         {
-            let mut states = self.states.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut states = self.states.lock();
             for (row, _) in &lines.rows {
                 states.on_disk(row.attempt, row.class);
             }

@@ -1,7 +1,8 @@
 //! Kills and power losses at random moments: acknowledged rows are present, and no row is present twice.
 
+use parking_lot::Mutex;
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::Duration;
 
 use gym_core::rollout::KeyState;
@@ -41,9 +42,9 @@ fn collect(ledger: &Arc<JsonlLedger>, rng: &mut fastrand::Rng, told: &Arc<Mutex<
                 let outcome =
                     if fails { failed(attempt, padding, false) } else { Outcome::Completed(row(attempt, padding)) };
                 match ledger.record(&cx, attempt, outcome).await {
-                    Ok(()) if fails => *told.lock().unwrap().failures.entry(key).or_default() += 1,
+                    Ok(()) if fails => *told.lock().failures.entry(key).or_default() += 1,
                     Ok(()) => {
-                        told.lock().unwrap().completed.insert(key);
+                        told.lock().completed.insert(key);
                     }
                     Err(error) if error.code() == Code::FailedPrecondition => {}
                     Err(_) => break,
@@ -113,7 +114,7 @@ async fn scenario(seed: u64, with_check: bool) -> Result<Outcomes, String> {
             // A sync fails while the ledger is opened.
             files.fail_write(rng.u64(0..4), FileFault::SyncFailed);
             if let Ok((ledger, _)) = open(&files).await {
-                check(&files, &ledger, &told.lock().unwrap())?;
+                check(&files, &ledger, &told.lock())?;
                 let _ = ledger.close(&CallContext::default()).await;
             }
             files.clear_fault();
@@ -121,7 +122,7 @@ async fn scenario(seed: u64, with_check: bool) -> Result<Outcomes, String> {
         }
         let (ledger, opened) = open(&files).await.map_err(|error| format!("opening {end}: {error}"))?;
         torn_bytes += opened.dropped_tail_bytes;
-        check(&files, &ledger, &told.lock().unwrap())?;
+        check(&files, &ledger, &told.lock())?;
         let ledger = if with_check { ledger } else { ledger.without_late_check() };
         let ledger = Arc::new(ledger);
         let mut running = collect(&ledger, &mut rng, &told);
@@ -154,7 +155,7 @@ async fn scenario(seed: u64, with_check: bool) -> Result<Outcomes, String> {
     if opened.completed != u64::from(TASKS) {
         return Err(format!("{} of {TASKS} completed", opened.completed));
     }
-    check(&files, &ledger, &told.lock().unwrap())?;
+    check(&files, &ledger, &told.lock())?;
     close(ledger).await;
     let (rows, failures) = (files.contents(&output()), files.contents(&failures_path(&output())));
     Ok(Outcomes { torn_bytes, rows, failures, syncs: files.counts().syncs })

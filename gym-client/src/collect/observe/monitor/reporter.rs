@@ -1,8 +1,9 @@
 //! The task that reports a collection.
 
+use parking_lot::{Mutex, MutexGuard};
 use std::collections::{BTreeMap, VecDeque};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use futures_util::FutureExt as _;
@@ -65,7 +66,7 @@ struct EndedSample {
 
 impl EndedSample {
     fn ended(&self) -> MutexGuard<'_, VecDeque<EndedAttempt>> {
-        self.ended.lock().unwrap_or_else(PoisonError::into_inner)
+        self.ended.lock()
     }
 }
 

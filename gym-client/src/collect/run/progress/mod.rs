@@ -4,9 +4,10 @@ mod figures;
 mod rewards;
 mod tasks;
 
+use parking_lot::{Mutex, MutexGuard};
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use gym_core::base::{InFlight, WorkKey};
@@ -331,7 +332,7 @@ impl CollectProgress {
     }
 
     fn input(&self) -> MutexGuard<'_, RequestedInput> {
-        self.input.lock().unwrap_or_else(PoisonError::into_inner)
+        self.input.lock()
     }
 
     /// Returns the number of rollouts that failed in this run.
@@ -345,7 +346,7 @@ impl CollectProgress {
     }
 
     fn failures(&self) -> MutexGuard<'_, FailureCounts> {
-        self.failures.lock().unwrap_or_else(PoisonError::into_inner)
+        self.failures.lock()
     }
 
     pub(super) fn give_up(&self, unrecorded: Unrecorded) {
@@ -364,11 +365,11 @@ impl CollectProgress {
     }
 
     fn unrecorded(&self) -> MutexGuard<'_, UnrecordedRollouts> {
-        self.unrecorded.lock().unwrap_or_else(PoisonError::into_inner)
+        self.unrecorded.lock()
     }
 
     fn agents(&self) -> MutexGuard<'_, BTreeMap<Arc<str>, AgentFigures>> {
-        self.agents.lock().unwrap_or_else(PoisonError::into_inner)
+        self.agents.lock()
     }
 
     /// Counts a rollout as in flight until the guard is dropped.

@@ -6,10 +6,11 @@
 mod participants;
 mod work;
 
+use parking_lot::{Mutex, MutexGuard};
 use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 use async_trait::async_trait;
 
@@ -175,11 +176,11 @@ impl Drop for InProcessCommunicator {
 
 impl Registry {
     fn lock(&self) -> MutexGuard<'_, HashMap<Key, Arc<Participants>>> {
-        self.meetings.lock().unwrap_or_else(PoisonError::into_inner)
+        self.meetings.lock()
     }
 
     fn totals_of(&self, rank: Rank) -> Arc<CollectiveTotals> {
-        let mut totals = self.totals.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut totals = self.totals.lock();
         Arc::clone(totals.entry(rank).or_default())
     }
 }

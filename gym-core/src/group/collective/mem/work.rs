@@ -1,7 +1,8 @@
 //! An operation that all of its ranks have called: the work on their buffers.
 
+use parking_lot::{Mutex, MutexGuard};
 use std::num::NonZero;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::thread::available_parallelism;
 
 use bytes::{Bytes, BytesMut};
@@ -230,5 +231,5 @@ fn spread<T: Send + 'static, R: Send + 'static, D: FnOnce(Vec<R>) + Send + 'stat
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+    mutex.lock()
 }

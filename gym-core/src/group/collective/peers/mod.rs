@@ -1,8 +1,9 @@
 //! A worker's way to the other ranks of its group.
 
+use parking_lot::{Mutex, MutexGuard};
 use std::collections::BTreeMap;
 use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 
 use futures_util::FutureExt as _;
 use tokio::sync::OnceCell;
@@ -277,7 +278,7 @@ impl Inner {
     }
 
     fn lock(&self) -> MutexGuard<'_, Joined> {
-        self.joined.lock().unwrap_or_else(PoisonError::into_inner)
+        self.joined.lock()
     }
 }
 

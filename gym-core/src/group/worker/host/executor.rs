@@ -1,6 +1,7 @@
 //! Executors of a worker: a task, or a dedicated thread.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use parking_lot::{Mutex, MutexGuard};
+use std::sync::Arc;
 
 use futures_util::future::BoxFuture;
 use tokio::sync::oneshot;
@@ -99,7 +100,7 @@ impl CurrentCaller {
     }
 
     fn lock(&self) -> MutexGuard<'_, Option<Caller>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.lock()
     }
 }
 

@@ -16,9 +16,10 @@ mod executor;
 mod queue;
 mod stats;
 
+use parking_lot::Mutex;
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -213,7 +214,7 @@ impl Drop for Stopping<'_> {
 
 impl Core {
     fn take_executor(&self) -> Option<Executor> {
-        self.executor.lock().unwrap_or_else(PoisonError::into_inner).take()
+        self.executor.lock().take()
     }
 
     fn kill(&self) {

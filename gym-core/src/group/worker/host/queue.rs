@@ -1,9 +1,10 @@
 //! A bounded FIFO queue for one consumer. A task takes all available items at once, so that consumer and callers seldom contend
 //! for the lock.
 
+use parking_lot::{Condvar, Mutex, MutexGuard};
 use std::collections::VecDeque;
 use std::future::poll_fn;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::task::{Poll, Waker, ready};
 
 use tokio::task::coop;
@@ -39,13 +40,13 @@ enum Consumer {
 
 impl<T> Queue<T> {
     fn state(&self) -> MutexGuard<'_, State<T>> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 
     fn wake(&self, consumer: Option<Consumer>) {
         match consumer {
             Some(Consumer::Task(waker)) => waker.wake(),
-            Some(Consumer::Thread) => self.arrived.notify_one(),
+            Some(Consumer::Thread) => _ = self.arrived.notify_one(),
             None => {}
         }
     }
@@ -126,7 +127,7 @@ impl<T> QueueReceiver<T> {
                 return None;
             }
             state.consumer = Some(Consumer::Thread);
-            state = self.queue.arrived.wait(state).unwrap_or_else(PoisonError::into_inner);
+            self.queue.arrived.wait(&mut state);
         }
     }
 }

@@ -1,7 +1,8 @@
 //! Statistics of a host's calls: waiting calls, running calls with their progress, and counts of ended calls.
 
+use parking_lot::{Mutex, MutexGuard};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
@@ -184,7 +185,7 @@ impl CallStats {
     }
 
     fn running(&self) -> MutexGuard<'_, RunningCalls> {
-        self.running.lock().unwrap_or_else(PoisonError::into_inner)
+        self.running.lock()
     }
 }
 

@@ -11,9 +11,9 @@
 //! `1 + spread` times the mean of the calls in flight, plus a slack. Their ring is replaced by a map of recent keys, so that a key
 //! stays where it is when its former replica has room again.
 
+use parking_lot::{Mutex, MutexGuard};
 use std::collections::HashMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use serde_json::value::RawValue;
 
@@ -241,7 +241,7 @@ impl Affinity {
     }
 
     fn lock(&self) -> MutexGuard<'_, AffinityState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 }
 

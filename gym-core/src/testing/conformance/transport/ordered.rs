@@ -1,6 +1,7 @@
 //! Cases of order, and of capacity in both directions at the same time.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use parking_lot::Mutex;
+use std::sync::Arc;
 
 use bytes::Bytes;
 use futures_util::future::join_all;
@@ -32,7 +33,7 @@ async fn calls_arrive_in_the_order_in_which_they_were_sent_whatever_their_size(m
     let arrived = Arc::new(Mutex::new(Vec::new()));
     let order = Arc::clone(&arrived);
     let handler = echo(move |request| {
-        order.lock().unwrap_or_else(PoisonError::into_inner).push(request.message.head.to_bytes());
+        order.lock().push(request.message.head.to_bytes());
     });
     let fixture = Fixture::with_calls_max(make, 1_000, handler).await;
     let channel = fixture.channel().await;
@@ -47,7 +48,7 @@ async fn calls_arrive_in_the_order_in_which_they_were_sent_whatever_their_size(m
     for (reply, text) in replies.into_iter().zip(&sent).rev() {
         assert_eq!(reply.await.expect("an answer").message.head.to_bytes(), text);
     }
-    assert_eq!(*arrived.lock().unwrap_or_else(PoisonError::into_inner), sent);
+    assert_eq!(*arrived.lock(), sent);
 }
 
 async fn full_ends_do_not_block_each_other(make: Make<'_>) {

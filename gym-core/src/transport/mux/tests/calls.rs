@@ -57,7 +57,7 @@ async fn requests_are_taken_in_the_order_in_which_they_were_sent() {
     let arrived = Arc::new(Mutex::new(Vec::new()));
     let order = Arc::clone(&arrived);
     let handler = handler_fn(move |request: Request| {
-        order.lock().unwrap().push(request.message.segments[0].len());
+        order.lock().push(request.message.segments[0].len());
         async move { Ok(Response::new(Status::OK, request.message)) }
     });
     let pair = Pair::new(&ConnectionLimits::default(), ConnectionLimits::default(), handler);
@@ -66,7 +66,7 @@ async fn requests_are_taken_in_the_order_in_which_they_were_sent() {
         replies.push(pair.channel.start(with_segment("/next", bytes)).await.unwrap());
     }
     pair.deliver().unwrap();
-    assert_eq!(*arrived.lock().unwrap(), (0..50).collect::<Vec<_>>(), "before any of them has run");
+    assert_eq!(*arrived.lock(), (0..50).collect::<Vec<_>>(), "before any of them has run");
     for (bytes, reply) in replies.into_iter().enumerate().rev() {
         assert_eq!(pair.during(reply).await.unwrap().message.segments[0].len(), bytes);
     }
@@ -377,7 +377,7 @@ async fn a_caller_that_takes_no_answers_is_refused_by_their_bytes_and_ended_by_t
         ask().await.unwrap();
     }
     let kinds = |posted: &Posted| matches!(posted, Posted::Response(..));
-    let answers = pair.answering.sender().0.lock().unwrap().posted.iter().filter(|posted| kinds(posted)).count();
+    let answers = pair.answering.sender().0.lock().posted.iter().filter(|posted| kinds(posted)).count();
     assert_eq!(answers, 10, "what comes after a hundred KiB of answers is refused");
     let mut ended = Ok(());
     for _ in 0..2_000 {
@@ -385,14 +385,14 @@ async fn a_caller_that_takes_no_answers_is_refused_by_their_bytes_and_ended_by_t
     }
     assert_eq!(code_and_execution(&ended.unwrap_err()), (Code::ResourceExhausted, Execution::Unknown));
 
-    pair.answering.sender().0.lock().unwrap().posted.clear();
+    pair.answering.sender().0.lock().posted.clear();
     ask().await.expect("what was taken does not count");
 }
 
 #[tokio::test(start_paused = true)]
 async fn a_peer_that_tolerates_little_silence_gets_at_most_ten_heartbeats_a_second() {
     let brief = ConnectionLimits { silence_max: Duration::from_millis(1), ..ConnectionLimits::default() };
-    let posted = |sender: &FakeSender| sender.0.lock().unwrap().posted.len();
+    let posted = |sender: &FakeSender| sender.0.lock().posted.len();
     for (ours, theirs) in [(ConnectionLimits::default(), &brief), (brief.clone(), &ConnectionLimits::default())] {
         let (sender, activity) = (FakeSender::default(), PeerActivity::default());
         let (theirs, living) = (Handshake::of(theirs), || activity.record());
@@ -418,7 +418,7 @@ async fn silence_ends_no_connection_of_which_one_end_watches_the_other_in_anothe
         let (sender, activity) = (FakeSender::default(), PeerActivity::default());
         let heartbeats = heartbeat(&sender, &activity, ours, &theirs, || {});
         assert!(tokio::time::timeout(day, heartbeats).await.is_err(), "its peer is silent for a day");
-        let posted = sender.0.lock().unwrap().posted.len() as u64;
+        let posted = sender.0.lock().posted.len() as u64;
         assert_eq!(posted, day.as_secs() / 5, "the connection is kept open");
     }
 }

@@ -3,8 +3,9 @@
 mod calls;
 mod headers;
 
+use parking_lot::Mutex;
 use std::collections::VecDeque;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::Duration;
 
 use crate::base::cancel::CancelToken;
@@ -49,22 +50,22 @@ struct PostedMessages {
 
 impl FakeSender {
     fn put(&self, posted: Posted) {
-        let mut messages = self.0.lock().unwrap();
+        let mut messages = self.0.lock();
         if !messages.closed {
             messages.posted.push_back(posted);
         }
     }
 
     fn next(&self) -> Option<Posted> {
-        self.0.lock().unwrap().posted.pop_front()
+        self.0.lock().posted.pop_front()
     }
 
     fn requests_since_flush(&self) -> Vec<Flush> {
-        self.0.lock().unwrap().requests.clone()
+        self.0.lock().requests.clone()
     }
 
     fn is_closed(&self) -> bool {
-        self.0.lock().unwrap().closed
+        self.0.lock().closed
     }
 }
 
@@ -85,9 +86,9 @@ impl MessageSender for FakeSender {
         flush: Flush,
         register: impl FnOnce(u64) -> Result<()>,
     ) -> Result<u64> {
-        let call = self.0.lock().unwrap().last_call + 1;
+        let call = self.0.lock().last_call + 1;
         register(call)?;
-        let mut messages = self.0.lock().unwrap();
+        let mut messages = self.0.lock();
         messages.last_call = call;
         messages.requests.push(flush);
         drop(messages);
@@ -100,7 +101,7 @@ impl MessageSender for FakeSender {
     }
 
     fn flush(&self) {
-        self.0.lock().unwrap().requests.clear();
+        self.0.lock().requests.clear();
     }
 
     fn post_failed(&self, call: u64, reason: BytesMut, permit: CapacityPermit) {
@@ -120,7 +121,7 @@ impl MessageSender for FakeSender {
     }
 
     fn close(&self) {
-        let mut messages = self.0.lock().unwrap();
+        let mut messages = self.0.lock();
         messages.closed = true;
         messages.posted.clear();
     }
