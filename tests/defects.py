@@ -169,7 +169,7 @@ DEFECTS = [
             let listed = |name: &str| update.changes.iter().any(|change| matches!(change, ServerChange::Present(server) if server.member.as_deref() == Some(name)));
             lost.extend(self.members.iter().filter(|(name, _)| !listed(name)).map(|(name, member)| LostMember { name: name.clone(), incarnation: member.incarnation, reason: String::new() }));
         }""", CLUSTER),
-    ("a-silent-member-is-lost-before-its-timeout", "gym-core/src/rollout/work/queue.rs", "worker.due = due.max(worker.heard + worker.patience);", "worker.due = due;", "-p gym-client --test work"),
+    ("a-silent-member-is-lost-before-its-timeout", "gym-core/src/rollout/work/queue.rs", "worker.due = due.max(worker.heard + worker.response_timeout);", "worker.due = due;", "-p gym-client --test work"),
     ("a-suspect-worker-has-no-reason", "gym-client/src/work/pool/mod.rs", "suspect: state.suspect(now, &who.name),", "suspect: None,", "-p gym-client --test work"),
     ("a-member-tells-an-old-time", "gym-client/src/registry/member.rs", "self.spec.tell_time(&self.world);", "let _ = &self.world;", "-p gym-client --test members"),
     ("no-call-waits-for-a-server-that-is-away", "gym-client/src/client/server_client/away.rs", "request.verb != Verb::Get", "request.verb == Verb::Get", "-p gym-client --test outage"),
@@ -189,12 +189,12 @@ DEFECTS = [
      "join_all(lost.iter().map(|host| hosts[*host].fenced())).await;", "let _ = (&lost, NodeLink::fenced);", GROUPS),
     ("a-lease-counts-from-the-confirmation", f"{NODES}/lease.rs",
      "if let Some((_, sent)) = self.sent.iter().find(|(known, _)| *known == number) {", "if let Some((_, sent)) = self.sent.iter().max().filter(|_| number > 0) {", GROUPS),
-    ("an-agent-starts-ranks-after-its-lease", f"{NODES}/agent/session.rs", "if lock(&self.lease).until() <= self.here.now() {", "if lock(&self.lease).until() < Duration::ZERO {",
+    ("an-agent-starts-ranks-after-its-lease", f"{NODES}/agent/session.rs", "if self.lease.lock().until() <= self.here.now() {", "if self.lease.lock().until() < Duration::ZERO {",
      "-p gym-group --lib provision::nodes::agent"),
     ("ranks-outlive-the-lease", f"{NODES}/agent/session.rs", "join_all(launches.iter().map(|launch| launch.ranks.lease(until))).await;", "let _ = (launches, until);", GROUPS),
     ("a-session-outlives-its-lease", f"{NODES}/agent/session.rs", "if left.is_zero() {", "if left.is_zero() && *self.ending.borrow() {", GROUPS),
     ("a-repeated-launch-prepares-the-ranks-again", f"{NODES}/agent/session.rs",
-     ("if lock(&self.launches).contains_key(&number) {", "launches.entry(number).or_insert(NodeLaunch { ranks, _events: Arc::new(AbortOnDropHandle::new(events)) });"),
+     ("if self.launches.lock().contains_key(&number) {", "launches.entry(number).or_insert(NodeLaunch { ranks, _events: Arc::new(AbortOnDropHandle::new(events)) });"),
      ("if false {", "launches.insert(number, NodeLaunch { ranks, _events: Arc::new(AbortOnDropHandle::new(events)) });"), "-p gym-group --lib provision::nodes::agent"),
     ("an-event-of-a-node-is-skipped", f"{NODES}/link.rs", "self.seen += reply.events.len();", "self.seen += reply.events.len() + usize::from(reply.events.len() > 2);", GROUPS),
     ("the-exit-of-an-older-incarnation-counts", "gym-client/group/src/supervise/record.rs",

@@ -76,38 +76,34 @@ impl Head {
         if term > 1 {
             registry.recover_for(RECOVERY);
         }
-        *lock(&self.life) = Some(registry);
-        *lock(&self.killed) = CancelToken::new();
+        *self.life.lock() = Some(registry);
+        *self.killed.lock() = CancelToken::new();
     }
 
     fn kill(&self) {
-        *lock(&self.life) = None;
-        lock(&self.killed).cancel();
+        *self.life.lock() = None;
+        self.killed.lock().cancel();
     }
 
     /// These members find no way to the head when they join.
     fn away(&self, members: &[&str]) {
-        *lock(&self.away) = members.iter().map(|name| (*name).to_owned()).collect();
+        *self.away.lock() = members.iter().map(|name| (*name).to_owned()).collect();
     }
 
     fn freeze(&self, member: &str) {
-        *lock(&self.frozen) = Some(member.to_owned());
+        *self.frozen.lock() = Some(member.to_owned());
     }
 
     /// Runs a call in this life of the head; its connections break when it is killed.
     async fn call<T>(&self, call: impl AsyncFnOnce(MemoryRegistry) -> Result<T>) -> Result<T> {
         let away = || Error::new(Code::Unavailable, Execution::Unknown, "the head server is away");
-        let (life, killed) = (lock(&self.life).clone().ok_or_else(away)?, lock(&self.killed).clone());
+        let (life, killed) = (self.life.lock().clone().ok_or_else(away)?, self.killed.lock().clone());
         tokio::select! {
             biased;
             () = killed.cancelled() => Err(away()),
             result = call(life) => result,
         }
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> parking_lot::MutexGuard<'_, T> {
-    mutex.lock()
 }
 
 #[async_trait]
@@ -133,21 +129,21 @@ impl Registry for Head {
     }
 
     fn watch(&self, name: &str) -> BoxStream<'static, Vec<Instance>> {
-        lock(&self.life).as_ref().unwrap().watch(name)
+        self.life.lock().as_ref().unwrap().watch(name)
     }
 }
 
 #[async_trait]
 impl MemberRegistry for Head {
     async fn join(&self, cx: &CallContext, spec: MemberSpec) -> Result<JoinedMember> {
-        if lock(&self.away).contains(&spec.name) {
+        if self.away.lock().contains(&spec.name) {
             return Err(Error::not_started(Code::Unavailable, "the name of the head server is unknown"));
         }
         self.call(async |life| life.join(cx, spec).await).await
     }
 
     async fn heartbeat(&self, cx: &CallContext, heartbeat: &Heartbeat) -> Result<HeartbeatReply> {
-        if lock(&self.frozen).as_ref() == Some(&heartbeat.lease.name) {
+        if self.frozen.lock().as_ref() == Some(&heartbeat.lease.name) {
             std::future::pending::<()>().await;
         }
         let replied = self.call(async |life| life.heartbeat(cx, heartbeat).await).await;
@@ -200,7 +196,7 @@ impl Cluster {
     async fn start(&mut self, name: &str, takes: Duration) -> MemberKeeper {
         let (calls, note) = (Arc::clone(&self.calls), name.to_owned());
         let handler = handler_fn(move |_: Request| {
-            lock(&calls).push(note.clone());
+            calls.lock().push(note.clone());
             async move {
                 sleep(takes).await;
                 Ok(Response::json("{}"))
@@ -229,12 +225,12 @@ impl Cluster {
 
     /// Returns how many of the next calls each replica gets.
     async fn shares(&self, count: usize) -> std::collections::BTreeMap<String, usize> {
-        lock(&self.calls).clear();
+        self.calls.lock().clear();
         for result in join_all((0..count).map(|_| self.call())).await {
             result.unwrap();
         }
         let mut shares = std::collections::BTreeMap::new();
-        for name in lock(&self.calls).iter() {
+        for name in self.calls.lock().iter() {
             *shares.entry(name.clone()).or_insert(0) += 1;
         }
         shares

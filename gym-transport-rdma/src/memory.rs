@@ -5,7 +5,7 @@
 //! pool returns plain memory and counts it.
 #![allow(unsafe_code)]
 
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use std::collections::BTreeMap;
 use std::fmt;
 use std::ops::{Deref, DerefMut, Range};
@@ -82,7 +82,7 @@ impl Pool {
     /// `ResourceExhausted` if the system has no memory.
     pub fn take(&self, len: usize) -> Result<Buffer> {
         let size = size_of_class(len);
-        let mut state = self.0.state();
+        let mut state = self.0.state.lock();
         if size > self.0.options.buffer_bytes_max || state.closed {
             state.stats.plain += 1;
             drop(state);
@@ -119,20 +119,20 @@ impl Pool {
     /// Returns the counters.
     #[must_use]
     pub fn stats(&self) -> PoolStats {
-        self.0.state().stats
+        self.0.state.lock().stats
     }
 
     /// Returns the region of the pool that contains this address. The region stays mapped until [`Pool::retired`]
     /// returns it.
     pub(crate) fn region_of(&self, address: usize) -> Option<Range<usize>> {
-        let state = self.0.state();
+        let state = self.0.state.lock();
         let (start, size) = state.kept.range(..=address).next_back()?;
         (address < start + size).then(|| *start..start + size)
     }
 
     /// Returns the regions that were removed from the pool. The caller unregisters them, then drops them.
     pub(crate) fn retired(&self) -> Vec<Region> {
-        let mut state = self.0.state();
+        let mut state = self.0.state.lock();
         let retired = std::mem::take(&mut state.retired);
         for region in &retired {
             state.kept.remove(&region.start.addr().get());
@@ -143,7 +143,7 @@ impl Pool {
 
     /// Frees all free regions now and the others when they return. All registrations must have been dropped before.
     pub(crate) fn close(&self) {
-        let mut state = self.0.state();
+        let mut state = self.0.state.lock();
         state.closed = true;
         state.stats.bytes_kept -= state.stats.bytes_free;
         state.stats.bytes_free = 0;
@@ -160,12 +160,8 @@ impl fmt::Debug for Pool {
 }
 
 impl PoolShared {
-    fn state(&self) -> MutexGuard<'_, PoolState> {
-        self.state.lock()
-    }
-
     fn return_region(&self, region: Region) {
-        let mut state = self.state();
+        let mut state = self.state.lock();
         if state.closed {
             state.stats.bytes_kept -= region.size;
             drop(state);

@@ -1,6 +1,6 @@
 //! The servers that are away, for which calls of a client wait.
 
-use parking_lot::{Mutex, MutexGuard, RwLock};
+use parking_lot::{Mutex, RwLock};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::sync::atomic::AtomicUsize;
@@ -52,12 +52,12 @@ pub(super) struct Outage {
 impl Outage {
     /// Returns the reason, as of the last question.
     pub(super) fn reason(&self) -> Arc<str> {
-        Arc::clone(&lock(&self.reason))
+        Arc::clone(&self.reason.lock())
     }
 
     /// Notes why the server did not answer.
     pub(super) fn note(&self, error: &Error) {
-        *lock(&self.reason) = reason(error);
+        *self.reason.lock() = reason(error);
     }
 }
 
@@ -71,7 +71,7 @@ pub(super) struct Waiting<'a> {
 impl Waiting<'_> {
     /// Ends the outage: all its calls are sent.
     pub(super) fn end(&self) {
-        if self.remove(&mut lock(&self.outages.away)) {
+        if self.remove(&mut self.outages.away.lock()) {
             let waiting = self.outage.waiting.load(Relaxed);
             tracing::info!(server = self.server, after = ?self.outage.since.elapsed(), waiting, "a server is back");
         }
@@ -87,7 +87,7 @@ impl Waiting<'_> {
 
 impl Drop for Waiting<'_> {
     fn drop(&mut self) {
-        let mut away = lock(&self.outages.away);
+        let mut away = self.outages.away.lock();
         if self.outage.waiting.fetch_sub(1, Relaxed) == 1 {
             self.remove(&mut away);
         }
@@ -106,7 +106,7 @@ impl Outages {
 
     /// Begins to wait for a server to which a call failed.
     pub(super) fn begin<'a>(&'a self, server: &'a str, error: &Error) -> Waiting<'a> {
-        let mut away = lock(&self.away);
+        let mut away = self.away.lock();
         let outage = away.entry(server.to_owned()).or_insert_with(|| {
             tracing::warn!(server, %error, "a server is away; calls wait for it");
             Arc::new(Outage {
@@ -137,15 +137,11 @@ impl AwaitedServers {
             gives_up_after_seconds: SERVER_TIMEOUT.as_secs(),
             reason: outage.reason().to_string(),
         };
-        lock(&self.0.away).iter().map(report).collect()
+        self.0.away.lock().iter().map(report).collect()
     }
 }
 
 /// Returns the innermost reason of an error: `Connection refused`.
 fn reason(error: &Error) -> Arc<str> {
     error.chain().last().map_or_else(|| error.message().into(), |link| link.message.as_str().into())
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock()
 }

@@ -1,6 +1,6 @@
 //! Supervises one child process: starts, watches, restarts and stops it, and reports each exit.
 
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use std::fmt;
 use std::path::PathBuf;
 use std::process::{ExitStatus, Stdio};
@@ -225,7 +225,7 @@ impl ChildSupervisor {
                 .map_err(|error| refused(cgroup.clone(), error))?;
         }
         let tree = {
-            let mut tree = self.tree();
+            let mut tree = self.tree.lock();
             tree.leaders = vec![leader];
             tree.clone()
         };
@@ -243,10 +243,6 @@ impl ChildSupervisor {
         Ok(RunningChild { process, leader, tree, output, tail, number, memory })
     }
 
-    fn tree(&self) -> MutexGuard<'_, ProcessTree> {
-        self.tree.lock()
-    }
-
     fn command(&self, program: &std::path::Path) -> Command {
         let mut command = Command::new(&self.shared.shim);
         command.args(shim::shim_arguments(std::process::id(), program)).args(&self.spec.args);
@@ -255,7 +251,7 @@ impl ChildSupervisor {
         }
         command.envs(&self.spec.env);
         // Launchers can be nested: a child that is a launcher belongs to both.
-        let mark = self.tree().mark.clone();
+        let mark = self.tree.lock().mark.clone();
         let mark = match std::env::var(MARK_VARIABLE) {
             Ok(outer) if !outer.is_empty() => format!("{outer}:{mark}"),
             _ => mark,

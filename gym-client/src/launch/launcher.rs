@@ -193,7 +193,7 @@ impl Launcher {
                 stop: stop_receiver,
             };
             let first = supervisor.start(1).await?;
-            let mut children = self.lock();
+            let mut children = self.children.lock();
             if let Some(entry) = children.entries.iter_mut().find(|entry| entry.handle.name == name) {
                 entry.supervisor = Some(tokio::spawn(supervisor.run(first).boxed()));
                 reservation.kept = true;
@@ -205,14 +205,14 @@ impl Launcher {
 
     /// Returns a mark that no other child of the machine has.
     fn next_mark(&self) -> String {
-        let mut children = self.lock();
+        let mut children = self.children.lock();
         children.next_mark += 1;
         format!("{}.{}", self.shared.identity, children.next_mark)
     }
 
     /// Reserves the child's name and its position in the order of starts.
     fn reserve(&self, handle: &ChildHandle, grace: Duration) -> Result<(), LaunchError> {
-        let mut children = self.lock();
+        let mut children = self.children.lock();
         if children.closed {
             return Err(LaunchError::ShutDown { name: handle.name.to_string() });
         }
@@ -233,7 +233,7 @@ impl Launcher {
     /// Returns the children that have not ended, in the order of their starts.
     #[must_use]
     pub fn children(&self) -> Vec<ChildHandle> {
-        let children = self.lock();
+        let children = self.children.lock();
         let living = children.entries.iter().filter(|entry| !entry.handle.state.borrow().is_final());
         living.map(|entry| entry.handle.clone()).collect()
     }
@@ -249,7 +249,7 @@ impl Launcher {
         Box::pin(async move {
             let until = Instant::now() + grace;
             let stopping: Vec<(ChildHandle, Duration)> = {
-                let mut children = self.lock();
+                let mut children = self.children.lock();
                 children.closed = true;
                 children.entries.iter().rev().map(|entry| (entry.handle.clone(), entry.grace)).collect()
             };
@@ -268,15 +268,11 @@ impl Launcher {
             failed.map_or(Ok(()), Err)
         })
     }
-
-    fn lock(&self) -> parking_lot::MutexGuard<'_, ChildTable> {
-        self.children.lock()
-    }
 }
 
 impl Drop for Launcher {
     fn drop(&mut self) {
-        for entry in &self.lock().entries {
+        for entry in &self.children.lock().entries {
             if let Some(supervisor) = &entry.supervisor {
                 // Drops the process handle, which kills the child. The watchdog ends its descendants when the last
                 // supervisor closes the pipe.
@@ -296,7 +292,7 @@ struct NameReservation<'a> {
 impl Drop for NameReservation<'_> {
     fn drop(&mut self) {
         if !self.kept {
-            self.launcher.lock().entries.retain(|entry| entry.handle.name != *self.name);
+            self.launcher.children.lock().entries.retain(|entry| entry.handle.name != *self.name);
         }
     }
 }

@@ -3,7 +3,7 @@
 //! Each link creates a child token for each call, and most of these are never waited for. Creating a child therefore only stores the
 //! parent and takes no lock. The child registers with the parent at the first wait.
 
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use std::fmt;
 use std::future::Future;
 use std::pin::Pin;
@@ -120,7 +120,7 @@ impl CancelToken {
         if *slot == NO_SLOT {
             node.listen();
         }
-        let mut listeners = node.listeners();
+        let mut listeners = node.listeners.lock();
         // Checked under the lock, after registering with the parents.
         if self.is_cancelled() {
             return Poll::Ready(());
@@ -142,7 +142,7 @@ impl CancelToken {
     /// Gives up the slot of a waiter.
     fn leave(&self, slot: u32) {
         if slot != NO_SLOT {
-            let left = self.0.listeners().remove(slot);
+            let left = self.0.listeners.lock().remove(slot);
             drop(left);
         }
     }
@@ -158,7 +158,7 @@ impl Node {
             return;
         }
         // A listener that takes a slot after this finds, under the same lock, that the token has fired.
-        let listeners = std::mem::take(&mut *self.listeners());
+        let listeners = std::mem::take(&mut *self.listeners.lock());
         for slot in listeners.first.into_iter().chain(listeners.more.into_iter().flat_map(|more| *more)) {
             match slot {
                 ListenerSlot::Waiter(waker) => waker.wake(),
@@ -173,7 +173,7 @@ impl Node {
         let Some(CancelToken(parent)) = &self.parent else { return };
         parent.listen();
         if self.slot.load(Ordering::Acquire) == NO_SLOT {
-            let mut listeners = parent.listeners();
+            let mut listeners = parent.listeners.lock();
             // Another waiter may have registered the token meanwhile. The slot changes under the parent's lock only.
             if self.slot.load(Ordering::Acquire) == NO_SLOT {
                 let slot = listeners.add(ListenerSlot::Child(Arc::downgrade(self)));
@@ -181,17 +181,13 @@ impl Node {
             }
         }
     }
-
-    fn listeners(&self) -> MutexGuard<'_, Listeners> {
-        self.listeners.lock()
-    }
 }
 
 impl Drop for Node {
     fn drop(&mut self) {
         let slot = *self.slot.get_mut();
         if let (Some(CancelToken(parent)), true) = (&self.parent, slot != NO_SLOT) {
-            let left = parent.listeners().remove(slot);
+            let left = parent.listeners.lock().remove(slot);
             drop(left);
         }
     }
@@ -368,7 +364,7 @@ mod tests {
                     && pin!(token.cancelled()).poll(&mut cx).is_pending()
             );
         }
-        assert!(token.0.listeners().more.is_none());
+        assert!(token.0.listeners.lock().more.is_none());
         token.cancel();
         assert_eq!(count.0.load(Ordering::Relaxed), 0);
     }

@@ -11,7 +11,7 @@
 //! One thread of a runtime waits for sockets and timers, for all of them. If a handler blocks that thread, tokio lets no other thread wait in its place
 //! until one has something to do. So the watchdog also gives the runtime an empty task: the thread that takes it then waits for sockets and timers.
 
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use std::array::from_fn;
 use std::collections::{BTreeMap, VecDeque};
 use std::fmt;
@@ -222,18 +222,18 @@ pub fn watch() {
 /// Returns the handlers that block a thread now.
 #[must_use]
 pub fn current() -> Vec<Stall> {
-    monitor().lock().current(Instant::now())
+    monitor().0.lock().current(Instant::now())
 }
 
 /// Returns each handler that has blocked a thread, with the number of times.
 #[must_use]
 pub fn totals() -> Vec<(StalledHandler, u64)> {
-    monitor().lock().totals.iter().map(|(handler, count)| (handler.clone(), *count)).collect()
+    monitor().0.lock().totals.iter().map(|(handler, count)| (handler.clone(), *count)).collect()
 }
 
 /// Returns the longest stall during which this instant passed, if there is one.
 pub(crate) fn during(instant: Instant) -> Option<Stall> {
-    monitor().lock().during(instant, Instant::now())
+    monitor().0.lock().during(instant, Instant::now())
 }
 
 /// Watches the threads that poll handlers.
@@ -310,22 +310,18 @@ impl StallEvent {
 }
 
 impl StallMonitor {
-    fn lock(&self) -> MutexGuard<'_, MonitorState> {
-        self.0.lock()
-    }
-
     fn register(&self, thread: String) -> Arc<PollRecord> {
         let record = Arc::new(PollRecord::new(thread));
         let (record_of, runtime) = (Arc::downgrade(&record), Handle::try_current().ok());
         let watched = WatchedThread { record: record_of, changes: 0, seen: Instant::now(), noted: None, runtime };
-        self.lock().threads.push(watched);
+        self.0.lock().threads.push(watched);
         record
     }
 
     /// Gives each runtime with a blocked thread an empty task, so that another thread waits for sockets and timers.
     fn wake_blocked_runtimes(&self) {
         let blocked: Vec<Handle> = {
-            let state = self.lock();
+            let state = self.0.lock();
             state
                 .threads
                 .iter()
@@ -340,7 +336,7 @@ impl StallMonitor {
 
     /// Looks at every thread once.
     fn look(&self, now: Instant) -> Vec<StallEvent> {
-        let mut state = self.lock();
+        let mut state = self.0.lock();
         let MonitorState { threads, ended, totals } = &mut *state;
         let mut events = Vec::new();
         threads.retain_mut(|thread| {
@@ -446,7 +442,7 @@ mod tests {
         record.begin(&HandlerLabel::new("bank", "/slow"), TRACE);
         assert_eq!(monitor.look(at(0)), []);
         assert_eq!(monitor.look(at(900)), [], "a second is the limit");
-        assert_eq!(monitor.lock().current(at(900)), []);
+        assert_eq!(monitor.0.lock().current(at(900)), []);
         let stall = |ms| Stall {
             handler: handler("bank", "/slow"),
             trace_id: TRACE,
@@ -457,11 +453,11 @@ mod tests {
         assert_eq!(monitor.look(at(1_000)), [StallEvent::Blocks(stall(1_000))]);
         assert_eq!(monitor.look(at(1_100)), [], "one warning at a time");
         assert_eq!(monitor.look(at(2_000)), [StallEvent::Blocks(stall(2_000))]);
-        assert_eq!(monitor.lock().current(at(2_100)), [stall(2_100)]);
+        assert_eq!(monitor.0.lock().current(at(2_100)), [stall(2_100)]);
         record.end();
         assert_eq!(monitor.look(at(30_000)), [StallEvent::Ended(stall(30_000))]);
-        assert_eq!(monitor.lock().current(at(30_100)), []);
-        assert_eq!(monitor.lock().totals, BTreeMap::from([(handler("bank", "/slow"), 1)]));
+        assert_eq!(monitor.0.lock().current(at(30_100)), []);
+        assert_eq!(monitor.0.lock().totals, BTreeMap::from([(handler("bank", "/slow"), 1)]));
         // The outer handler continues, and is not to blame for the time of the inner one.
         assert_eq!(monitor.look(at(30_900)), []);
     }
@@ -479,7 +475,7 @@ mod tests {
         }
         drop(busy);
         let _ = monitor.look(start);
-        assert_eq!(monitor.lock().threads.len(), 1, "a thread that has ended is no longer watched");
+        assert_eq!(monitor.0.lock().threads.len(), 1, "a thread that has ended is no longer watched");
     }
 
     #[test]
@@ -489,7 +485,7 @@ mod tests {
         let at = |ms: u64| start + Duration::from_millis(ms);
         record.begin(&HandlerLabel::new("bank", "/slow"), TRACE);
         let _ = (monitor.look(at(1_000)), monitor.look(at(1_300)));
-        let name = |deadline, now| monitor.lock().during(at(deadline), at(now)).map(|stall| stall.to_string());
+        let name = |deadline, now| monitor.0.lock().during(at(deadline), at(now)).map(|stall| stall.to_string());
         let text = "`/slow` of server `bank` blocked its thread for 0.5 s";
         assert_eq!(name(1_200, 1_500).as_deref(), Some(text), "still blocked");
         assert_eq!(name(500, 1_500), None, "it passed before");

@@ -1,6 +1,6 @@
 //! A registry in the memory of one process: the rules with tokio's clock.
 
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -49,25 +49,21 @@ impl MemoryRegistry {
     /// Marks the registry as recovering for this time: members of an earlier life of the head may return. Meanwhile, clients keep the
     /// servers that they know.
     pub fn recover_for(&self, time: Duration) {
-        self.state().members.recover_until(Instant::now() + time);
+        self.state.lock().members.recover_until(Instant::now() + time);
     }
 
     /// Notes what a suspect member did when it was asked directly: it is part of the reason that rosters show. Does nothing if the member is not
     /// suspect any more, or is another process.
     pub fn note_asked(&self, name: &str, incarnation: Incarnation, asked: &str) {
-        if self.state().members.note_asked(name, incarnation, asked) {
+        if self.state.lock().members.note_asked(name, incarnation, asked) {
             tracing::info!(member = name, "a suspect worker was asked: {asked}");
             self.changed.notify_waiters();
         }
     }
 
-    fn state(&self) -> MutexGuard<'_, RegistryState> {
-        self.state.lock()
-    }
-
     /// Applies a change of the members, logs it and wakes the watchers.
     fn apply<T>(&self, change: impl FnOnce(&mut RegistryState) -> Result<(T, Vec<MemberEvent>)>) -> Result<T> {
-        let (result, events) = change(&mut self.state())?;
+        let (result, events) = change(&mut self.state.lock())?;
         events.iter().for_each(log);
         if !events.is_empty() {
             self.changed.notify_waiters();
@@ -78,7 +74,7 @@ impl MemoryRegistry {
     /// Applies all that is due, and returns the time of the next change.
     fn tick(&self) -> Option<Instant> {
         let (events, expired, next) = {
-            let mut state = self.state();
+            let mut state = self.state.lock();
             let (events, expired) = (state.members.tick(Instant::now()), state.expire(Instant::now()));
             (events, expired, [state.members.next_change(), state.next_expiry()].into_iter().flatten().min())
         };
@@ -96,7 +92,7 @@ impl MemoryRegistry {
             // Registered before the state is read, so that no change is missed.
             changed.as_mut().enable();
             let next = self.tick();
-            if let Some(found) = ready(&self.state()) {
+            if let Some(found) = ready(&self.state.lock()) {
                 return Some(found);
             }
             let until = next.map_or(deadline, |next| next.min(deadline));
@@ -107,7 +103,7 @@ impl MemoryRegistry {
                     if until == deadline {
                         // What is due at this very moment counts.
                         self.tick();
-                        return ready(&self.state());
+                        return ready(&self.state.lock());
                     }
                 }
             }
@@ -149,28 +145,28 @@ impl Drop for BrokenUnlessAnswered<'_> {
 #[async_trait]
 impl Registry for MemoryRegistry {
     async fn register(&self, _: &CallContext, registration: Registration) -> Result<Lease> {
-        let lease = self.state().register(Instant::now(), registration)?;
+        let lease = self.state.lock().register(Instant::now(), registration)?;
         self.changed.notify_waiters();
         Ok(lease)
     }
 
     async fn renew(&self, _: &CallContext, lease: &Lease) -> Result<()> {
-        self.state().renew(Instant::now(), lease)
+        self.state.lock().renew(Instant::now(), lease)
     }
 
     async fn deregister(&self, _: &CallContext, lease: Lease) -> Result<()> {
-        if self.state().deregister(&lease) {
+        if self.state.lock().deregister(&lease) {
             self.changed.notify_waiters();
         }
         Ok(())
     }
 
     async fn resolve(&self, _: &CallContext, name: &str) -> Result<Vec<Instance>> {
-        Ok(self.state().resolve(Instant::now(), name))
+        Ok(self.state.lock().resolve(Instant::now(), name))
     }
 
     async fn list(&self, _: &CallContext) -> Result<Vec<Instance>> {
-        Ok(self.state().list(Instant::now()))
+        Ok(self.state.lock().list(Instant::now()))
     }
 
     fn watch(&self, name: &str) -> BoxStream<'static, Vec<Instance>> {
@@ -179,7 +175,7 @@ impl Registry for MemoryRegistry {
             loop {
                 let changed = registry.changed.notified();
                 let (now, expiry) = {
-                    let state = registry.state();
+                    let state = registry.state.lock();
                     let due = [state.next_expiry(), state.members.next_change()].into_iter().flatten().min();
                     (state.resolve(Instant::now(), &name), due)
                 };
@@ -213,7 +209,7 @@ impl MemberRegistry for MemoryRegistry {
             (&heartbeat.lease, self.apply(|state| state.members.heartbeat(Instant::now(), heartbeat))?);
         let mut answered = BrokenUnlessAnswered { registry: self, heartbeat: Some(heartbeat) };
         if state == heartbeat.known {
-            let wait = self.state().members.heartbeat_of(lease).unwrap_or_default();
+            let wait = self.state.lock().members.heartbeat_of(lease).unwrap_or_default();
             let deadline = (Instant::now() + wait).min(cx.deadline);
             let waited = self.wait_for(deadline, |now| {
                 let now = now.members.state_of(lease);
@@ -242,14 +238,14 @@ impl MemberRegistry for MemoryRegistry {
 
     async fn members(&self, _: &CallContext) -> Result<Vec<Member>> {
         self.tick();
-        Ok(self.state().members.members(Instant::now()))
+        Ok(self.state.lock().members.members(Instant::now()))
     }
 
     async fn roster(&self, cx: &CallContext, seen: Option<RosterVersion>, wait: Duration) -> Result<RosterUpdate> {
         let deadline = (Instant::now() + wait).min(cx.deadline);
         let changed = self.wait_for(deadline, |state| (Some(state.members.version()) != seen).then_some(()));
         changed.await;
-        Ok(self.state().members.since(Instant::now(), seen))
+        Ok(self.state.lock().members.since(Instant::now(), seen))
     }
 }
 

@@ -15,7 +15,7 @@
 //! The callers that wait for an episode poll it. Without callers, a task polls the episode until the grace period ends. The task
 //! then drops the episode, which cancels its calls.
 
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::future::Future;
@@ -148,7 +148,7 @@ impl RunDeduplicator {
         let RunCaller { call, wait, deadline } = caller;
         let grace = wait.map_or(self.shared.grace, |wait| wait.min(self.shared.grace));
         let (episode, run) = {
-            let mut table = lock(&self.shared.table);
+            let mut table = self.shared.table.lock();
             let known = table.episodes.entry(key.clone()).or_default();
             let call = call.filter(|call| call.len() <= CALL_BYTES_MAX);
             let first = |joins: &dyn Fn(&InFlightRun) -> bool| {
@@ -199,7 +199,7 @@ impl RunDeduplicator {
     /// Returns the number of episodes in progress.
     #[cfg(test)]
     pub(crate) fn len(&self) -> usize {
-        lock(&self.shared.table).episodes.values().map(Vec::len).sum()
+        self.shared.table.lock().episodes.values().map(Vec::len).sum()
     }
 }
 
@@ -228,7 +228,7 @@ impl Waiter<'_> {
     fn answered(&mut self) {
         self.run = None;
         self.episode.delivered().cancel();
-        lock(&self.runs.shared.table).forget(&self.key, &self.episode);
+        self.runs.shared.table.lock().forget(&self.key, &self.episode);
     }
 }
 
@@ -236,7 +236,7 @@ impl Drop for Waiter<'_> {
     fn drop(&mut self) {
         let run = self.run.take();
         // Counted and moved to a task under one lock, so that no resent request intervenes.
-        let mut table = lock(&self.runs.shared.table);
+        let mut table = self.runs.shared.table.lock();
         let last = self.episode.callers.fetch_sub(1, Relaxed) == 1;
         while table.abandoned.try_join_next().is_some() {}
         let Some(run) = run.filter(|_| last && !self.episode.delivered().is_cancelled()) else { return };
@@ -283,15 +283,11 @@ async fn drive_abandoned(
     }
     let Some(runs) = runs.upgrade() else { return };
     // A caller that has joined meanwhile now polls the episode and removes it.
-    let mut table = lock(&runs.table);
+    let mut table = runs.table.lock();
     if episode.is_abandoned() {
         tracing::debug!(?key, "episode dropped: no caller came back within the grace period");
         table.forget(&key, &episode);
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock()
 }
 
 #[cfg(test)]
@@ -394,7 +390,7 @@ mod tests {
                 (("0".into(), second_episode), (episodes, episodes, 0)),
                 "{first:?} {second:?}"
             );
-            assert_eq!((runs.len(), lock(&runs.shared.table).episodes.len()), (0, 0));
+            assert_eq!((runs.len(), runs.shared.table.lock().episodes.len()), (0, 0));
         }
     }
 
@@ -515,7 +511,7 @@ mod tests {
         leave_after(1, &runs, &counts, 5).await;
         assert_eq!(call(&runs, &counts, ROW, 5).await, "2");
         assert_eq!(call(&runs, &counts, ROW, 5).await, "3");
-        assert_eq!(lock(&runs.shared.table).episodes.len(), 0);
+        assert_eq!(runs.shared.table.lock().episodes.len(), 0);
     }
 
     #[tokio::test(start_paused = true)]

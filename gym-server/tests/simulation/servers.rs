@@ -1,6 +1,6 @@
 //! Small user-written servers: an agent that thinks and calls a tool, and a resources server that counts the calls.
 
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
@@ -101,11 +101,7 @@ impl Task {
     }
 }
 
-impl SmallResources {
-    fn sessions(&self) -> MutexGuard<'_, BTreeMap<String, u32>> {
-        self.sessions.lock()
-    }
-}
+impl SmallResources {}
 
 fn forgotten(session: &SessionId) -> Error {
     Error::new(Code::FailedPrecondition, Execution::Finished, format!("no session {session} here"))
@@ -115,19 +111,19 @@ impl ResourcesServer for SmallResources {
     type Task = Task;
 
     async fn seed_session(&self, _: &CallContext, session: &SessionId, _: &RawObject) -> Result<RawObject> {
-        self.sessions().insert(session.to_string(), 0);
+        self.sessions.lock().insert(session.to_string(), 0);
         Ok(RawObject::empty())
     }
 
     async fn call_tool(&self, _: &CallContext, session: &SessionId, _: &str, _: &RawObject) -> Result<Response> {
-        let mut sessions = self.sessions();
+        let mut sessions = self.sessions.lock();
         let count = sessions.get_mut(session.as_str()).ok_or_else(|| forgotten(session))?;
         *count += 1;
         Ok(Response::json(count.to_string()))
     }
 
     async fn verify(&self, _: &CallContext, session: &SessionId, task: Task, _: &ModelResponse) -> Result<Verdict> {
-        let count = self.sessions().remove(session.as_str()).ok_or_else(|| forgotten(session))?;
+        let count = self.sessions.lock().remove(session.as_str()).ok_or_else(|| forgotten(session))?;
         let attempt = task.attempt();
         if count != self.steps {
             let key = attempt.key;

@@ -3,7 +3,7 @@
 //!
 //! The reader of a segment may keep its buffer for as long as it needs; the next segment is then received into new memory.
 
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
@@ -59,7 +59,7 @@ impl ReceiveBufferPool {
 
     /// Returns the smallest free buffer that fits without waste.
     fn reuse(&self, needed: usize) -> Option<Vec<u8>> {
-        let mut free = self.lock();
+        let mut free = self.free.lock();
         let fits = free.buffers.iter().enumerate().filter(|(_, (kept, _))| (needed..=2 * needed).contains(&kept.len()));
         let (at, _) = fits.min_by_key(|(_, (kept, _))| kept.len())?;
         let (buffer, _) = free.buffers.swap_remove(at);
@@ -69,7 +69,7 @@ impl ReceiveBufferPool {
 
     fn put_back(&self, buffer: Vec<u8>) {
         self.in_use.fetch_sub(buffer.len(), Relaxed);
-        let mut free = self.lock();
+        let mut free = self.free.lock();
         if free.bytes + buffer.len() <= self.bytes_max {
             free.bytes += buffer.len();
             free.buffers.push((buffer, Instant::now()));
@@ -80,7 +80,7 @@ impl ReceiveBufferPool {
     pub(crate) fn trim(&self, unused: Duration) {
         let now = Instant::now();
         let old: Vec<_> = {
-            let mut free = self.lock();
+            let mut free = self.free.lock();
             let old: Vec<_> = free.buffers.extract_if(.., |(_, since)| *since + unused <= now).collect();
             free.bytes -= old.iter().map(|(buffer, _)| buffer.len()).sum::<usize>();
             old
@@ -92,17 +92,13 @@ impl ReceiveBufferPool {
     /// Returns the bytes of free buffers, and the bytes of buffers in use.
     #[cfg(test)]
     pub(crate) fn bytes(&self) -> (usize, usize) {
-        (self.lock().bytes, self.in_use.load(Relaxed))
-    }
-
-    fn lock(&self) -> MutexGuard<'_, FreeBuffers> {
-        self.free.lock()
+        (self.free.lock().bytes, self.in_use.load(Relaxed))
     }
 }
 
 impl fmt::Debug for ReceiveBufferPool {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "ReceiveBufferPool({} bytes kept, {} in use)", self.lock().bytes, self.in_use.load(Relaxed))
+        write!(f, "ReceiveBufferPool({} bytes kept, {} in use)", self.free.lock().bytes, self.in_use.load(Relaxed))
     }
 }
 

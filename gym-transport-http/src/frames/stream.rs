@@ -5,7 +5,7 @@
 //!   your Listener  ── ByteStream ── FramedServer ──► Handler
 //! ```
 
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use std::fmt;
 use std::future::Future;
 use std::io::{self, IoSlice};
@@ -242,11 +242,6 @@ struct StreamWriter {
 }
 
 impl StreamWriter {
-    /// Locks the writer. One task at a time writes, so only a task that closes the connection ever waits for the lock.
-    fn lock(&self) -> MutexGuard<'_, Box<dyn AsyncWrite + Send + Unpin>> {
-        self.writer.lock()
-    }
-
     fn now<T>(
         &self,
         poll: impl FnOnce(Pin<&mut (dyn AsyncWrite + Send + Unpin)>, &mut Context<'_>) -> Poll<io::Result<T>>,
@@ -254,7 +249,7 @@ impl StreamWriter {
         if self.state.closed.load(SeqCst) {
             return Err(io::ErrorKind::BrokenPipe.into());
         }
-        let polled = poll(Pin::new(&mut **self.lock()), &mut Context::from_waker(&self.waker));
+        let polled = poll(Pin::new(&mut **self.writer.lock()), &mut Context::from_waker(&self.waker));
         match polled {
             Poll::Ready(result) => result,
             Poll::Pending => Err(io::ErrorKind::WouldBlock.into()),
@@ -289,7 +284,7 @@ impl WriteHalf for StreamWriter {
             return;
         }
         // If the shutdown cannot complete at once, it happens when the writer is dropped.
-        let _ = Pin::new(&mut **self.lock()).poll_shutdown(&mut Context::from_waker(&self.waker));
+        let _ = Pin::new(&mut **self.writer.lock()).poll_shutdown(&mut Context::from_waker(&self.waker));
         self.state.reader.wake();
         self.state.writer.notify_one();
     }

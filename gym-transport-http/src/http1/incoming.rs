@@ -1,6 +1,6 @@
 //! An accepted connection.
 
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use std::convert::Infallible;
 use std::fmt;
 use std::future::{Future, poll_fn};
@@ -84,7 +84,7 @@ impl Incoming for HttpIncoming {
         let service = service_fn(|mut request: http::Request<WireBody>| {
             let asks = asks_for_frames(&request);
             if asks {
-                *lock(&upgrade) = Some(hyper::upgrade::on(&mut request));
+                *upgrade.lock() = Some(hyper::upgrade::on(&mut request));
             }
             let busy = BusyGuard::begin(Arc::clone(&activity));
             let server = Arc::clone(&server);
@@ -124,7 +124,7 @@ impl Incoming for HttpIncoming {
             Poll::Pending
         })
         .await;
-        let upgrade = lock(&upgrade).take();
+        let upgrade = upgrade.lock().take();
         let ended = match (ended, upgrade) {
             (Ok(()), Some(upgrade)) => {
                 let upgraded = upgrade.await.map_err(connection_ended).and_then(|upgraded| {
@@ -162,10 +162,6 @@ fn switching_protocols() -> http::Response<RopeBody> {
     response.headers_mut().insert(http::header::CONNECTION, HeaderValue::from_static("upgrade"));
     response.headers_mut().insert(http::header::UPGRADE, HeaderValue::from_static(UPGRADE));
     response
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock()
 }
 
 fn exceeded(field: &'static str) -> Error {
@@ -207,7 +203,7 @@ fn poll_unread(server: &ServerContext, activity: &ConnectionActivity, cx: &mut C
     if !server.unread.holds.load(Relaxed) {
         return;
     }
-    let mut unread = lock(&server.unread.body);
+    let mut unread = server.unread.body.lock();
     let Some(rest) = unread.as_mut() else { return };
     if !rest.limited {
         rest.limited = true;
@@ -308,7 +304,7 @@ async fn call(server: &ServerContext, request: http::Request<WireBody>) -> Resul
         })?;
         received.map_err(|rest| {
             server.unread.holds.store(rest.is_some(), Relaxed);
-            *lock(&server.unread.body) = rest.map(|body| UnreadBody { body, limited: false });
+            *server.unread.body.lock() = rest.map(|body| UnreadBody { body, limited: false });
             refusal(&too_long(config), 413)
         })?
     };

@@ -3,7 +3,7 @@
 //! A connection belongs to one call at a time, and the call drives it. No task is spawned or woken for it, and dropping the call
 //! closes it.
 
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use std::collections::VecDeque;
 use std::fmt;
 use std::sync::{Arc, Weak};
@@ -78,14 +78,14 @@ impl ConnectionPool {
     }
 
     fn check_open(&self) -> Result<()> {
-        if self.lock().closing { Err(closed()) } else { Ok(()) }
+        if self.idle.lock().closing { Err(closed()) } else { Ok(()) }
     }
 
     /// Returns an unused connection that is still open.
     pub(crate) fn reuse(&self) -> Option<PooledConnection> {
         loop {
             // Takes the connection that was used last: it is the least likely to be closed, and the others can age.
-            let (mut connection, _) = self.lock().connections.pop_back()?;
+            let (mut connection, _) = self.idle.lock().connections.pop_back()?;
             if is_open(&connection) {
                 connection.reused = true;
                 return Some(connection);
@@ -99,7 +99,7 @@ impl ConnectionPool {
             return;
         }
         let now = Instant::now();
-        let mut idle = self.lock();
+        let mut idle = self.idle.lock();
         if idle.closing {
             return;
         }
@@ -125,7 +125,7 @@ impl ConnectionPool {
     /// Rejects new calls; returns once no call is running.
     pub(crate) async fn drain(&self) {
         let unused = {
-            let mut idle = self.lock();
+            let mut idle = self.idle.lock();
             idle.closing = true;
             std::mem::take(&mut idle.connections)
         };
@@ -148,15 +148,11 @@ impl ConnectionPool {
         self.permits.close();
         self.closed.cancel();
     }
-
-    fn lock(&self) -> MutexGuard<'_, IdleConnections> {
-        self.idle.lock()
-    }
 }
 
 impl Drop for ConnectionPool {
     fn drop(&mut self) {
-        if let Some(reaper) = self.lock().reaper.take() {
+        if let Some(reaper) = self.idle.lock().reaper.take() {
             reaper.abort();
         }
     }
@@ -164,7 +160,13 @@ impl Drop for ConnectionPool {
 
 impl fmt::Debug for ConnectionPool {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "ConnectionPool({}:{}, {} idle)", self.address.host, self.address.port, self.lock().connections.len())
+        write!(
+            f,
+            "ConnectionPool({}:{}, {} idle)",
+            self.address.host,
+            self.address.port,
+            self.idle.lock().connections.len()
+        )
     }
 }
 
@@ -178,7 +180,7 @@ async fn reap(pool: Weak<ConnectionPool>) {
         let (old, next) = {
             let Some(pool) = pool.upgrade() else { return };
             let idle_timeout = pool.config.idle_timeout;
-            let mut idle = pool.lock();
+            let mut idle = pool.idle.lock();
             let now = Instant::now();
             let old: Vec<_> = {
                 let count = idle.connections.iter().take_while(|(_, since)| *since + idle_timeout <= now).count();

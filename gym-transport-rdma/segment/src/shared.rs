@@ -1,6 +1,6 @@
 //! Tensors that live in a segment, and the space of a rank for them.
 
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use std::fmt;
 use std::ops::{Deref, DerefMut, Range};
 use std::sync::Arc;
@@ -159,7 +159,7 @@ impl Space {
 
     /// Takes the first free range that is long enough.
     fn take(&self, bytes: usize) -> Result<usize> {
-        let mut free = self.lock();
+        let mut free = self.free.lock();
         let pages = bytes.checked_next_multiple_of(PAGE).unwrap_or(usize::MAX);
         if pages == 0 {
             return Ok(0);
@@ -182,7 +182,7 @@ impl Space {
     }
 
     fn give_back(&self, at: usize, bytes: usize) {
-        let mut free = self.lock();
+        let mut free = self.free.lock();
         let mut back = at..at + bytes.next_multiple_of(PAGE);
         if back.is_empty() {
             return;
@@ -196,10 +196,6 @@ impl Space {
             back.start = free.remove(index).start;
         }
         free.insert(index, back);
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Vec<Range<usize>>> {
-        self.free.lock()
     }
 }
 
@@ -231,7 +227,7 @@ mod tests {
                 }
             }
             taken.iter().for_each(|range| space.give_back(range.start, range.len()));
-            prop_assert_eq!(space.lock().clone(), std::iter::once(0..32 * PAGE).collect::<Vec<_>>());
+            prop_assert_eq!(space.free.lock().clone(), std::iter::once(0..32 * PAGE).collect::<Vec<_>>());
         }
     }
 }

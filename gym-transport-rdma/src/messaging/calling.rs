@@ -1,6 +1,6 @@
 //! Calling end of a connection: receives responses from the fabric.
 
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use std::sync::{Arc, OnceLock};
 
 use bytes::Bytes;
@@ -82,12 +82,12 @@ impl<C: Carrier + Clone> CallingEvents<C> {
         if !end.on_opening(call, first_chunk.1.total)? {
             return Ok(());
         }
-        let landed = self.reassembly().keep(first_chunk)?;
+        let landed = self.reassembly.lock().keep(first_chunk)?;
         if let Some(landed) = landed {
             complete(end, call, landed);
         } else if !end.is_awaited(call) {
             // The caller was cancelled meanwhile, before there was a message to discard.
-            self.reassembly().forget(call, CapacityPermit::default());
+            self.reassembly.lock().forget(call, CapacityPermit::default());
         }
         Ok(())
     }
@@ -97,7 +97,7 @@ impl<C: Carrier + Clone> CallingEvents<C> {
         if reason.len() > FAILED_BYTES_MAX {
             return Err(malformed(format!("a reason of {} bytes; the maximum is {FAILED_BYTES_MAX}", reason.len())));
         }
-        if self.reassembly().forget(call, CapacityPermit::default()) {
+        if self.reassembly.lock().forget(call, CapacityPermit::default()) {
             return Err(malformed(format!("call {call} fails within its response")));
         }
         end.on_failed(call, Bytes::copy_from_slice(reason))
@@ -131,14 +131,14 @@ impl<C: Carrier + Clone> CallingEvents<C> {
         };
         match am.kind {
             AmKind::Response => {
-                let first_chunk = self.reassembly().begin(am, payload)?;
+                let first_chunk = self.reassembly.lock().begin(am, payload)?;
                 self.open(end, first_chunk)?;
             }
             AmKind::HeaderRest => {
-                let first_chunk = self.reassembly().more(am, payload)?;
+                let first_chunk = self.reassembly.lock().more(am, payload)?;
                 self.open(end, first_chunk)?;
             }
-            AmKind::Chunk => return self.reassembly().chunk(am, payload),
+            AmKind::Chunk => return self.reassembly.lock().chunk(am, payload),
             AmKind::Failed => self.fail(end, am.call, eager_bytes(payload)?)?,
             AmKind::Drain => end.on_drain(),
             AmKind::Ping => end.sender().echo(am.call),
@@ -152,7 +152,7 @@ impl<C: Carrier + Clone> CallingEvents<C> {
 
     pub(super) fn on_landed(&self, key: u64, bytes: Bytes) {
         self.activity.record();
-        let landed = self.reassembly().landed(key, bytes);
+        let landed = self.reassembly.lock().landed(key, bytes);
         if let (Some((call, landed)), Some(end)) = (landed, self.end.get()) {
             complete(end, call, landed);
         }
@@ -161,7 +161,7 @@ impl<C: Carrier + Clone> CallingEvents<C> {
     pub(super) fn on_ended(&self, why: CloseReason) {
         let error = match why {
             CloseReason::Closed => Error::unknown(Code::Unavailable, "the channel was closed"),
-            CloseReason::ClosedByPeer if self.reassembly().is_at_rest() => {
+            CloseReason::ClosedByPeer if self.reassembly.lock().is_at_rest() => {
                 Error::unknown(Code::Unavailable, "the peer disconnected")
             }
             CloseReason::ClosedByPeer => Error::unknown(Code::Unavailable, "the peer disconnected within a response"),
@@ -177,11 +177,7 @@ impl<C: Carrier + Clone> CallingEvents<C> {
     /// Number of responses that are incomplete.
     #[cfg(feature = "testing")]
     pub(super) fn incomplete(&self) -> usize {
-        self.reassembly().incomplete()
-    }
-
-    fn reassembly(&self) -> MutexGuard<'_, Reassembly<ResponseHeader>> {
-        self.reassembly.lock()
+        self.reassembly.lock().incomplete()
     }
 }
 

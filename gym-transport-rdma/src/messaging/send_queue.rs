@@ -1,6 +1,6 @@
 //! Send queue of a connection: splits messages into chunks and posts them in order, a limited number at a time.
 
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use std::collections::VecDeque;
 use std::fmt;
 use std::sync::{Arc, Weak};
@@ -114,7 +114,7 @@ impl<C: Carrier> UcxSendQueue<C> {
         let mut payload = BytesMut::with_capacity(Handshake::BYTES);
         Handshake::of(limits).put(&mut payload);
         let am = AmHeader::bare(AmKind::Handshake, 0);
-        self.0.state().queue.push_back(QueuedMessage {
+        self.0.state.lock().queue.push_back(QueuedMessage {
             am,
             payload: payload.freeze(),
             permit: CapacityPermit::default(),
@@ -142,7 +142,7 @@ impl<C: Carrier> UcxSendQueue<C> {
     }
 
     fn post_urgent(&self, am: AmHeader, payload: Bytes, done: Option<SentCallback>) {
-        if self.0.state().closed {
+        if self.0.state.lock().closed {
             return;
         }
         let message = ActiveMessage { header: am.write(), payload, delivery: Delivery::Urgent, done };
@@ -151,15 +151,11 @@ impl<C: Carrier> UcxSendQueue<C> {
 }
 
 impl<C: Carrier> SendQueueShared<C> {
-    fn state(&self) -> MutexGuard<'_, QueueState> {
-        self.state.lock()
-    }
-
     /// Posts messages until the fabric holds [`IN_FLIGHT_MAX`]. One thread at a time does so, which keeps the order.
     fn post_queued(self: &Arc<Self>) {
         loop {
             let item = {
-                let mut state = self.state();
+                let mut state = self.state.lock();
                 if state.posting || state.posted >= IN_FLIGHT_MAX {
                     return;
                 }
@@ -172,13 +168,13 @@ impl<C: Carrier> SendQueueShared<C> {
             let shared = Arc::clone(self);
             let done = move |_| {
                 drop(permit);
-                shared.state().posted -= 1;
+                shared.state.lock().posted -= 1;
                 shared.post_queued();
             };
             let message =
                 ActiveMessage { header: am.write(), payload, delivery: am.kind.delivery(), done: Some(Box::new(done)) };
             let posted = self.carrier.post(message);
-            self.state().posting = false;
+            self.state.lock().posting = false;
             self.close_if_rejected(posted);
         }
     }
@@ -208,7 +204,7 @@ impl<C: Carrier> mux::MessageSender for UcxSendQueue<C> {
         // Split before taking the lock, because splitting copies.
         let cut = SplitMessage::new(AmKind::Request, header, message, self.0.cut);
         let call = {
-            let mut state = self.0.state();
+            let mut state = self.0.state.lock();
             let call = state.last_call + 1;
             register(call)?;
             state.last_call = call;
@@ -231,7 +227,7 @@ impl<C: Carrier> mux::MessageSender for UcxSendQueue<C> {
     ) {
         let cut = SplitMessage::new(AmKind::Response, header, message, self.0.cut);
         {
-            let mut state = self.0.state();
+            let mut state = self.0.state.lock();
             if state.closed {
                 return;
             }
@@ -251,7 +247,7 @@ impl<C: Carrier> mux::MessageSender for UcxSendQueue<C> {
             reassembly.lock().forget(call, reply);
         }
         let (begun, taken) = {
-            let mut state = self.0.state();
+            let mut state = self.0.state.lock();
             if state.closed {
                 return;
             }
@@ -281,7 +277,7 @@ impl<C: Carrier> mux::MessageSender for UcxSendQueue<C> {
 
     fn close(&self) {
         let queue = {
-            let mut state = self.0.state();
+            let mut state = self.0.state.lock();
             state.closed = true;
             std::mem::take(&mut state.queue)
         };

@@ -1,6 +1,6 @@
 //! NCCL as the way of the device memory of one rank in a meeting.
 
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use std::any::Any;
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -109,7 +109,7 @@ impl NcclPath {
 
     /// Returns the communicator of a pair. The first operation of a pair makes it, from the id that the sender makes.
     fn pair(&self, other: Rank, sends: bool, id: impl FnOnce() -> Result<UniqueId>) -> Result<Pair> {
-        let mut pairs = lock(&self.pairs);
+        let mut pairs = self.pairs.lock();
         if let Some(pair) = pairs.get(&(other, sends)) {
             return Ok(pair.clone());
         }
@@ -167,7 +167,7 @@ impl NcclPath {
 
     /// Keeps an operation of this rank with itself until its other end comes. NCCL does not have two ranks on one device.
     fn meet_itself(&self, run: Run, sends: bool) -> Result<(), (Run, Error)> {
-        let mut waiting = lock(&self.to_itself);
+        let mut waiting = self.to_itself.lock();
         let ToItself { sends: sent, receives } = &mut *waiting;
         let (own, others) = if sends { (sent, receives) } else { (receives, sent) };
         let Some(other) = others.pop_front() else {
@@ -246,7 +246,7 @@ impl DevicePath for NcclPath {
 
     fn abort(&self, cause: Error) {
         self.cause.set(cause);
-        let waiting = std::mem::take(&mut *lock(&self.to_itself));
+        let waiting = std::mem::take(&mut *self.to_itself.lock());
         for run in waiting.sends.into_iter().chain(waiting.receives) {
             let cause = self.cause.get().unwrap_or_else(|| Error::internal("the cause was set"));
             run.end(Err(cause));
@@ -259,12 +259,8 @@ impl DevicePath for NcclPath {
 impl Drop for NcclPath {
     fn drop(&mut self) {
         // The communicator of the meeting and each transfer have a share in it, so this comes after the last one; the engine then ends its communicators.
-        for comm in lock(&self.pairs).values().map(|pair| pair.comm).chain([self.all]) {
+        for comm in self.pairs.lock().values().map(|pair| pair.comm).chain([self.all]) {
             let _ = self.rank.engine.tell(Command::Release(comm));
         }
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock()
 }

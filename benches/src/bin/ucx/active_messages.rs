@@ -124,14 +124,10 @@ struct Calling {
 }
 
 impl Calling {
-    fn work(&self) -> parking_lot::MutexGuard<'_, Work> {
-        self.work.lock()
-    }
-
     /// Keeps the window full. Runs on the fabric's thread after each completion.
     fn more_bulk(&self, done: bool) {
         let mut post = Vec::new();
-        let mut work = self.work();
+        let mut work = self.work.lock();
         if let Work::Bulk { segment, left, under_way, window } = &mut *work {
             *under_way -= usize::from(done);
             while *left > 0 && *under_way < *window {
@@ -172,7 +168,7 @@ impl ConnectionEvents for Calling {
 
     fn message(&self, header: &[u8], payload: Payload<'_>) -> gym_core::Result<Disposition> {
         let Payload::Eager(bytes) = payload else { return Ok(Disposition::Done) };
-        let mut work = self.work();
+        let mut work = self.work.lock();
         if let Work::Trips { times, sent, left } = &mut *work {
             let now = Instant::now();
             times.push(now - *sent);
@@ -252,10 +248,11 @@ impl Pair {
     pub(crate) fn round_trips(&self, trips: usize) -> Result<RoundTrips> {
         let warm_up = trips / 10;
         let sent = Instant::now();
-        *self.calling.work() = Work::Trips { times: Vec::with_capacity(trips + warm_up), sent, left: trips + warm_up };
+        *self.calling.work.lock() =
+            Work::Trips { times: Vec::with_capacity(trips + warm_up), sent, left: trips + warm_up };
         self.connection.post(active_message(Bytes::from_static(b"12345678"), Bytes::from_static(b"abcdefgh")))?;
         let times = self.done.recv_timeout(WAIT_TIMEOUT).context("a message did not come back")?;
-        *self.calling.work() = Work::Nothing;
+        *self.calling.work.lock() = Work::Nothing;
         Ok(RoundTrips::of(times[warm_up..].to_vec()))
     }
 
@@ -264,11 +261,11 @@ impl Pair {
         let mut began = Instant::now();
         for count in [3, messages] {
             began = Instant::now();
-            *self.calling.work() = Work::Bulk { segment: segment.clone(), left: count, under_way: 0, window };
+            *self.calling.work.lock() = Work::Bulk { segment: segment.clone(), left: count, under_way: 0, window };
             self.calling.more_bulk(false);
             self.done.recv_timeout(WAIT_TIMEOUT).context("messages were not done")?;
         }
-        *self.calling.work() = Work::Nothing;
+        *self.calling.work.lock() = Work::Nothing;
         Ok((messages * segment.len()) as f64 / began.elapsed().as_secs_f64())
     }
 }

@@ -2,7 +2,7 @@
 //!
 //! Nobody may be waiting when such a call fails, so its error is kept until a flush returns it.
 
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use std::fmt;
 use std::sync::Arc;
 
@@ -37,10 +37,6 @@ struct BacklogState {
 }
 
 impl Backlog {
-    fn lock(&self) -> MutexGuard<'_, BacklogState> {
-        self.state.lock()
-    }
-
     /// Runs a call. `call` receives what to wait for before it sends, and what to notify when it has sent.
     pub(super) fn spawn<Fut>(
         self: &Arc<Self>,
@@ -49,7 +45,7 @@ impl Backlog {
     where
         Fut: Future<Output = ()> + Send + 'static,
     {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         while state.tasks.try_join_next().is_some() {}
         if state.running >= CALLS_MAX {
             let text = format!("{CALLS_MAX} submitted calls have not ended; wait for some, or call `flush`");
@@ -71,7 +67,7 @@ impl Backlog {
     /// Keeps the error of a call whose caller has left.
     pub(super) fn keep(&self, error: GroupError) {
         tracing::warn!(%error, "a submitted call failed, and nobody waits for it");
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         if state.errors.len() < ERRORS_KEPT {
             state.errors.push(error);
         } else {
@@ -84,7 +80,7 @@ impl Backlog {
         let all_ended = async {
             loop {
                 let ended = self.ended.notified();
-                if self.lock().running == 0 {
+                if self.state.lock().running == 0 {
                     return Ok(());
                 }
                 ended.await;
@@ -92,7 +88,7 @@ impl Backlog {
         };
         cx.bound(Execution::Unknown, all_ended).await?;
         let (errors, left_out) = {
-            let mut state = self.lock();
+            let mut state = self.state.lock();
             (std::mem::take(&mut state.errors), std::mem::take(&mut state.errors_left_out))
         };
         let Some(first) = errors.first() else { return Ok(()) };
@@ -109,7 +105,7 @@ struct Running(std::sync::Weak<Backlog>);
 impl Drop for Running {
     fn drop(&mut self) {
         if let Some(backlog) = self.0.upgrade() {
-            backlog.lock().running -= 1;
+            backlog.state.lock().running -= 1;
             backlog.ended.notify_waiters();
         }
     }
@@ -117,6 +113,6 @@ impl Drop for Running {
 
 impl fmt::Debug for Backlog {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Backlog").field("running", &self.lock().running).finish_non_exhaustive()
+        f.debug_struct("Backlog").field("running", &self.state.lock().running).finish_non_exhaustive()
     }
 }

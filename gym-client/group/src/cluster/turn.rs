@@ -10,7 +10,7 @@
 //! the bundles when the next turn begins. To avoid this overlap, a caller queries the hosts until none of them runs a call
 //! ([`WorkerGroupExt::ask_hosts`](crate::WorkerGroupExt::ask_hosts)).
 
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
 
@@ -80,7 +80,7 @@ impl BundleTurns {
     async fn take(&self, owner: Arc<SharingGroup>) -> BundleTurn {
         let (granted, grant) = oneshot::channel();
         let number = {
-            let mut state = self.lock();
+            let mut state = self.0.lock();
             state.next += 1;
             let number = state.next;
             state.waiting.push_back(TurnRequest { number, owner, granted });
@@ -96,7 +96,7 @@ impl BundleTurns {
     /// Grants all requests that do not have to wait for an earlier request.
     fn grant(&self) {
         let granted = {
-            let mut state = self.lock();
+            let mut state = self.0.lock();
             // The group of the first request in the queue for each bundle.
             let mut wanted: BTreeMap<BundleId, u64> = BTreeMap::new();
             let mut granted = Vec::new();
@@ -126,7 +126,7 @@ impl BundleTurns {
 
     /// Describes the turn holder that a waiting call of this group waits for.
     fn holder(&self, owner: &SharingGroup) -> Option<String> {
-        let state = self.lock();
+        let state = self.0.lock();
         let holds = state.holders.values().find(|holder| owner.conflicts_with(&holder.owner));
         if let Some(TurnHolder { owner: other, since, .. }) = holds {
             return Some(format!("{} has had its bundles for {:.1?}", other.name, since.elapsed()));
@@ -138,19 +138,15 @@ impl BundleTurns {
 
     /// Returns the group that a waiting call of this group waits for.
     fn holding_group(&self, owner: &SharingGroup) -> Option<Arc<str>> {
-        let state = self.lock();
+        let state = self.0.lock();
         let holder = state.holders.values().find(|holder| owner.conflicts_with(&holder.owner));
         holder.map(|holder| Arc::clone(&holder.owner.name))
-    }
-
-    fn lock(&self) -> MutexGuard<'_, TurnQueue> {
-        self.0.lock()
     }
 }
 
 impl Drop for BundleTurn {
     fn drop(&mut self) {
-        let mut state = self.turns.lock();
+        let mut state = self.turns.0.lock();
         if let Some(holder) = state.holders.get_mut(&self.group) {
             holder.calls -= 1;
             if holder.calls == 0 {
@@ -164,7 +160,7 @@ impl Drop for BundleTurn {
 
 impl Drop for PlaceInQueue {
     fn drop(&mut self) {
-        let mut state = self.turns.lock();
+        let mut state = self.turns.0.lock();
         let before = state.waiting.len();
         state.waiting.retain(|waiting| waiting.number != self.number);
         let left = state.waiting.len() < before;
@@ -286,7 +282,7 @@ mod tests {
         drop(leaves);
         assert!(turns.take(owner(1, &all)).now_or_never().is_some(), "nobody is before it any more");
         drop(first);
-        assert!(turns.lock().holders.is_empty() && turns.lock().waiting.is_empty());
+        assert!(turns.0.lock().holders.is_empty() && turns.0.lock().waiting.is_empty());
     }
 
     proptest! {

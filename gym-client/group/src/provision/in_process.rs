@@ -178,7 +178,7 @@ impl InProcessState {
         let (rank, end, ended) = (place.rank, StopSignals::default(), CancelToken::new());
         let ends = end.clone();
         // Held during the start, so that `close` finds every incarnation that was started.
-        let mut live = this.lock();
+        let mut live = this.live.lock();
         if live.closed {
             let message = format!("the ranks of group {} were shut down", this.spec.group);
             return Err(Error::not_started(Code::Unavailable, message));
@@ -255,10 +255,6 @@ impl InProcessState {
             .collect()
     }
 
-    fn lock(&self) -> parking_lot::MutexGuard<'_, LiveRanks> {
-        self.live.lock()
-    }
-
     fn no_such(&self, rank: Rank) -> Error {
         Error::not_started(Code::NotFound, format!("group {} has no rank {rank}", self.spec.group))
     }
@@ -300,7 +296,7 @@ impl PreparedRanks for InProcessDeployment {
             *self.state.rendezvous.lock() = rendezvous;
         }
         for (place, incarnation) in places {
-            if self.state.lock().started.get(&place.rank).is_none_or(|started| *started < incarnation) {
+            if self.state.live.lock().started.get(&place.rank).is_none_or(|started| *started < incarnation) {
                 InProcessState::start(&self.state, place, incarnation)?;
             }
         }
@@ -310,7 +306,7 @@ impl PreparedRanks for InProcessDeployment {
     async fn end(&self, ranks: &[Rank]) -> Result<()> {
         // They stay where they are, so that they end in order even if this future is dropped.
         let ending: Vec<CancelToken> = {
-            let live = self.state.lock();
+            let live = self.state.live.lock();
             let ending = ranks.iter().filter_map(|rank| live.ranks.get(rank));
             ending.inspect(|rank| rank.end.kill.cancel()).map(|rank| rank.ended.clone()).collect()
         };
@@ -325,7 +321,7 @@ impl PreparedRanks for InProcessDeployment {
             let (state, lease) = (Arc::clone(&self.state), self.lease.subscribe());
             AbortOnDropHandle::new(tokio::spawn(async move {
                 lease_ended(lease).await;
-                let ranks = state.lock().close();
+                let ranks = state.live.lock().close();
                 drop(ranks);
             }))
         });
@@ -360,7 +356,7 @@ impl Deployment for InProcessDeployment {
         cx.check()?;
         let places = self.state.places(incarnations)?;
         let old: Vec<LiveRank> = {
-            let mut live = self.state.lock();
+            let mut live = self.state.live.lock();
             incarnations.iter().filter_map(|(rank, _)| live.ranks.remove(rank)).collect()
         };
         join_all(old.into_iter().map(LiveRank::kill)).await;
@@ -369,7 +365,7 @@ impl Deployment for InProcessDeployment {
 
     async fn kill(&self, rank: Rank, incarnation: Option<Incarnation>) -> Result<()> {
         let live = {
-            let ranks = &mut self.state.lock().ranks;
+            let ranks = &mut self.state.live.lock().ranks;
             let meant = ranks.get(&rank).is_some_and(|now| incarnation.is_none_or(|meant| now.incarnation == meant));
             meant.then(|| ranks.remove(&rank)).flatten()
         };
@@ -391,7 +387,7 @@ impl Deployment for InProcessDeployment {
     }
 
     async fn shutdown(&self, grace: Duration) -> Result<()> {
-        let ranks = self.state.lock().close();
+        let ranks = self.state.live.lock().close();
         join_all(ranks.into_values().map(|rank| rank.finish(grace))).await;
         // Also waits for incarnations that a restart or a kill is ending.
         self.state.tasks.close();
@@ -403,7 +399,7 @@ impl Deployment for InProcessDeployment {
 impl Drop for InProcessDeployment {
     fn drop(&mut self) {
         // The incarnations hold references to this state, so dropping it cannot end them.
-        let ranks = self.state.lock().close();
+        let ranks = self.state.live.lock().close();
         drop(ranks);
     }
 }

@@ -1,6 +1,6 @@
 //! Registrations of the groups that run on the bundles of a cluster.
 
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
@@ -39,17 +39,13 @@ pub(crate) struct ClusterBinding {
 }
 
 impl ClusterGroups {
-    fn lock(&self) -> MutexGuard<'_, (u64, BTreeMap<u64, RegisteredGroup>)> {
-        self.0.lock()
-    }
-
     pub(crate) fn admit(
         self: &Arc<Self>,
         group: Arc<str>,
         bundles: &Arc<BTreeSet<BundleId>>,
         max: Option<u32>,
     ) -> Result<GroupRegistration> {
-        let mut groups = self.lock();
+        let mut groups = self.0.lock();
         let there = groups.1.values().filter(|registered| !registered.bundles.is_disjoint(bundles));
         let names: Vec<&str> = there.map(|registered| &*registered.group).collect();
         if max.is_some_and(|max| names.len() >= max as usize) {
@@ -67,7 +63,7 @@ impl ClusterGroups {
     }
 
     pub(crate) fn stops(&self) -> Vec<GroupStop> {
-        self.lock().1.values().filter_map(|registered| registered.stop.clone()).collect()
+        self.0.lock().1.values().filter_map(|registered| registered.stop.clone()).collect()
     }
 }
 
@@ -79,7 +75,7 @@ impl GroupRegistration {
 
     /// Stores the handle that stops the group.
     pub(crate) fn ends_by(&self, stop: GroupStop) {
-        if let Some(registered) = self.groups.lock().1.get_mut(&self.number) {
+        if let Some(registered) = self.groups.0.lock().1.get_mut(&self.number) {
             registered.stop = Some(stop);
         }
     }
@@ -87,6 +83,6 @@ impl GroupRegistration {
 
 impl Drop for GroupRegistration {
     fn drop(&mut self) {
-        self.groups.lock().1.remove(&self.number);
+        self.groups.0.lock().1.remove(&self.number);
     }
 }

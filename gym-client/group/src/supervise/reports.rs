@@ -1,6 +1,6 @@
 //! The last heartbeats of a group's ranks: for their records, and for the errors of calls.
 
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -27,25 +27,21 @@ struct Report {
 }
 
 impl RankReports {
-    fn lock(&self) -> MutexGuard<'_, [Report; 2]> {
-        self.0.lock()
-    }
-
     /// Records the process of an incarnation on this machine.
     pub(crate) fn started(&self, incarnation: Incarnation, pid: u32) {
-        let [current, _] = &mut *self.lock();
+        let [current, _] = &mut *self.0.lock();
         (current.incarnation, current.pid) = (Some(incarnation), Some(pid));
     }
 
     /// Records that the rank is connected, or a heartbeat with its status.
     pub(crate) fn heard(&self, incarnation: Incarnation, now: Instant, status: Option<WorkerStatus>) {
-        let [current, _] = &mut *self.lock();
+        let [current, _] = &mut *self.0.lock();
         (current.incarnation, current.heard, current.status) = (Some(incarnation), Some(now), status);
     }
 
     /// Records that the current incarnation has ended.
     pub(crate) fn ended(&self) {
-        let [current, before] = &mut *self.lock();
+        let [current, before] = &mut *self.0.lock();
         if current.incarnation.is_some() {
             *before = std::mem::take(current);
         }
@@ -53,22 +49,22 @@ impl RankReports {
 
     /// Moves the last heartbeat by a pause of this process, in which no rank was asked.
     pub(crate) fn forgive(&self, pause: Duration) {
-        let [current, _] = &mut *self.lock();
+        let [current, _] = &mut *self.0.lock();
         current.heard = current.heard.map(|heard| heard + pause);
     }
 
     /// Returns the time of the last heartbeat of the current incarnation.
     pub(crate) fn last_heard(&self) -> Option<Instant> {
-        self.lock()[0].heard
+        self.0.lock()[0].heard
     }
 
     /// Returns what the last heartbeat of the current incarnation told.
     pub(crate) fn status(&self) -> Option<WorkerStatus> {
-        self.lock()[0].status.clone()
+        self.0.lock()[0].status.clone()
     }
 
     fn of<T>(&self, incarnation: Incarnation, read: impl Fn(&Report) -> Option<T>) -> Option<T> {
-        self.lock().iter().find(|report| report.incarnation == Some(incarnation)).and_then(read)
+        self.0.lock().iter().find(|report| report.incarnation == Some(incarnation)).and_then(read)
     }
 }
 

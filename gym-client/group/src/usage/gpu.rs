@@ -4,7 +4,7 @@
 //! queries rarely, in the background, and only on machines with GPUs. In a container with its own process IDs, the driver reports
 //! IDs that do not exist there. The memory of a process is then unknown, which is not the same as 0.
 
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
@@ -77,7 +77,7 @@ impl GpuSampler {
             tracing::warn!("nvidia-smi is not on the path; GPU usage is unknown");
             return None;
         };
-        let mut shared = lock(&SHARED);
+        let mut shared = SHARED.lock();
         // The runtime of an earlier sampler may have ended.
         let running = shared.upgrade().filter(|sampler| !sampler.task.is_finished());
         Some(running.unwrap_or_else(|| {
@@ -96,7 +96,7 @@ impl GpuSampler {
     /// Returns the GPU memory of these processes, in bytes. Returns `None` before the first result and after a failed query. Also
     /// returns `None` if the driver lists none of the processes: it lists only those that use a GPU.
     pub(crate) fn held_bytes(&self, processes: impl IntoIterator<Item = i32>) -> Option<u64> {
-        let held = lock(&self.last.processes);
+        let held = self.last.processes.lock();
         let held = held.as_ref()?;
         let known = processes.into_iter().filter_map(|process| held.get(&process));
         known.copied().reduce(u64::saturating_add)
@@ -106,12 +106,8 @@ impl GpuSampler {
     /// GPUs.
     pub(crate) fn gpus(&self) -> Option<Vec<GpuUsage>> {
         self.last.gpus_wanted.store(true, Ordering::Relaxed);
-        lock(&self.last.gpus).clone()
+        self.last.gpus.lock().clone()
     }
-}
-
-fn lock<T>(shared: &Mutex<T>) -> MutexGuard<'_, T> {
-    shared.lock()
 }
 
 fn tool() -> Option<PathBuf> {
@@ -132,7 +128,7 @@ async fn sample(tool: PathBuf, last: Arc<GpuSample>) {
         {
             tracing::warn!(tool = %tool.display(), error, "GPU memory of workers is unknown");
         }
-        *lock(&last.processes) = processes.ok();
+        *last.processes.lock() = processes.ok();
         if !last.gpus_wanted.load(Ordering::Relaxed) {
             continue;
         }
@@ -140,7 +136,7 @@ async fn sample(tool: PathBuf, last: Arc<GpuSample>) {
             until_gpus = GPUS_EVERY;
             // After a failed query, the previous result remains.
             if let Ok(text) = answer(&tool, GPUS).await {
-                *lock(&last.gpus) = Some(text.lines().filter_map(read_gpu).collect());
+                *last.gpus.lock() = Some(text.lines().filter_map(read_gpu).collect());
             }
         }
         until_gpus -= 1;

@@ -1,6 +1,6 @@
 //! What the ranks have seen, and what of it must not be.
 
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::time::Duration;
@@ -46,23 +46,19 @@ impl Audit {
         Self { net, state: Mutex::default() }
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock()
-    }
-
     pub(crate) fn violation(&self, what: fmt::Arguments<'_>) {
         self.net.note("audit", format_args!("VIOLATION {what}"));
-        self.lock().violations.push(what.to_string());
+        self.state.lock().violations.push(what.to_string());
     }
 
     pub(crate) fn succeeded(&self, rank: u32, what: fmt::Arguments<'_>) {
         self.net.note(&format!("rank-{rank}"), format_args!("has done {what}"));
-        self.lock().succeeded += 1;
+        self.state.lock().succeeded += 1;
     }
 
     pub(crate) fn failed(&self, what: fmt::Arguments<'_>, failure: Failure) {
         self.net.note(&format!("rank-{}", failure.rank), format_args!("{what} has failed: {}", failure.error));
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         state.failed += 1;
         state.failures.push(failure);
     }
@@ -71,7 +67,7 @@ impl Audit {
     pub(crate) fn cause(&self, meeting: &str, rank: u32, incarnation: u64, error: &Error) {
         let text = format!("{:?}: {error}", error.code());
         let key = (meeting.to_owned(), rank, incarnation);
-        let first = self.lock().causes.entry(key).or_insert_with(|| text.clone()).clone();
+        let first = self.state.lock().causes.entry(key).or_insert_with(|| text.clone()).clone();
         if first != text {
             self.violation(format_args!("rank {rank} has two causes of the end of {meeting}: `{first}` and `{text}`"));
         }
@@ -80,7 +76,7 @@ impl Audit {
     /// Checks that all ranks but these have the same cause of each meeting.
     pub(crate) fn check_causes(&self, but: &[u32]) {
         let mut of_meetings: BTreeMap<String, (u32, String)> = BTreeMap::new();
-        let causes = self.lock().causes.clone();
+        let causes = self.state.lock().causes.clone();
         for ((meeting, rank, _), cause) in causes.into_iter().filter(|((_, rank, _), _)| !but.contains(rank)) {
             let (other, first) = of_meetings.entry(meeting.clone()).or_insert_with(|| (rank, cause.clone()));
             if *first != cause {
@@ -93,11 +89,11 @@ impl Audit {
 
     /// Returns the failures of the step.
     pub(crate) fn end_step(&self) -> Vec<Failure> {
-        std::mem::take(&mut self.lock().failures)
+        std::mem::take(&mut self.state.lock().failures)
     }
 
     pub(crate) fn counts(&self) -> (u64, u64) {
-        let state = self.lock();
+        let state = self.state.lock();
         (state.succeeded, state.failed)
     }
 

@@ -1,6 +1,6 @@
 //! A group of simulated ranks, its supervisor, and the controller that asks for one step after the other.
 
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
@@ -90,7 +90,7 @@ pub(crate) async fn play(plan: Plan) -> Report {
     for (number, step) in steps.iter().enumerate() {
         group.play_step(number, step).await;
     }
-    let lasting = std::mem::take(&mut group.lock().lasting);
+    let lasting = std::mem::take(&mut group.state.lock().lasting);
     join_all(lasting).await;
     group.net.set_faults(Faults::calm());
     group.net.note("controller", format_args!("the faults have ended"));
@@ -135,15 +135,11 @@ impl Group {
         Self { audit: Audit::new(net.clone()), plan, net, layout: layout.expect("axes"), state: Mutex::new(state) }
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock()
-    }
-
     // ---- the controller ----
 
     async fn play_step(self: &Arc<Self>, number: usize, step: &StepPlan) {
         let pause = {
-            let mut state = self.lock();
+            let mut state = self.state.lock();
             Duration::from_millis(state.rng.u64(..300) * state.rng.u64(..=1))
         };
         sleep(pause).await;
@@ -157,7 +153,7 @@ impl Group {
                 drop(injected.await);
                 self.heal(fault);
             } else {
-                self.lock().lasting.push(injected);
+                self.state.lock().lasting.push(injected);
             }
         }
         let failures = self.audit.end_step();
@@ -204,7 +200,7 @@ impl Group {
 
     async fn all_play(self: &Arc<Self>, number: usize, step: &StepPlan) {
         self.net.note("controller", format_args!("asks for step {number}"));
-        let members = self.lock().members.clone();
+        let members = self.state.lock().members.clone();
         for member in &members {
             *member.cancel.lock() = CancelToken::new();
         }
@@ -222,14 +218,14 @@ impl Group {
 
     /// Waits until every rank that was lost is replaced, and all ranks have been told.
     async fn whole(&self) {
-        while !self.lock().lost.is_empty() {
+        while !self.state.lock().lost.is_empty() {
             sleep(Duration::from_millis(10)).await;
         }
         sleep(TOLD_TIMEOUT).await;
     }
 
     async fn end(self: &Arc<Self>) {
-        let members = std::mem::take(&mut self.lock().members);
+        let members = std::mem::take(&mut self.state.lock().members);
         let backends: Vec<HostCollectives> = members.iter().map(|member| member.backend.clone()).collect();
         drop(members);
         // The last fault, the answers to what a rank has sent, and joins that wait.
@@ -385,7 +381,7 @@ impl Group {
 
     /// Tells all ranks a new epoch, each a little later than the one before.
     fn renew(&self) {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         state.epoch += 1;
         let here = |member: &&Member| !state.lost.contains_key(&member.rank);
         let seats = state.members.iter().filter(here).map(Member::seat).collect();
@@ -410,7 +406,7 @@ impl Group {
         }
         sleep(self.plan.replaces).await;
         {
-            let mut state = self.lock();
+            let mut state = self.state.lock();
             state.members[rank as usize] = Member::start(&self.net, rank);
             state.lost.remove(&rank);
         }
@@ -421,11 +417,11 @@ impl Group {
 
     async fn inject(self: Arc<Self>, fault: Fault) {
         sleep(fault.at).await;
-        let Some(member) = self.lock().members.get(fault.rank as usize).cloned() else { return };
+        let Some(member) = self.state.lock().members.get(fault.rank as usize).cloned() else { return };
         let host = member.host.name();
         match fault.kind {
             FaultKind::Crash | FaultKind::SilentCrash | FaultKind::End => {
-                if self.lock().lost.insert(fault.rank, "crashed".to_owned()).is_some() {
+                if self.state.lock().lost.insert(fault.rank, "crashed".to_owned()).is_some() {
                     return;
                 }
                 drop(tokio::spawn(Arc::clone(&self).replace(fault.rank)));
@@ -445,7 +441,7 @@ impl Group {
             FaultKind::Cut => self.net.cut(host, &host_of(fault.other)),
             FaultKind::Slow => self.net.slow(host, Duration::from_millis(20 + u64::from(fault.other) * 30)),
             FaultKind::Abort => {
-                let other = self.lock().members[fault.other as usize].clone();
+                let other = self.state.lock().members[fault.other as usize].clone();
                 [member, other].iter().for_each(Member::abort);
                 return;
             }
@@ -473,7 +469,7 @@ impl Group {
 
     /// Two other ranks abort their meetings at the same time.
     fn abort_but(&self, rank: u32) {
-        let members = self.lock().members.clone();
+        let members = self.state.lock().members.clone();
         let others = members.iter().filter(|member| member.rank != rank).rev();
         others.take(2).for_each(Member::abort);
     }

@@ -17,7 +17,7 @@ use gym_core::{CallContext, Code, Error, Execution, Request, Result, Route, Verb
 use tokio::time::Instant;
 
 use crate::client::outage::{AwaitedServers, Outage, SERVER_TIMEOUT};
-use crate::client::server_client::{CallOptions, ServerClient, lock};
+use crate::client::server_client::{CallOptions, ServerClient};
 
 /// Limit of one question to a server that is away.
 const ASK_TIMEOUT: Duration = Duration::from_secs(2);
@@ -90,7 +90,7 @@ impl ServerClient {
         let mut asked = outage.asking.lock().await;
         loop {
             if *asked > 0 {
-                let pause = PAUSES.backoff(*asked, &mut lock(&self.inner.rng).fork());
+                let pause = PAUSES.backoff(*asked, &mut self.inner.rng.lock().fork());
                 tokio::time::sleep(pause).await;
             }
             *asked += 1;

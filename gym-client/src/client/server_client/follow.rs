@@ -7,7 +7,7 @@ use futures_util::FutureExt as _;
 use gym_core::registry::{Instance, MemberRegistry, RosterUpdate, RosterVersion, ServerChange};
 use tokio::time::Instant;
 
-use crate::client::server_client::{ClientState, ServerClient, lock};
+use crate::client::server_client::{ClientState, ServerClient};
 use crate::registry::{RosterNews, follow_roster};
 
 impl ServerClient {
@@ -38,7 +38,7 @@ impl ServerClient {
             true
         });
         // Ends with the client.
-        lock(&self.inner.followers).spawn(task.boxed());
+        self.inner.followers.lock().spawn(task.boxed());
     }
 
     /// Sets the members of the cluster, without following its servers: for a client in the process of the head server, which loses no
@@ -56,7 +56,7 @@ impl ServerClient {
     fn apply(&self, update: &RosterUpdate, seen: Option<RosterVersion>) {
         let state: &ClientState = &self.inner;
         {
-            let (mut recovering, term) = (lock(&state.recovering), update.now.term);
+            let (mut recovering, term) = (state.recovering.lock(), update.now.term);
             let same = recovering.filter(|(known, _)| *known == term);
             *recovering = update.recovering.then(|| same.unwrap_or_else(|| (term, Instant::now())));
         }

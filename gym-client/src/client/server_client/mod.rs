@@ -6,7 +6,7 @@
 mod away;
 mod follow;
 
-use parking_lot::{Mutex, MutexGuard, RwLock};
+use parking_lot::{Mutex, RwLock};
 use std::collections::BTreeMap;
 use std::future::{Future, ready};
 use std::pin::Pin;
@@ -154,7 +154,7 @@ impl ServerClient {
                 balance: Some(balance),
                 sessions: AtomicU64::new(0),
                 policy,
-                rng: Mutex::new(lock(&inner.rng).fork()),
+                rng: Mutex::new(inner.rng.lock().fork()),
                 names: RwLock::default(),
                 asking: Mutex::default(),
                 background: BackgroundTasks::default(),
@@ -272,11 +272,11 @@ impl ServerClient {
         let failed = Mutex::new(Vec::from_iter(failed));
         let attempt = async || {
             self.forget(server);
-            let exclude = lock(&failed).clone();
+            let exclude = failed.lock().clone();
             let replica = self.resolve(cx, server).await?.choose(server, &exclude, request, session)?;
             let result = self.call(server, &replica, request, options).await;
             if result.is_err() {
-                lock(&failed).push(replica.number);
+                failed.lock().push(replica.number);
             }
             result.map(|response| (replica, response))
         };
@@ -294,7 +294,7 @@ impl ServerClient {
             let asked = Instant::now();
             self.until_back(cx, server, error, began).await.map_err(|error| about(error, server, request))?;
             rejected = if asked.elapsed() < PROMPT_ANSWER_TIMEOUT { rejected + 1 } else { 0 };
-            lock(&failed).clear();
+            failed.lock().clear();
             error = match attempt().await {
                 Ok(done) => return Ok(done),
                 Err(error) => error,
@@ -335,7 +335,7 @@ impl ServerClient {
         Fut: Future<Output = Result<T>> + Send + 'a,
     {
         // Only here, because nearly every call succeeds at once and needs no generator.
-        let mut rng = lock(&self.inner.rng).fork();
+        let mut rng = self.inner.rng.lock().fork();
         Box::pin(async move { retry_after(error, cx, &self.inner.policy, &mut rng, idempotent, attempt).await })
     }
 
@@ -424,7 +424,7 @@ impl ServerClient {
     }
 
     async fn query(&self, cx: &CallContext, server: &str, known: Option<Arc<ReplicaSet>>) -> Result<Arc<ReplicaSet>> {
-        let asking = Arc::clone(lock(&self.inner.asking).entry(server.to_owned()).or_default());
+        let asking = Arc::clone(self.inner.asking.lock().entry(server.to_owned()).or_default());
         let mut asked = match (asking.try_lock(), known) {
             (Ok(asked), _) => asked,
             // Another caller queries the registry; until the result arrives, the known replicas are used.
@@ -487,7 +487,7 @@ impl ServerClient {
         let follows = self.inner.follows.load(Relaxed);
         let mut replicas: Vec<_> =
             instances.into_iter().map(|instance| replica(instance, known.as_deref(), follows)).collect();
-        if let Some((_, since)) = *lock(&self.inner.recovering) {
+        if let Some((_, since)) = *self.inner.recovering.lock() {
             // The head server was restarted, and not all servers have returned yet: those that are known still serve.
             let known = known.iter().flat_map(|known| &known.replicas).filter(|known| !known.is_lost());
             let absent = known
@@ -610,10 +610,6 @@ pub(super) fn about(error: Error, server: &str, request: &Request) -> Error {
         "" => error.about(format!("{} {server}{}", request.verb, request.route)),
         _ => error,
     }
-}
-
-pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock()
 }
 
 #[cfg(test)]

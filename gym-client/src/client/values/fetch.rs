@@ -1,6 +1,6 @@
 //! Fetches values: each node once, whatever number of processes and calls need the value.
 
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use std::collections::{BTreeMap, HashMap};
 use std::io;
 use std::os::unix::fs::FileExt as _;
@@ -182,14 +182,10 @@ impl Fetcher {
         Self { transports, world, directory, copies_max, copies, slots, peers }
     }
 
-    fn slots(&self) -> MutexGuard<'_, BTreeMap<String, Slot>> {
-        self.slots.lock()
-    }
-
     pub(super) async fn fetch(&self, cx: &CallContext, value: &ValueRef) -> Result<Value> {
         value.check()?;
         let began = Instant::now();
-        let slot = Arc::clone(self.slots().entry(value.id.clone()).or_default());
+        let slot = Arc::clone(self.slots.lock().entry(value.id.clone()).or_default());
         let fetching = async {
             let mut state = slot.lock().await;
             if let Some((at, code, message)) = &state.failed
@@ -244,7 +240,8 @@ impl Fetcher {
     /// Extends the leases that end before the next call of this, in `next`. Forgets values that are gone, and frees the memory of those that nobody
     /// uses.
     pub(super) async fn keep_up(&self, next: Duration) {
-        let slots: Vec<(String, Slot)> = self.slots().iter().map(|(id, slot)| (id.clone(), Arc::clone(slot))).collect();
+        let slots: Vec<(String, Slot)> =
+            self.slots.lock().iter().map(|(id, slot)| (id.clone(), Arc::clone(slot))).collect();
         let kept = stream::iter(slots).map(|(id, slot)| async move {
             // A call that has it keeps it up.
             let keeps = match slot.try_lock() {
@@ -256,7 +253,7 @@ impl Fetcher {
         let ended: Vec<(String, Slot)> =
             kept.buffer_unordered(ASKS_AHEAD).filter_map(std::future::ready).collect().await;
         for (id, slot) in ended {
-            let mut slots = self.slots();
+            let mut slots = self.slots.lock();
             // Two: this one and that of the map. A call that began meanwhile has a third.
             if Arc::strong_count(&slot) == 2 {
                 self.discard(slots.remove(&id));
@@ -353,7 +350,7 @@ impl Fetcher {
     /// Forgets the values that this process keeps for later calls, so that their copies can be removed.
     async fn forget_unused(&self) {
         let mut unused = Vec::new();
-        self.slots().retain(|_, slot| {
+        self.slots.lock().retain(|_, slot| {
             let used = Arc::strong_count(slot) > 1
                 || slot.try_lock().is_ok_and(|state| {
                     state.loaded.as_ref().is_some_and(|loaded| Arc::strong_count(&loaded.value.0) > 1)

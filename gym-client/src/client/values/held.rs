@@ -1,6 +1,6 @@
 //! The values that this process holds for others.
 
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use std::collections::{BTreeMap, VecDeque};
 use std::fs::File;
 use std::io;
@@ -169,12 +169,8 @@ impl HeldValues {
         Self { lease, memory_max, copies, world, whole: Semaphore::new(WHOLE_READS), state: Mutex::default() }
     }
 
-    fn state(&self) -> MutexGuard<'_, HeldState> {
-        self.state.lock()
-    }
-
     pub(super) fn hold(self: &Arc<Self>, reference: ValueRef, source: Source) -> Result<HeldValue> {
-        let mut state = self.state();
+        let mut state = self.state.lock();
         state.expire(Instant::now());
         if let Source::Memory(_) = source {
             if state.memory.saturating_add(reference.bytes) > self.memory_max {
@@ -198,7 +194,7 @@ impl HeldValues {
     /// # Errors
     /// `NotFound` if the value is gone.
     pub(super) fn own(&self, value: &ValueRef) -> Result<Option<Source>> {
-        let mut state = self.state();
+        let mut state = self.state.lock();
         if !state.values.contains_key(&value.id) && reason(&state.gone, &value.id).is_none() {
             return Ok(None);
         }
@@ -212,7 +208,7 @@ impl HeldValues {
         if self.world.is_killed() {
             return;
         }
-        let mut state = self.state();
+        let mut state = self.state.lock();
         let all: Vec<String> = state.values.keys().cloned().collect();
         all.iter().for_each(|id| state.remove(id, "the process that put it has ended"));
         drop(state);
@@ -221,13 +217,13 @@ impl HeldValues {
 
     /// Removes values whose leases have ended.
     pub(super) fn expire(&self) {
-        self.state().expire(Instant::now());
+        self.state.lock().expire(Instant::now());
         self.forget();
     }
 
     /// Removes the copies that this node has of values that are gone.
     fn forget(&self) {
-        let forgotten = std::mem::take(&mut self.state().forgotten);
+        let forgotten = std::mem::take(&mut self.state.lock().forgotten);
         forget(self.copies.as_deref(), forgotten.iter().map(String::as_str));
     }
 
@@ -239,7 +235,7 @@ impl HeldValues {
 
     async fn part(&self, body: ReadBody) -> Result<Response> {
         let (source, subject) = {
-            let mut state = self.state();
+            let mut state = self.state.lock();
             let entry = state.entry(&body.id, &body.name)?;
             check_size(&entry.name, body.size, entry.bytes)?;
             let subject = format!("value `{}`", entry.name);
@@ -264,7 +260,7 @@ impl HeldValues {
 
     async fn whole(&self, cx: &CallContext, id: &str) -> Result<Response> {
         let (source, bytes, subject) = {
-            let mut state = self.state();
+            let mut state = self.state.lock();
             let entry = state.entry(id, id)?;
             let subject = format!("value `{}`", entry.name);
             if entry.bytes > WHOLE_BYTES_MAX {
@@ -332,19 +328,19 @@ impl HeldValue {
     /// Returns how often a transfer of the value began: once for each node that needed it, and again after a failure.
     #[must_use]
     pub fn fetches(&self) -> u64 {
-        self.values.state().values.get(&self.reference.id).map_or(0, |entry| entry.fetches)
+        self.values.state.lock().values.get(&self.reference.id).map_or(0, |entry| entry.fetches)
     }
 
     /// Releases the value at once. Nodes that have fetched it use their copy until its lease ends.
     pub fn release(self) {
-        self.values.state().remove(&self.reference.id, "it was released");
+        self.values.state.lock().remove(&self.reference.id, "it was released");
         self.values.forget();
     }
 }
 
 impl Drop for HeldValue {
     fn drop(&mut self) {
-        let mut state = self.values.state();
+        let mut state = self.values.state.lock();
         if let Some(entry) = state.values.get_mut(&self.reference.id) {
             entry.until = Some(Instant::now() + self.values.lease);
         }

@@ -1,6 +1,6 @@
 //! A ledger in memory, for rollouts that are used once, such as those of a training step.
 
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use std::collections::BTreeMap;
 
 use async_trait::async_trait;
@@ -38,27 +38,23 @@ impl MemoryLedger {
     /// Removes and returns the newest outcome of each rollout; the states are kept.
     #[must_use]
     pub fn take_outcomes(&self) -> BTreeMap<TaskKey, Outcome> {
-        std::mem::take(&mut self.inner().outcomes)
-    }
-
-    fn inner(&self) -> MutexGuard<'_, MemoryState> {
-        self.inner.lock()
+        std::mem::take(&mut self.inner.lock().outcomes)
     }
 }
 
 #[async_trait]
 impl Ledger for MemoryLedger {
     fn state(&self, key: TaskKey) -> KeyState {
-        self.inner().states.state(key)
+        self.inner.lock().states.state(key)
     }
 
     fn begin(&self, key: TaskKey) -> Result<Attempt> {
-        self.inner().states.begin(key).map_err(|late| late.into_error("begin an attempt at rollout", &key))
+        self.inner.lock().states.begin(key).map_err(|late| late.into_error("begin an attempt at rollout", &key))
     }
 
     async fn record(&self, cx: &CallContext, attempt: Attempt, outcome: Outcome) -> Result<()> {
         cx.check()?;
-        let mut inner = self.inner();
+        let mut inner = self.inner.lock();
         inner.states.claim(attempt).map_err(|late| late.into_error("record", &attempt))?;
         inner.states.on_disk(attempt, OutcomeClass::of(&outcome));
         inner.outcomes.insert(attempt.key, outcome);

@@ -1,6 +1,6 @@
 //! The ledger of a stream of rollouts: keeps the last outcome of each rollout in flight, in memory only.
 
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use std::collections::HashMap;
 
 use async_trait::async_trait;
@@ -29,26 +29,22 @@ impl StreamLedger {
 
     /// Removes and returns the outcome that was recorded last.
     pub(in crate::collect) fn take(&self, key: TaskKey) -> Option<Outcome> {
-        self.lock().last.remove(&key)
-    }
-
-    fn lock(&self) -> MutexGuard<'_, StreamState> {
-        self.inner.lock()
+        self.inner.lock().last.remove(&key)
     }
 }
 
 #[async_trait]
 impl Ledger for StreamLedger {
     fn state(&self, key: TaskKey) -> KeyState {
-        self.lock().states.state(key)
+        self.inner.lock().states.state(key)
     }
 
     fn begin(&self, key: TaskKey) -> Result<Attempt> {
-        self.lock().states.begin(key).map_err(|late| late.into_error("begin an attempt at rollout", &key))
+        self.inner.lock().states.begin(key).map_err(|late| late.into_error("begin an attempt at rollout", &key))
     }
 
     async fn record(&self, _: &CallContext, attempt: Attempt, outcome: Outcome) -> Result<()> {
-        let mut inner = self.lock();
+        let mut inner = self.inner.lock();
         inner.states.claim(attempt).map_err(|late| late.into_error("record", &attempt))?;
         inner.states.on_disk(attempt, OutcomeClass::of(&outcome));
         inner.last.insert(attempt.key, outcome);

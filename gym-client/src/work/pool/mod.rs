@@ -2,7 +2,7 @@
 
 mod state;
 
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use std::collections::{BTreeMap, BTreeSet};
 use std::pin::pin;
 use std::sync::{Arc, Weak};
@@ -165,7 +165,7 @@ impl WorkPool {
         let result = recorded(pin!(cx.bound(Execution::Unknown, answered)), wait).await;
         result.map_err(|error| {
             // Nothing has begun it while it waits in the queue.
-            let waits = error.execution() == Execution::Unknown && self.shared.lock().queue.waits(id);
+            let waits = error.execution() == Execution::Unknown && self.shared.state.lock().queue.waits(id);
             about(if waits { error.with_execution(Execution::NotStarted) } else { error })
         })
     }
@@ -178,7 +178,7 @@ impl WorkPool {
     ) -> Result<(WorkId, oneshot::Receiver<Result<Response>>)> {
         let weight = self.shared.weights.get(server).copied().unwrap_or(1);
         let (done, answered) = oneshot::channel();
-        let mut state = self.shared.lock();
+        let mut state = self.shared.state.lock();
         if state.closed {
             return Err(Error::not_started(Code::Unavailable, "the pool has ended"));
         }
@@ -193,7 +193,7 @@ impl WorkPool {
     /// Removes a worker that is known to be gone. Its rollouts end at once, and its repeatable items are handed to others. With an
     /// incarnation, does nothing if the worker has another one by now.
     pub fn worker_lost(&self, name: &str, incarnation: Option<Incarnation>, why: &str) {
-        let mut state = self.shared.lock();
+        let mut state = self.shared.state.lock();
         let Some(who) = state.queue.worker(name).cloned() else { return };
         if incarnation.is_none_or(|incarnation| incarnation == who.incarnation) {
             let lost = state.queue.lost(&who);
@@ -209,7 +209,7 @@ impl WorkPool {
         // The task ends with the pool, which owns it.
         let shared = Arc::clone(&self.shared);
         let following = follow_roster(members, move |news| {
-            let mut state = shared.lock();
+            let mut state = shared.state.lock();
             match news {
                 RosterNews::Update(update, _) => {
                     let state = &mut *state;
@@ -236,7 +236,7 @@ impl WorkPool {
     /// reach. A member that a restarted head server does not list yet goes on. Nothing proves who asks: whoever reads the head server's list can
     /// name a member.
     pub fn admit_only_members(&self) {
-        self.shared.lock().admitted.get_or_insert_default();
+        self.shared.state.lock().admitted.get_or_insert_default();
     }
 
     /// Calls [`WorkPool::admit_only_members`] if other machines reach `host`, where the pool listens.
@@ -248,14 +248,14 @@ impl WorkPool {
 
     /// Answers also to a worker of this name, which is no member.
     pub fn admit(&self, worker: String) {
-        if let Some(admitted) = &mut self.shared.lock().admitted {
+        if let Some(admitted) = &mut self.shared.state.lock().admitted {
             admitted.insert(worker);
         }
     }
 
     /// Ends the pool: calls that wait end as cancelled, and workers learn with their next answer that they can stop.
     pub fn close(&self) {
-        let mut state = self.shared.lock();
+        let mut state = self.shared.state.lock();
         state.closed = true;
         // Their callers see that the sender is gone.
         state.calls.clear();
@@ -265,7 +265,7 @@ impl WorkPool {
     /// Returns the current state.
     #[must_use]
     pub fn snapshot(&self) -> WorkPoolSnapshot {
-        let state = self.shared.lock();
+        let state = self.shared.state.lock();
         let now = Instant::now();
         let workers = state.queue.workers().map(|(who, capacity, held)| WorkerSnapshot {
             name: Arc::clone(&who.name),
@@ -306,7 +306,7 @@ impl WorkPool {
         let now = Instant::now();
         let heartbeat = body.timing.map_or(Duration::ZERO, |timing| timing.heartbeat);
         let member = body.member.map(|member| WorkingMember { incarnation: Incarnation(member), heartbeat });
-        let mut guard = shared.lock();
+        let mut guard = shared.state.lock();
         let state = &mut *guard;
         // Before anything that a stranger could change or learn.
         state.admits(&who.name, member)?;
@@ -400,10 +400,6 @@ enum PollNext {
 }
 
 impl PoolShared {
-    fn lock(&self) -> MutexGuard<'_, PoolState> {
-        self.state.lock()
-    }
-
     /// Makes the sweeper wake in time for this worker.
     fn arm(&self, state: &mut PoolState, name: &str) {
         if let Some(due) = state.due(name)
@@ -459,7 +455,7 @@ struct QueuedItem {
 impl WaitTarget for QueuedItem {
     fn describe(&self) -> String {
         let Some(pool) = self.pool.upgrade() else { return String::new() };
-        let state = pool.lock();
+        let state = pool.state.lock();
         if let Some(worker) = state.queue.holder(self.id) {
             return match state.suspect(Instant::now(), &worker.name) {
                 Some(why) => format!("worker {} has it and is suspect: {why}", worker.name),
@@ -486,7 +482,7 @@ struct CancelItem<'a> {
 
 impl Drop for CancelItem<'_> {
     fn drop(&mut self) {
-        let mut state = self.shared.lock();
+        let mut state = self.shared.state.lock();
         if state.calls.remove(&self.id).is_some() {
             state.queue.cancel(self.id);
             state.wake_workers();
@@ -517,7 +513,7 @@ impl OpenPoll {
             };
             let shared = Arc::clone(&self.shared);
             let now = Instant::now();
-            let mut guard = shared.lock();
+            let mut guard = shared.state.lock();
             let state = &mut *guard;
             let current = self.is_current(state);
             let assignment = match (current, timed_out || state.closed) {
@@ -544,7 +540,7 @@ impl Drop for OpenPoll {
         if self.answered {
             return;
         }
-        let mut guard = self.shared.lock();
+        let mut guard = self.shared.state.lock();
         let state = &mut *guard;
         if self.is_current(state) {
             state.polls.remove(&self.who.name);
@@ -561,7 +557,7 @@ async fn sweep(pool: Arc<PoolShared>) {
     loop {
         let armed = {
             let now = Instant::now();
-            let mut state = pool.lock();
+            let mut state = pool.state.lock();
             for (who, lost) in state.queue.expire(now) {
                 state.end_lost(&who, lost, "it did not poll in time");
             }

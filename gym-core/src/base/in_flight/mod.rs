@@ -2,7 +2,7 @@
 
 pub mod waits;
 
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use std::collections::BTreeMap;
 
 use tokio::time::Instant;
@@ -35,7 +35,7 @@ impl<T> Default for InFlight<T> {
 impl<T> InFlight<T> {
     /// Adds a piece of work and returns its key, which [`InFlight::end`] takes.
     pub fn begin(&self, began: Instant, work: T) -> WorkKey {
-        let mut table = self.table();
+        let mut table = self.0.lock();
         table.begun += 1;
         let key = WorkKey { began, number: table.begun };
         table.works.insert(key, work);
@@ -44,7 +44,7 @@ impl<T> InFlight<T> {
 
     /// Changes what is known about a piece of work.
     pub fn update(&self, key: WorkKey, change: impl FnOnce(&mut T)) {
-        if let Some(work) = self.table().works.get_mut(&key) {
+        if let Some(work) = self.0.lock().works.get_mut(&key) {
             change(work);
         }
     }
@@ -52,17 +52,13 @@ impl<T> InFlight<T> {
     /// Removes a piece of work.
     pub fn end(&self, key: WorkKey) {
         // Dropped after the lock is released.
-        let _ended = self.table().works.remove(&key);
+        let _ended = self.0.lock().works.remove(&key);
     }
 
     /// Returns the number of pieces of work.
     #[must_use]
     pub fn count(&self) -> usize {
-        self.table().works.len()
-    }
-
-    fn table(&self) -> MutexGuard<'_, WorkTable<T>> {
-        self.0.lock()
+        self.0.lock().works.len()
     }
 }
 
@@ -76,13 +72,13 @@ impl<T: Clone> InFlight<T> {
     /// Returns the piece of work that began first, and when it began.
     #[must_use]
     pub fn oldest(&self) -> Option<(Instant, T)> {
-        self.table().works.first_key_value().map(|(key, work)| (key.began, work.clone()))
+        self.0.lock().works.first_key_value().map(|(key, work)| (key.began, work.clone()))
     }
 
     /// Returns at most `max` pieces of work, those that began first, in this order.
     #[must_use]
     pub fn oldest_of(&self, max: usize) -> Vec<(Instant, T)> {
-        self.table().works.iter().take(max).map(|(key, work)| (key.began, work.clone())).collect()
+        self.0.lock().works.iter().take(max).map(|(key, work)| (key.began, work.clone())).collect()
     }
 }
 

@@ -5,7 +5,7 @@
 //! been killed between the two, so the directory is synced whenever a file is opened for appending, not only when it is
 //! created.
 
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use std::collections::BTreeSet;
 use std::fs::{File, OpenOptions, TryLockError};
 use std::io::{self, ErrorKind, IoSlice, Write as _};
@@ -58,10 +58,6 @@ impl RealFiles {
         Self::default()
     }
 
-    fn handles(&self) -> MutexGuard<'_, Handles> {
-        self.handles.lock()
-    }
-
     /// Runs blocking work; its error names the operation and the file.
     async fn blocking<T: Send + Sync + 'static>(
         &self,
@@ -89,7 +85,7 @@ impl RealFiles {
 
     /// Returns the file, open for appending.
     fn appender(&self, path: &Path) -> io::Result<Arc<Mutex<File>>> {
-        let mut handles = self.handles();
+        let mut handles = self.handles.lock();
         if handles.broken.contains(path) {
             return Err(io::Error::other(
                 "the length is unknown because an earlier write failed; truncate the file first",
@@ -116,7 +112,7 @@ impl RealFiles {
     }
 
     fn forget(&self, path: &Path) {
-        self.handles().open.retain(|(known, _)| known != path);
+        self.handles.lock().open.retain(|(known, _)| known != path);
     }
 
     fn append_now(&self, path: &Path, pieces: &[Bytes], durable: bool) -> io::Result<()> {
@@ -127,7 +123,7 @@ impl RealFiles {
         };
         if written.is_err() {
             // After a failed sync the kernel marks the lost pages as clean, so another sync would succeed.
-            let mut handles = self.handles();
+            let mut handles = self.handles.lock();
             handles.open.retain(|(known, _)| known != path);
             handles.broken.insert(path.to_owned());
         }
@@ -136,7 +132,7 @@ impl RealFiles {
 
     fn read_now(&self, path: &Path, from: u64, bytes_max: usize) -> io::Result<Bytes> {
         let known = {
-            let handles = self.handles();
+            let handles = self.handles.lock();
             handles.open.iter().find(|(known, _)| known == path).map(|(_, file)| Arc::clone(file))
         };
         match known {
@@ -168,7 +164,7 @@ impl RealFiles {
         }
         file.set_len(length)?;
         file.sync_all()?;
-        self.handles().broken.remove(path);
+        self.handles.lock().broken.remove(path);
         Ok(())
     }
 
@@ -199,7 +195,7 @@ impl RealFiles {
 
     /// Forgets what was known of files whose names now belong to others.
     fn forget_all(&self, paths: &[&Path]) {
-        let mut handles = self.handles();
+        let mut handles = self.handles.lock();
         for path in paths {
             handles.open.retain(|(known, _)| known != path);
             handles.broken.remove(*path);

@@ -120,23 +120,23 @@ impl SimFiles {
 
     /// Sets the maximum latency of one step of a write. Default: 2 ms.
     pub fn set_latency_max(&self, latency_max: Duration) {
-        self.disk().latency_max = latency_max;
+        self.disk.lock().latency_max = latency_max;
     }
 
     /// Sets the free space in bytes. Default: unlimited.
     pub fn set_room(&self, bytes: u64) {
-        self.disk().room = bytes;
+        self.disk.lock().room = bytes;
     }
 
     /// Injects a fault into the n-th write from now, counted from 0. An append and a rewrite are writes; a truncation is
     /// one for a failed sync. [`FileFault::OpenFailed`] counts what opens a file instead.
     pub fn fail_write(&self, nth: u64, fault: FileFault) {
-        self.disk().fault = Some((nth, fault));
+        self.disk.lock().fault = Some((nth, fault));
     }
 
     /// Removes a fault and an ending that have not happened yet.
     pub fn clear_fault(&self) {
-        let mut disk = self.disk();
+        let mut disk = self.disk.lock();
         disk.fault = None;
         disk.end = None;
     }
@@ -144,37 +144,37 @@ impl SimFiles {
     /// Ends the process in the middle of the n-th step from now, counted from 0: see [`FileCounts::steps`]. All further
     /// calls fail. [`SimFiles::next_process`] returns the view of the next process.
     pub fn end_at_step(&self, nth: u64, end: FileEnd) {
-        self.disk().end = Some((nth, end));
+        self.disk.lock().end = Some((nth, end));
     }
 
     /// Returns the view of the process that runs after the last ending.
     #[must_use]
     pub fn next_process(&self) -> Self {
-        let life = self.disk().life;
+        let life = self.disk.lock().life;
         Self { disk: Arc::clone(&self.disk), life }
     }
 
     /// Returns `true` if this process has ended.
     #[must_use]
     pub fn has_ended(&self) -> bool {
-        self.disk().life != self.life
+        self.disk.lock().life != self.life
     }
 
     /// Returns the calls of all processes so far.
     #[must_use]
     pub fn counts(&self) -> FileCounts {
-        self.disk().counts
+        self.disk.lock().counts
     }
 
     /// Returns the contents of a file as a process reads them; empty if it does not exist.
     #[must_use]
     pub fn contents(&self, path: &Path) -> Vec<u8> {
-        self.disk().pages(path).map(|pages| pages.cached().to_vec()).unwrap_or_default()
+        self.disk.lock().pages(path).map(|pages| pages.cached().to_vec()).unwrap_or_default()
     }
 
     /// Replaces the contents of a file, synced, without notifying the process that has it open.
     pub fn set_contents(&self, path: &Path, bytes: impl Into<Vec<u8>>) {
-        let mut disk = self.disk();
+        let mut disk = self.disk.lock();
         disk.put(path, bytes.into());
         disk.names.sync(path);
         disk.broken.remove(path);
@@ -188,7 +188,7 @@ impl SimFiles {
     /// names that were not synced, a prefix in the order of the changes remains.
     #[must_use]
     pub fn crash(&self) -> Self {
-        let mut disk = self.disk();
+        let mut disk = self.disk.lock();
         disk.crash();
         Self { disk: Arc::clone(&self.disk), life: disk.life }
     }
@@ -198,23 +198,19 @@ impl SimFiles {
     /// marked clean: those are read from the disk again.
     #[must_use]
     pub fn kill(&self) -> Self {
-        let mut disk = self.disk();
+        let mut disk = self.disk.lock();
         disk.kill();
         Self { disk: Arc::clone(&self.disk), life: disk.life }
     }
 
     /// Draws what happens from now on from another seed.
     pub fn reseed(&self, seed: u64) {
-        self.disk().rng = fastrand::Rng::with_seed(seed);
-    }
-
-    fn disk(&self) -> MutexGuard<'_, Disk> {
-        self.disk.lock()
+        self.disk.lock().rng = fastrand::Rng::with_seed(seed);
     }
 
     /// Returns the disk if this process has not ended.
     fn alive(&self) -> Result<MutexGuard<'_, Disk>> {
-        let disk = self.disk();
+        let disk = self.disk.lock();
         if disk.life == self.life {
             Ok(disk)
         } else {
@@ -225,7 +221,7 @@ impl SimFiles {
     /// Waits as long as one step of a write takes.
     async fn step(&self) {
         let latency = {
-            let mut disk = self.disk();
+            let mut disk = self.disk.lock();
             if disk.life == self.life {
                 disk.counts.steps += 1;
                 match disk.end {

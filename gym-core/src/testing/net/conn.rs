@@ -1,6 +1,6 @@
 //! One connection: the link of the client, the end of the server, and the state of its calls.
 
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::Arc;
@@ -130,7 +130,7 @@ impl Conn {
 
     /// Returns the latest arrival before this message, and stores the arrival of this one.
     pub(super) fn last_arrival(&self, to_server: bool, at: Instant) -> Instant {
-        let last = &mut self.ends().last_arrival[usize::from(to_server)];
+        let last = &mut self.ends.lock().last_arrival[usize::from(to_server)];
         let before = last.unwrap_or(at);
         *last = Some(before.max(at));
         before
@@ -147,18 +147,14 @@ impl Conn {
     }
 
     pub(super) fn cancel(&self, call: u64) {
-        self.ends().present.entry(call).or_default().cancel();
+        self.ends.lock().present.entry(call).or_default().cancel();
     }
 
     pub(super) fn answer(&self, call: u64, result: Result<Response>) {
-        if let Some(waiting) = self.ends().waiting.remove(&call) {
+        if let Some(waiting) = self.ends.lock().waiting.remove(&call) {
             // An error: the caller has just cancelled the call.
             let _ = waiting.send(result);
         }
-    }
-
-    fn ends(&self) -> MutexGuard<'_, Ends> {
-        self.ends.lock()
     }
 
     fn lost(&self) -> Error {
@@ -197,7 +193,7 @@ fn close_client(shared: &SimState, conn: &Arc<Conn>) {
 impl Drop for SimLink {
     fn drop(&mut self) {
         // The last channel was dropped. Replies may still arrive; the last one closes the connection.
-        let mut ends = self.conn.ends();
+        let mut ends = self.conn.ends.lock();
         (ends.closing, ends.abandoned) = (true, true);
         let busy = !ends.waiting.is_empty();
         drop(ends);
@@ -217,7 +213,7 @@ struct Waiting {
 
 impl Drop for Waiting {
     fn drop(&mut self) {
-        let mut ends = self.conn.ends();
+        let mut ends = self.conn.ends.lock();
         let unanswered = ends.waiting.remove(&self.call).is_some();
         let (idle, abandoned) = (ends.waiting.is_empty(), ends.abandoned);
         drop(ends);
@@ -249,7 +245,7 @@ impl Link for SimLink {
         let request = SimRequest::write(call, request)?;
         let (sender, answer) = oneshot::channel();
         {
-            let mut ends = conn.ends();
+            let mut ends = conn.ends.lock();
             if ends.closing {
                 return Err(unavailable());
             }
@@ -288,11 +284,11 @@ impl Link for SimLink {
 
     async fn close(&self, grace: Duration) -> Result<()> {
         let conn = &self.conn;
-        conn.ends().closing = true;
+        conn.ends.lock().closing = true;
         let drained = tokio::time::timeout(grace, async {
             loop {
                 let idle = conn.idle.notified();
-                if conn.ends().waiting.is_empty() || conn.client_closed.is_cancelled() {
+                if conn.ends.lock().waiting.is_empty() || conn.client_closed.is_cancelled() {
                     return;
                 }
                 tokio::select! {
@@ -370,7 +366,7 @@ impl Incoming for SimIncoming {
                         continue;
                     }
                     let call = request.call;
-                    let gone = conn.ends().present.entry(call).or_default().clone();
+                    let gone = conn.ends.lock().present.entry(call).or_default().clone();
                     if gone.is_cancelled() {
                         continue;
                     }
@@ -384,7 +380,7 @@ impl Incoming for SimIncoming {
                             () = gone.cancelled() => None,
                             answered = answer => Some(answered),
                         };
-                        conn.ends().present.remove(&call);
+                        conn.ends.lock().present.remove(&call);
                         let Some(answered) = answered else { return };
                         let mut response = answered.unwrap_or_else(|error| Response::from_error(&error));
                         let result = rewritten(&response.message).map(|message| {

@@ -1,6 +1,6 @@
 //! The state that both ends of an in-process link share: the handler, the concurrent calls, and the callers that wait for a slot.
 
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use std::fmt;
 use std::sync::{Arc, OnceLock};
 
@@ -76,7 +76,7 @@ impl Connection {
 
     /// Acquires a slot for one call; returns `None` if no slot is free or other callers wait for one.
     pub(super) fn try_acquire_slot(self: &Arc<Self>) -> Result<Option<CallSlot>> {
-        let mut calls = lock(&self.calls);
+        let mut calls = self.calls.lock();
         self.check_open(&calls)?;
         if self.is_full(&calls) {
             return Ok(None);
@@ -88,7 +88,7 @@ impl Connection {
     /// Waits for a slot, in the order of arrival.
     pub(super) async fn acquire_slot(self: &Arc<Self>) -> Result<CallSlot> {
         let waiter = {
-            let mut calls = lock(&self.calls);
+            let mut calls = self.calls.lock();
             self.check_open(&calls)?;
             if !self.is_full(&calls) {
                 calls.running += 1;
@@ -106,7 +106,7 @@ impl Connection {
             }
         }
         let slot = waiter.granted();
-        let still_open = self.check_open(&lock(&self.calls));
+        let still_open = self.check_open(&self.calls.lock());
         still_open.map(|()| slot)
     }
 
@@ -119,7 +119,7 @@ impl Connection {
 
     /// Handles the drop of the last channel. Replies in flight may still arrive, and the last of them closes the connection.
     pub(super) fn abandon(&self) {
-        let mut calls = lock(&self.calls);
+        let mut calls = self.calls.lock();
         (calls.draining, calls.abandoned) = (true, true);
         if calls.running == 0 {
             drop(calls);
@@ -129,10 +129,10 @@ impl Connection {
 
     /// Rejects new calls and waits for the running ones.
     pub(super) async fn drain(&self) {
-        lock(&self.calls).draining = true;
+        self.calls.lock().draining = true;
         loop {
             let idle = self.idle.notified();
-            if lock(&self.calls).running == 0 {
+            if self.calls.lock().running == 0 {
                 return;
             }
             tokio::select! {
@@ -146,7 +146,7 @@ impl Connection {
 
 impl fmt::Debug for Connection {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Connection").field("running", &lock(&self.calls).running).finish_non_exhaustive()
+        f.debug_struct("Connection").field("running", &self.calls.lock().running).finish_non_exhaustive()
     }
 }
 
@@ -163,7 +163,7 @@ impl SlotWaiter<'_> {
 impl Drop for SlotWaiter<'_> {
     fn drop(&mut self) {
         let Some(connection) = self.0 else { return };
-        let mut calls = lock(&connection.calls);
+        let mut calls = connection.calls.lock();
         if calls.waiting > 0 {
             // A slot that was about to be granted to this caller goes to the next waiting caller, which is still counted.
             calls.waiting -= 1;
@@ -183,7 +183,7 @@ pub(super) struct CallSlot(pub(super) Arc<Connection>);
 
 impl Drop for CallSlot {
     fn drop(&mut self) {
-        let mut calls = lock(&self.0.calls);
+        let mut calls = self.0.calls.lock();
         if calls.waiting > 0 {
             calls.waiting -= 1;
             // Under the lock: a caller that stops waiting finds its slot either here or released.
@@ -210,10 +210,6 @@ impl Drop for CloseOnDrop {
     }
 }
 
-pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock()
-}
-
 #[cfg(test)]
 mod tests {
     use std::future::{Future, poll_fn};
@@ -225,7 +221,7 @@ mod tests {
     use super::*;
 
     fn counts(connection: &Connection) -> (usize, usize) {
-        let calls = lock(&connection.calls);
+        let calls = connection.calls.lock();
         (calls.running, calls.waiting)
     }
 

@@ -29,7 +29,7 @@ use crate::transport::{Channel, Link, PathInfo, Reply};
 mod connection;
 mod reply;
 
-use connection::{CallSlot, CloseOnDrop, Connection, lock};
+use connection::{CallSlot, CloseOnDrop, Connection};
 use reply::{InProcessReply, RunningCall};
 
 /// The scheme of in-process endpoints: `mem://name`.
@@ -83,7 +83,7 @@ impl InProcess {
 
     fn listen_at(&self, name: &str, bounded_by_handler: bool) -> Result<InProcessListener> {
         let (sender, accepted) = mpsc::channel(ACCEPT_QUEUE_MAX);
-        let mut listeners = lock(&self.listeners);
+        let mut listeners = self.listeners.lock();
         if listeners.get(name).is_some_and(|known| !known.is_closed()) {
             return Err(Error::not_started(Code::AlreadyExists, "the name is taken in this process")
                 .about(format!("listen on {SCHEME}://{name}")));
@@ -113,7 +113,7 @@ impl Connector for InProcess {
     async fn connect(&self, cx: &CallContext, to: &Endpoint, options: &ConnectOptions) -> Result<Channel> {
         cx.check()?;
         let refused = |why| Error::not_started(Code::Unavailable, why).about(format!("connect to {to}"));
-        let listener = lock(&self.listeners).get(to.address()).cloned();
+        let listener = self.listeners.lock().get(to.address()).cloned();
         let listener = listener.ok_or_else(|| refused("nobody listens under this name in this process"))?;
         let connection = Arc::new(Connection::new(to.address().into(), self.calls_max, CancelToken::new()));
         // Created before the peer is notified, so that every failure from here on closes the connection.

@@ -1,6 +1,6 @@
 //! The answering end of one connection: admits the peer's calls and runs them.
 
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use std::collections::HashMap;
 use std::convert::Infallible;
 use std::fmt;
@@ -171,15 +171,19 @@ impl<O: MessageSender> AnsweringEnd<O> {
         if self.handler.only_waits() {
             let waiting = WaitingCall::new(duty, answer);
             // Before it is polled, because its response removes the call.
-            let known =
-                self.lock().calls.get_mut(&call).map(|call| call.runs_as = RunsAs::Waiting(Arc::clone(&waiting) as _));
+            let known = self
+                .running
+                .lock()
+                .calls
+                .get_mut(&call)
+                .map(|call| call.runs_as = RunsAs::Waiting(Arc::clone(&waiting) as _));
             if known.is_some() {
                 waiting.poll();
             }
             return;
         }
         if let Some(task) = self.spawn(duty.run(answer))
-            && let Some(call) = self.lock().calls.get_mut(&call)
+            && let Some(call) = self.running.lock().calls.get_mut(&call)
         {
             call.runs_as = RunsAs::Task(task);
         }
@@ -227,7 +231,7 @@ impl<O: MessageSender> AnsweringEnd<O> {
             let said = format!("{unread_max} answers wait for a peer that does not take them");
             return Err(Error::unknown(Code::ResourceExhausted, said));
         }
-        let mut running = self.lock();
+        let mut running = self.running.lock();
         if call <= running.last_call {
             return Err(malformed(format!("call {call} after call {}: numbers only grow", running.last_call)));
         }
@@ -262,7 +266,7 @@ impl<O: MessageSender> AnsweringEnd<O> {
     }
 
     fn remove(&self, call: u64) -> Option<Call> {
-        self.lock().remove(call)
+        self.running.lock().remove(call)
     }
 
     fn fail(&self, call: u64, error: &Error) {
@@ -274,7 +278,7 @@ impl<O: MessageSender> AnsweringEnd<O> {
     fn answer(&self, call: u64, reply_bytes_max: usize, response: &Response) {
         let too_large = |said: String| self.fail(call, &Error::finished(Code::ResourceExhausted, said));
         let flush = {
-            let mut running = self.lock();
+            let mut running = self.running.lock();
             let flush = if running.calls.len() > CROWD { Flush::Soon } else { Flush::Now };
             // Before the reply is sent, because the peer may send the next request after it.
             if running.remove(call).is_none() {
@@ -298,10 +302,6 @@ impl<O: MessageSender> AnsweringEnd<O> {
         let permit = self.unread.add(header.len() + length);
         self.sender.post_response(call, header, &response.message, permit, flush);
     }
-
-    fn lock(&self) -> MutexGuard<'_, Running> {
-        self.running.lock()
-    }
 }
 
 impl<O> fmt::Debug for AnsweringEnd<O> {
@@ -322,7 +322,7 @@ impl<O: MessageSender> Drop for EndOnDrop<O> {
         let tasks = self.0.tasks.lock().take();
         drop(tasks);
         // Calls whose message never arrived, and those without a task.
-        let calls = std::mem::take(&mut self.0.lock().calls);
+        let calls = std::mem::take(&mut self.0.running.lock().calls);
         calls.into_values().for_each(|call| call.runs_as.end());
     }
 }

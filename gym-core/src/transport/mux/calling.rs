@@ -91,7 +91,7 @@ impl<O: MessageSender> CallingEnd<O> {
     /// # Errors
     /// `DataLoss` if the response exceeds the bytes that the call reserved: allocate nothing and end the connection.
     pub fn on_opening(&self, call: u64, total: usize) -> Result<bool> {
-        let most = self.lock().waiting.get(&call).map(|waiting| waiting.reply_bytes_max);
+        let most = self.calls.lock().waiting.get(&call).map(|waiting| waiting.reply_bytes_max);
         match most {
             Some(most) if total > most => Err(malformed(format!("an answer of {total} bytes; {most} was the most"))),
             most => Ok(most.is_some()),
@@ -100,7 +100,7 @@ impl<O: MessageSender> CallingEnd<O> {
 
     /// Returns `true` if the call still awaits its response.
     pub fn is_awaited(&self, call: u64) -> bool {
-        self.lock().waiting.contains_key(&call)
+        self.calls.lock().waiting.contains_key(&call)
     }
 
     /// Accepts a complete response.
@@ -135,7 +135,7 @@ impl<O: MessageSender> CallingEnd<O> {
     pub fn end(&self, error: &Error) {
         let _ = self.why.set((error.code(), error.to_string()));
         let waiting = {
-            let mut calls = self.lock();
+            let mut calls = self.calls.lock();
             calls.refusing.get_or_insert("the connection has ended");
             std::mem::take(&mut calls.waiting)
         };
@@ -159,7 +159,7 @@ impl<O: MessageSender> CallingEnd<O> {
 
     /// Waits for capacity and posts a request.
     pub(super) async fn send(self: &Arc<Self>, request: &Request) -> Result<Pending<O>> {
-        if let Some(why) = self.lock().refusing {
+        if let Some(why) = self.calls.lock().refusing {
             return Err(Error::not_started(Code::Unavailable, why));
         }
         // The peer would reject it, now and later.
@@ -195,7 +195,7 @@ impl<O: MessageSender> CallingEnd<O> {
             Flush::Now
         };
         let call = self.sender.post_request(header, message, permit.clone(), flush, |call| {
-            let mut calls = self.lock();
+            let mut calls = self.calls.lock();
             if let Some(why) = calls.refusing {
                 return Err(Error::not_started(Code::Unavailable, why));
             }
@@ -210,7 +210,7 @@ impl<O: MessageSender> CallingEnd<O> {
 
     /// Rejects new calls. If `leaving`, the last call closes the connection.
     pub(super) fn refuse(&self, why: &'static str, leaving: bool) {
-        let mut calls = self.lock();
+        let mut calls = self.calls.lock();
         calls.refusing.get_or_insert(why);
         calls.leaving |= leaving;
         self.look_at_rest(calls);
@@ -222,7 +222,7 @@ impl<O: MessageSender> CallingEnd<O> {
         let drained = tokio::time::timeout(grace, async {
             loop {
                 let idle = self.idle.notified();
-                if self.lock().waiting.is_empty() {
+                if self.calls.lock().waiting.is_empty() {
                     return;
                 }
                 idle.await;
@@ -235,7 +235,7 @@ impl<O: MessageSender> CallingEnd<O> {
 
     /// Removes a call. Closes the connection if the call was its last and the connection is closing.
     fn remove(&self, call: u64) -> Option<Waiting> {
-        let mut calls = self.lock();
+        let mut calls = self.calls.lock();
         let waiting = calls.waiting.remove(&call);
         self.look_at_rest(calls);
         waiting
@@ -250,10 +250,6 @@ impl<O: MessageSender> CallingEnd<O> {
                 self.end(&Error::unknown(Code::Unavailable, "the peer takes no new calls"));
             }
         }
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Calls> {
-        self.calls.lock()
     }
 }
 

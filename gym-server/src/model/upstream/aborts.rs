@@ -8,7 +8,7 @@
 //! The engine formats its metrics in 14 ms, so a chat completion is checked only if it may hide an abort. One with token ids does not if it ends
 //! with the token with which whole responses of this engine end.
 
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use std::collections::BTreeSet;
 use std::time::Duration;
 
@@ -134,7 +134,7 @@ impl UpstreamState {
         answer: &EndpointResponse,
         is_chat: bool,
     ) -> Result<Completeness> {
-        if matches!(before, Before::Other) || (is_chat && !self.aborts.ends().may_hide_abort(answer)) {
+        if matches!(before, Before::Other) || (is_chat && !self.aborts.ends.lock().may_hide_abort(answer)) {
             return Ok(Completeness::Known);
         }
         let arrived = Instant::now();
@@ -186,10 +186,6 @@ impl Aborts {
 
     fn change(&self, change: impl FnOnce(&mut LastCount)) {
         change(&mut self.last.lock());
-    }
-
-    fn ends(&self) -> MutexGuard<'_, Ends> {
-        self.ends.lock()
     }
 }
 

@@ -1,6 +1,6 @@
 //! The health of one endpoint, as its calls have shown it: for logs, `/health`, and the progress of a collector.
 
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
@@ -59,17 +59,13 @@ impl EndpointHealth {
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, Failing> {
-        self.failing.lock()
-    }
-
     /// Records a call that the endpoint answered.
     pub(super) fn responded(&self) {
         if self.ready.load(Ordering::Relaxed) {
             return;
         }
         let ended = {
-            let mut failing = self.lock();
+            let mut failing = self.failing.lock();
             self.ready.store(true, Ordering::Relaxed);
             let log = failing.logged.is_some();
             failing.since.take().filter(|_| log)
@@ -81,14 +77,14 @@ impl EndpointHealth {
 
     /// Forgets a failure, because the call is sent again and nothing else is known.
     pub(super) fn resent(&self) {
-        self.lock().since = None;
+        self.failing.lock().since = None;
     }
 
     /// Records a failed call, and logs the first one.
     pub(super) fn failed(&self, failure: EndpointFailure) {
         let now = Instant::now();
         {
-            let mut failing = self.lock();
+            let mut failing = self.failing.lock();
             self.ready.store(false, Ordering::Relaxed);
             let changed = failing.since.as_ref().is_none_or(|(_, known)| known.reason != failure.reason);
             let since = failing.since.as_ref().map_or(now, |(since, _)| *since);
@@ -153,7 +149,7 @@ impl EndpointHealth {
         let oldest = self.in_flight.oldest().map(|(began, ())| began.elapsed());
         let slow = oldest.filter(|oldest| *oldest >= self.slow_after);
         report.oldest_seconds = slow.map_or(0, |oldest| oldest.as_secs().max(1));
-        match &self.lock().since {
+        match &self.failing.lock().since {
             Some((since, failure)) => {
                 report.state = failure.state;
                 report.reason.clone_from(&failure.reason);

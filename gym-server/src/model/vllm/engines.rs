@@ -1,7 +1,7 @@
 //! The engines of a `vllm_model`: a call goes to the engine whose prefix cache has its prompt, unless that engine is overloaded or
 //! fails.
 
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
@@ -76,10 +76,10 @@ impl Engines {
             let may_leave = left.len() < MOVES_MAX.min(self.all.len() - 1);
             let result = engine.upstream.post_or_leave(cx, path, body.clone(), may_leave).await;
             match &result {
-                Ok(Some(answer)) if answer.status < 400 => *engine.rejected() = None,
+                Ok(Some(answer)) if answer.status < 400 => *engine.rejected.lock() = None,
                 Ok(Some(answer)) if !answer.is_rejection() => {}
                 Err(error) if error.code() != Code::Unavailable => {}
-                _ => *engine.rejected() = Some(Instant::now()),
+                _ => *engine.rejected.lock() = Some(Instant::now()),
             }
             match result? {
                 Some(answer) => return Ok((&engine.upstream, answer)),
@@ -112,13 +112,9 @@ impl Engine {
         InFlight(&self.in_flight)
     }
 
-    fn rejected(&self) -> MutexGuard<'_, Option<Instant>> {
-        self.rejected.lock()
-    }
-
     /// Returns `true` unless the engine has rejected a call just now. A second later, one call at a time tries it again.
     fn is_open(&self) -> bool {
-        let rejected = *self.rejected();
+        let rejected = *self.rejected.lock();
         rejected.is_none_or(|at| at.elapsed() >= REJECTED_FOR && self.in_flight.load(Ordering::Relaxed) == 0)
     }
 }

@@ -1,6 +1,6 @@
 //! What the audit knows of the members of a cluster: their heartbeats as they reached the head server, and what a pool was told.
 
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
@@ -85,31 +85,31 @@ impl ClusterTruth {
 impl Audit {
     /// Counts something that some seed should have.
     pub(crate) fn count(&self, what: &'static str, count: u64) {
-        *self.truth().cluster.counts.entry(what).or_default() += count;
+        *self.truth.lock().cluster.counts.entry(what).or_default() += count;
     }
 
     pub(crate) fn counts(&self) -> BTreeMap<&'static str, u64> {
-        self.truth().cluster.counts.clone()
+        self.truth.lock().cluster.counts.clone()
     }
 
     /// Names the members that no fault reaches: once they serve, they go on serving.
     pub(crate) fn expect_unharmed(&self, names: impl Iterator<Item = &'static str>) {
-        self.truth().cluster.unharmed = names.map(str::to_owned).collect();
+        self.truth.lock().cluster.unharmed = names.map(str::to_owned).collect();
     }
 
     /// A process of a member has started.
     pub(crate) fn member_started(&self, name: &str, life: Incarnation) {
-        self.truth().cluster.lives.entry(name.to_owned()).or_default().push(life);
+        self.truth.lock().cluster.lives.entry(name.to_owned()).or_default().push(life);
     }
 
     /// Returns the number of a process of a member, in the order in which they started.
     fn life(&self, name: &str, life: Incarnation) -> usize {
-        self.truth().cluster.life(name, life)
+        self.truth.lock().cluster.life(name, life)
     }
 
     /// A head server without knowledge of its earlier life.
     pub(crate) fn head_started(&self, term: u64) {
-        let cluster = &mut self.truth().cluster;
+        let cluster = &mut self.truth.lock().cluster;
         cluster.term = term;
         cluster.members.clear();
     }
@@ -129,7 +129,7 @@ impl Audit {
 
     fn joined(&self, spec: MemberSpec, term: u64) {
         let contact = Contact { timing: spec.timing, heard: Instant::now(), seq: 0, broken: None };
-        let cluster = &mut self.truth().cluster;
+        let cluster = &mut self.truth.lock().cluster;
         if term != cluster.term {
             // An older head server that goes on beside the new one.
             return;
@@ -139,7 +139,7 @@ impl Audit {
     }
 
     fn heartbeat(&self, heartbeat: &Heartbeat) {
-        let cluster = &mut self.truth().cluster;
+        let cluster = &mut self.truth.lock().cluster;
         let id = (heartbeat.lease.name.clone(), heartbeat.lease.incarnation);
         let contact = cluster.members.get_mut(&id).filter(|contact| contact.seq <= heartbeat.seq);
         if let Some(contact) = contact.filter(|_| heartbeat.lease.term == cluster.term) {
@@ -148,7 +148,7 @@ impl Audit {
     }
 
     fn heartbeat_broke(&self, heartbeat: &Heartbeat) {
-        let cluster = &mut self.truth().cluster;
+        let cluster = &mut self.truth.lock().cluster;
         let id = (heartbeat.lease.name.clone(), heartbeat.lease.incarnation);
         let contact = cluster.members.get_mut(&id).filter(|contact| contact.seq == heartbeat.seq);
         if let Some(contact) = contact.filter(|_| heartbeat.lease.term == cluster.term) {
@@ -159,7 +159,7 @@ impl Audit {
     /// Checks what the head server says: no member is gone that was not silent and whose connection did not break.
     pub(crate) fn check_roster(&self, update: &RosterUpdate) {
         // A head server that was killed says nothing any more.
-        if update.now.term != self.truth().cluster.term {
+        if update.now.term != self.truth.lock().cluster.term {
             return;
         }
         for change in &update.changes {
@@ -172,11 +172,11 @@ impl Audit {
             };
             let (Some(name), Some(reason)) = (&gone.member, &gone.lost) else { continue };
             self.count("member gone", 1);
-            if self.truth().cluster.unharmed.contains(name) {
+            if self.truth.lock().cluster.unharmed.contains(name) {
                 self.violation(format_args!("{name} is gone, and no fault had reached it"));
             }
             let violation = {
-                let cluster = &mut self.truth().cluster;
+                let cluster = &mut self.truth.lock().cluster;
                 let lost = cluster.life(name, gone.incarnation);
                 let newer =
                     cluster.members.keys().any(|(other, life)| other == name && cluster.life(name, *life) > lost);
@@ -209,24 +209,25 @@ impl Audit {
     }
 
     fn check_unharmed(&self, server: &Instance) {
-        let Some(name) = server.member.as_ref().filter(|name| self.truth().cluster.unharmed.contains(*name)) else {
+        let Some(name) = server.member.as_ref().filter(|name| self.truth.lock().cluster.unharmed.contains(*name))
+        else {
             return;
         };
         if !server.paused {
-            self.truth().cluster.served.insert(name.clone());
-        } else if self.truth().cluster.served.contains(name) {
+            self.truth.lock().cluster.served.insert(name.clone());
+        } else if self.truth.lock().cluster.served.contains(name) {
             self.violation(format_args!("{name} got no work for a moment, and no fault had reached it"));
         }
     }
 
     pub(super) fn attempt_begins(&self, attempt: Attempt) {
-        *self.truth().cluster.begun.entry(attempt).or_default() += 1;
+        *self.truth.lock().cluster.begun.entry(attempt).or_default() += 1;
     }
 
     /// Checks that an attempt runs once.
     pub(crate) fn runs(&self, attempt: Attempt) {
         let (ran, begun) = {
-            let cluster = &mut self.truth().cluster;
+            let cluster = &mut self.truth.lock().cluster;
             let ran = cluster.ran.entry(attempt).or_default();
             *ran += 1;
             (*ran, cluster.begun.get(&attempt).copied().unwrap_or_default())
@@ -262,13 +263,9 @@ impl PoolAudit {
         Self { audit, told: Arc::default() }
     }
 
-    fn told(&self) -> MutexGuard<'_, Told> {
-        self.told.lock()
-    }
-
     /// The pool is told what a head server lists.
     pub(crate) fn heard(&self, update: &RosterUpdate) {
-        let told = &mut *self.told();
+        let told = &mut *self.told.lock();
         let members = told.members.get_or_insert_default();
         if update.complete && !update.recovering {
             members.clear();
@@ -307,7 +304,7 @@ impl PoolAudit {
     /// A worker polls as this member.
     pub(crate) fn polls(&self, worker: &str, member: Option<Incarnation>) {
         let Some(member) = member else { return };
-        let told = &mut *self.told();
+        let told = &mut *self.told.lock();
         let newest = told.polled.entry(worker.to_owned()).or_insert(member);
         // A poll of an earlier process may arrive late.
         if self.audit.life(worker, member) > self.audit.life(worker, *newest) {
@@ -317,7 +314,7 @@ impl PoolAudit {
 
     /// Checks that members which the pool was told are lost hold no work.
     pub(crate) fn check_lost(&self, workers: &[WorkerSnapshot]) {
-        let told = self.told();
+        let told = self.told.lock();
         let is_lost = |worker: &WorkerSnapshot| {
             let life = told.polled.get(&*worker.name);
             life.is_some_and(|life| told.lost.contains(&(worker.name.to_string(), *life)))
@@ -334,7 +331,7 @@ impl PoolAudit {
             return self.audit.violation(format_args!("{worker} does not say that it is a member"));
         };
         let violation = {
-            let told = &mut *self.told();
+            let told = &mut *self.told.lock();
             let of_worker = told.members.as_ref().map(|members| members.get(worker).copied());
             let serves = of_worker.is_none_or(|of_worker| of_worker == Some((member, true)));
             let handed = told.handed.entry((worker.to_owned(), member)).or_default();

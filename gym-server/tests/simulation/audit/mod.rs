@@ -2,7 +2,7 @@
 
 mod members;
 
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::path::Path;
@@ -55,22 +55,18 @@ impl Audit {
         Self { net: net.clone(), truth: Arc::default() }
     }
 
-    fn truth(&self) -> MutexGuard<'_, Truth> {
-        self.truth.lock()
-    }
-
     pub(crate) fn violation(&self, what: impl fmt::Display) {
         self.net.note("audit", format_args!("VIOLATION {what}"));
-        self.truth().violations.insert(what.to_string());
+        self.truth.lock().violations.insert(what.to_string());
     }
 
     pub(crate) fn violations(&self) -> Vec<String> {
-        self.truth().violations.iter().cloned().collect()
+        self.truth.lock().violations.iter().cloned().collect()
     }
 
     /// Gives a reward for an attempt.
     pub(crate) fn give(&self, host: &str, attempt: Attempt) -> f64 {
-        let mut truth = self.truth();
+        let mut truth = self.truth.lock();
         truth.given.push(attempt);
         let number = truth.given.len() - 1;
         drop(truth);
@@ -80,7 +76,7 @@ impl Audit {
 
     fn leased(&self, lease: Lease) {
         let key = (lease.name, lease.replica, lease.incarnation.0);
-        self.truth().leases.insert(key, (Instant::now(), lease.ttl));
+        self.truth.lock().leases.insert(key, (Instant::now(), lease.ttl));
     }
 
     /// Checks that no lease outlives its time to live.
@@ -88,7 +84,7 @@ impl Audit {
         let Ok(live) = registry.list(&CallContext::default()).await else { return };
         for instance in live {
             let key = (instance.name, instance.replica, instance.incarnation.0);
-            let known = self.truth().leases.get(&key).copied();
+            let known = self.truth.lock().leases.get(&key).copied();
             match known {
                 Some((renewed, ttl)) if renewed.elapsed() <= ttl => {}
                 Some((renewed, ttl)) => {
@@ -103,7 +99,7 @@ impl Audit {
     /// Checks that all acknowledged outcomes are in the files.
     pub(crate) fn check_acknowledged(&self, files: &SimFiles, output: &Path) {
         let rows = Rows::read(files, output);
-        let truth = self.truth();
+        let truth = self.truth.lock();
         let lost: Vec<_> = truth
             .acknowledged
             .iter()
@@ -123,7 +119,7 @@ impl Audit {
     /// acknowledged.
     pub(crate) fn opened(&self, files: &SimFiles, output: &Path) {
         let rows = Rows::read(files, output);
-        let mut truth = self.truth();
+        let mut truth = self.truth.lock();
         truth.acknowledged.extend(rows.completed.iter().map(|row| (row.attempt(), true)));
         truth.acknowledged.extend(rows.failed.iter().map(|row| (row.attempt(), false)));
     }
@@ -135,7 +131,7 @@ impl Audit {
         for line in &rows.broken {
             self.violation(format_args!("a line is no row: {line}"));
         }
-        let mut counts = Counts { attempts: self.truth().begun, ..Counts::default() };
+        let mut counts = Counts { attempts: self.truth.lock().begun, ..Counts::default() };
         for (index, row) in rows.completed.iter().enumerate() {
             let attempt = row.attempt();
             if rows.completed[..index].iter().any(|other| other.attempt().key == attempt.key) {
@@ -184,7 +180,7 @@ impl Audit {
     }
 
     fn given(&self, reward: f64) -> Option<Attempt> {
-        let truth = self.truth();
+        let truth = self.truth.lock();
         (0_u32..).zip(&truth.given).find(|(number, _)| f64::from(*number) == reward).map(|(_, attempt)| *attempt)
     }
 }
@@ -249,7 +245,7 @@ impl<L: Ledger> Ledger for AuditedLedger<L> {
 
     fn begin(&self, key: TaskKey) -> Result<Attempt> {
         let attempt = self.ledger.begin(key)?;
-        self.audit.truth().begun += 1;
+        self.audit.truth.lock().begun += 1;
         self.audit.attempt_begins(attempt);
         self.audit.net.note("collector", format_args!("begins {attempt}"));
         Ok(attempt)
@@ -265,7 +261,7 @@ impl<L: Ledger> Ledger for AuditedLedger<L> {
         match &recorded {
             Ok(()) => {
                 self.audit.net.note("collector", format_args!("has {attempt} on the disk"));
-                self.audit.truth().acknowledged.insert(attempt, what == "completed");
+                self.audit.truth.lock().acknowledged.insert(attempt, what == "completed");
             }
             Err(error) => self.audit.net.note("collector", format_args!("has {attempt} not recorded: {error:?}")),
         }

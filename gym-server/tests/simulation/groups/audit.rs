@@ -1,6 +1,6 @@
 //! Records the ground truth of a group: the ranks that live, what they ran, and what the controller was told. Any disagreement is a violation.
 
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -92,33 +92,29 @@ impl GroupAudit {
         ENTERED.with_borrow(Clone::clone).expect("a run has entered its audit")
     }
 
-    fn truth(&self) -> MutexGuard<'_, Truth> {
-        self.truth.lock()
-    }
-
     pub(super) fn note(&self, actor: &str, event: fmt::Arguments<'_>) {
         self.net.note(actor, event);
     }
 
     pub(super) fn violation(&self, what: impl fmt::Display) {
         self.net.note("audit", format_args!("VIOLATION {what}"));
-        self.truth().violations.insert(what.to_string());
+        self.truth.lock().violations.insert(what.to_string());
     }
 
     pub(super) fn violations(&self) -> Vec<String> {
-        self.truth().violations.iter().cloned().collect()
+        self.truth.lock().violations.iter().cloned().collect()
     }
 
     pub(crate) fn count(&self, what: &'static str) {
-        *self.truth().counts.entry(what).or_default() += 1;
+        *self.truth.lock().counts.entry(what).or_default() += 1;
     }
 
     pub(super) fn counts(&self) -> BTreeMap<&'static str, u64> {
-        self.truth().counts.clone()
+        self.truth.lock().counts.clone()
     }
 
     pub(super) fn calls(&self) -> Calls {
-        self.truth().calls
+        self.truth.lock().calls
     }
 
     pub(super) fn note_recovery(&self, after: Duration) {
@@ -126,13 +122,13 @@ impl GroupAudit {
     }
 
     pub(super) fn controller_started(&self, life: u64) {
-        self.truth().controller = life;
+        self.truth.lock().controller = life;
     }
 
     /// The controller has died: its ranks end with their lease.
     pub(super) fn controller_died(&self) {
         let life = {
-            let truth = &mut *self.truth();
+            let truth = &mut *self.truth.lock();
             truth.controllers_ended.insert(truth.controller, Instant::now());
             truth.controller
         };
@@ -153,7 +149,7 @@ impl GroupAudit {
     }
 
     fn ranks_of(&self, life: u64) -> Vec<(String, Rank, String)> {
-        let truth = self.truth();
+        let truth = self.truth.lock();
         let all = truth.living.iter().flat_map(|(id, lives)| lives.values().map(move |of| (id, of)));
         all.filter(|(_, (controller, _))| *controller == life)
             .map(|((group, rank), (_, host))| (group.clone(), *rank, host.clone()))
@@ -162,12 +158,12 @@ impl GroupAudit {
 
     /// A group was shut down: its ranks have ended, or end with the lease of a lost node.
     pub(super) fn group_ended(&self, group: &str) {
-        self.truth().groups_ended.insert(group.to_owned(), Instant::now());
+        self.truth.lock().groups_ended.insert(group.to_owned(), Instant::now());
         let (this, group) = (self.clone(), group.to_owned());
         tokio::spawn(async move {
             tokio::time::sleep(this.lease + MARGIN_TIMEOUT).await;
             let living: Vec<RankId> = {
-                let truth = this.truth();
+                let truth = this.truth.lock();
                 truth
                     .living
                     .iter()
@@ -186,7 +182,7 @@ impl GroupAudit {
         let (group, rank, incarnation) = (env.group.to_string(), env.rank, env.incarnation.0);
         self.net.note(&host, format_args!("{group} rank {rank} incarnation {incarnation} lives"));
         let (others, dead) = {
-            let truth = &mut *self.truth();
+            let truth = &mut *self.truth.lock();
             let lives = truth.living.entry((group.clone(), rank)).or_default();
             let others = lives.clone();
             lives.insert(incarnation, (controller, host.clone()));
@@ -206,13 +202,13 @@ impl GroupAudit {
 
     fn died(&self, group: &str, rank: Rank, incarnation: u64, host: &str) {
         self.net.note(host, format_args!("{group} rank {rank} incarnation {incarnation} ends"));
-        if let Some(lives) = self.truth().living.get_mut(&(group.to_owned(), rank)) {
+        if let Some(lives) = self.truth.lock().living.get_mut(&(group.to_owned(), rank)) {
             lives.remove(&incarnation);
         }
     }
 
     fn lives(&self, group: &str, rank: Rank, incarnation: u64) -> bool {
-        let truth = self.truth();
+        let truth = self.truth.lock();
         truth.living.get(&(group.to_owned(), rank)).is_some_and(|lives| lives.contains_key(&incarnation))
     }
 
@@ -228,7 +224,7 @@ impl GroupAudit {
         self.net.note("controller", format_args!("{group} is told: rank {rank} incarnation {incarnation} {stage:?}"));
         let mut disorder = None;
         let moved = {
-            let truth = &mut *self.truth();
+            let truth = &mut *self.truth.lock();
             let told = truth.events.entry((group.to_owned(), rank)).or_default();
             let before = (told.incarnation, told.stage);
             let right = if incarnation == told.incarnation {
@@ -272,7 +268,7 @@ impl GroupAudit {
 
     /// Begins a call.
     pub(crate) fn call(&self) -> u64 {
-        let truth = &mut *self.truth();
+        let truth = &mut *self.truth.lock();
         truth.calls.begun += 1;
         truth.next_call += 1;
         truth.next_call
@@ -280,14 +276,14 @@ impl GroupAudit {
 
     /// Checks the reply to a call: it ran once at each of these ranks.
     pub(super) fn succeeded(&self, call: u64, ranks: impl Iterator<Item = Rank>) {
-        self.truth().calls.succeeded += 1;
+        self.truth.lock().calls.succeeded += 1;
         for rank in ranks {
             self.check_finished(call, rank);
         }
     }
 
     fn check_finished(&self, call: u64, rank: Rank) {
-        let runs = self.truth().runs.get(&(call, rank)).copied().unwrap_or_default();
+        let runs = self.truth.lock().runs.get(&(call, rank)).copied().unwrap_or_default();
         if runs != (1, 1) {
             self.violation(format_args!(
                 "call {call} is reported as done at rank {rank}, and {runs:?} began and ended"
@@ -297,7 +293,7 @@ impl GroupAudit {
 
     /// Checks the error of a call against what ran.
     pub(super) fn failed(&self, call: u64, error: &GroupError, took: Duration, deadline: Duration) {
-        self.truth().calls.failed += 1;
+        self.truth.lock().calls.failed += 1;
         self.note("controller", format_args!("call {call} ends after {took:?}: {:?}", error.cause().code()));
         if took > deadline {
             self.violation(format_args!("call {call} ended after {took:?}, and its deadline was {deadline:?}"));
@@ -316,7 +312,7 @@ impl GroupAudit {
                 Execution::Finished => self.check_finished(call, rank),
                 Execution::NotStarted => {
                     let ran = {
-                        let truth = &mut *self.truth();
+                        let truth = &mut *self.truth.lock();
                         truth.not_started.insert((call, rank));
                         truth.runs.contains_key(&(call, rank))
                     };
@@ -337,7 +333,7 @@ impl GroupAudit {
     /// Checks that nothing is left.
     pub(super) fn check_end(&self) {
         let living: Vec<String> = {
-            let truth = self.truth();
+            let truth = self.truth.lock();
             let living = truth.living.iter().filter(|(_, lives)| !lives.is_empty());
             living.map(|((group, rank), lives)| format!("rank {rank} of {group}: {lives:?}")).collect()
         };
@@ -362,7 +358,7 @@ impl LiveRank {
         let Self { audit, rank, host, .. } = self;
         audit.net.note(host, format_args!("rank {rank} runs call {call}"));
         let (begun, refused) = {
-            let truth = &mut *audit.truth();
+            let truth = &mut *audit.truth.lock();
             let runs = truth.runs.entry((call, *rank)).or_default();
             runs.0 += 1;
             (runs.0, truth.not_started.contains(&(call, *rank)))
@@ -378,7 +374,7 @@ impl LiveRank {
     /// A call ends.
     pub(super) fn ran(&self, call: u64, count: u64) {
         self.audit.net.note(&self.host, format_args!("rank {} has run call {call}, its {count}.", self.rank));
-        self.audit.truth().runs.entry((call, self.rank)).or_default().1 += 1;
+        self.audit.truth.lock().runs.entry((call, self.rank)).or_default().1 += 1;
     }
 }
 

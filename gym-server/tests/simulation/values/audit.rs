@@ -1,6 +1,6 @@
 //! Records the ground truth of values: who holds each of them, until when, and what it contains. Any disagreement is a violation.
 
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -96,50 +96,46 @@ impl ValuesAudit {
         Self { net: net.clone(), plan, truth: Arc::new(Mutex::new(truth)) }
     }
 
-    fn truth(&self) -> MutexGuard<'_, Truth> {
-        self.truth.lock()
-    }
-
     pub(super) fn violation(&self, what: impl fmt::Display) {
         self.net.note("audit", format_args!("VIOLATION {what}"));
-        self.truth().violations.insert(what.to_string());
+        self.truth.lock().violations.insert(what.to_string());
     }
 
     pub(super) fn violations(&self) -> Vec<String> {
-        self.truth().violations.iter().cloned().collect()
+        self.truth.lock().violations.iter().cloned().collect()
     }
 
     pub(super) fn count(&self, what: &'static str) {
-        *self.truth().counts.entry(what).or_default() += 1;
+        *self.truth.lock().counts.entry(what).or_default() += 1;
     }
 
     pub(super) fn counts(&self) -> BTreeMap<&'static str, u64> {
-        self.truth().counts.clone()
+        self.truth.lock().counts.clone()
     }
 
     /// Returns the fetches that began, that succeeded and that failed.
     pub(super) fn fetches(&self) -> [u64; 3] {
-        let truth = self.truth();
+        let truth = self.truth.lock();
         [truth.began, truth.fetched, truth.failed]
     }
 
     /// Returns the number of the next value.
     pub(super) fn next(&self) -> u64 {
-        let mut truth = self.truth();
+        let mut truth = self.truth.lock();
         truth.next += 1;
         truth.next
     }
 
     pub(super) fn put(&self, reference: &ValueRef, number: u64, holder: &'static str) {
         self.net.note(holder, format_args!("puts value {number}"));
-        let mut truth = self.truth();
+        let mut truth = self.truth.lock();
         truth.values.insert(reference.id.clone(), TrueValue { number, holder, dropped: None, gone: None });
         truth.order.push(reference.clone());
     }
 
     /// The holder ends a value: at once, or when its lease has ended.
     pub(super) fn ends(&self, held: &HeldValue, at_once: bool) {
-        let mut truth = self.truth();
+        let mut truth = self.truth.lock();
         let Some(value) = truth.values.get_mut(&held.reference().id) else { return };
         let (number, holder, now) = (value.number, value.holder, Instant::now());
         if at_once {
@@ -158,7 +154,7 @@ impl ValuesAudit {
     /// A process was killed, and its values with it.
     pub(super) fn died(&self, process: &str, directory: &Path) {
         let now = Instant::now();
-        for value in self.truth().values.values_mut().filter(|value| value.holder == process) {
+        for value in self.truth.lock().values.values_mut().filter(|value| value.holder == process) {
             value.gone.get_or_insert(now);
         }
         if copies(directory).iter().any(|(path, _)| path.extension().is_some()) {
@@ -167,25 +163,25 @@ impl ValuesAudit {
     }
 
     pub(super) fn clock_set(&self, node: &str) {
-        self.truth().clocks.insert(node.to_owned());
+        self.truth.lock().clocks.insert(node.to_owned());
     }
 
     /// Returns one of the last values, for a fetch.
     pub(super) fn recent(&self, rng: &mut fastrand::Rng) -> Option<ValueRef> {
-        let truth = self.truth();
+        let truth = self.truth.lock();
         let last = truth.order.len().saturating_sub(8)..truth.order.len();
         (!last.is_empty()).then(|| truth.order[rng.usize(last)].clone())
     }
 
     /// Returns the values that are held.
     pub(super) fn held(&self) -> Vec<ValueRef> {
-        let truth = self.truth();
+        let truth = self.truth.lock();
         let held = |value: &TrueValue| value.gone.is_none() && value.dropped.is_none();
         truth.order.iter().filter(|reference| truth.values.get(&reference.id).is_some_and(held)).cloned().collect()
     }
 
     pub(super) fn begins(&self, process: &str, reference: &ValueRef) {
-        let mut truth = self.truth();
+        let mut truth = self.truth.lock();
         truth.began += 1;
         let number = truth.values.get(&reference.id).map_or(0, |value| value.number);
         drop(truth);
@@ -201,12 +197,12 @@ impl ValuesAudit {
         fetched: Result<&Bytes, &Error>,
         settled: bool,
     ) {
-        let Some(value) = self.truth().values.get(&reference.id).copied() else { return };
+        let Some(value) = self.truth.lock().values.get(&reference.id).copied() else { return };
         let (now, number) = (Instant::now(), value.number);
         let error = match fetched {
             Ok(bytes) => {
                 self.net.note(process, format_args!("has value {number}"));
-                self.truth().fetched += 1;
+                self.truth.lock().fetched += 1;
                 self.count(FETCHED);
                 if bytes.len() >= LARGE {
                     self.count(IN_SEVERAL_PARTS);
@@ -219,7 +215,7 @@ impl ValuesAudit {
             Err(error) => error,
         };
         self.net.note(process, format_args!("does not get value {number}: {:?}", error.code()));
-        self.truth().failed += 1;
+        self.truth.lock().failed += 1;
         if error.execution() != Execution::Finished || !error.to_string().contains(&reference.name) {
             self.violation(format_args!("an error is not finished, or has no name of the value: {error}"));
         }
@@ -241,7 +237,7 @@ impl ValuesAudit {
         self.count(USED_AFTER_IT_WAS_GONE);
         // The last response can have been on its way for as long as a request may take. The clock of a node can be set back by a lease.
         let until = gone + self.plan.lease + ASK_TIMEOUT.max(self.plan.deadline_max) + MARGIN_TIMEOUT;
-        if began > until && !self.truth().clocks.contains(node) {
+        if began > until && !self.truth.lock().clocks.contains(node) {
             let late = began - gone;
             self.violation(format_args!("a value was fetched {late:?} after it was gone"));
         }

@@ -133,7 +133,7 @@ impl FrameSendQueue {
 
     /// Sends a message after all messages that were posted before.
     pub(crate) fn post(&self, outgoing: OutgoingMessage, flush: Flush) {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         if state.closed {
             return;
         }
@@ -147,7 +147,7 @@ impl FrameSendQueue {
     }
 
     fn push_urgent(&self, frame: Bytes, room: CapacityPermit) {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         if !state.closed {
             state.urgent.push_back((frame, room));
             self.start_writing(state, Flush::Now);
@@ -157,7 +157,7 @@ impl FrameSendQueue {
     /// Returns `true` if everything that was posted so far has been written.
     #[cfg(test)]
     pub(crate) fn is_idle(&self) -> bool {
-        let state = self.lock();
+        let state = self.state.lock();
         state.batch.is_some() && state.queue.is_empty() && state.urgent.is_empty()
     }
 
@@ -173,7 +173,7 @@ impl FrameSendQueue {
             // Runs after the tasks that are about to post something too, so that one system call writes everything.
             tokio::task::yield_now().await;
             let taken = {
-                let mut state = self.lock();
+                let mut state = self.state.lock();
                 if let Some(error) = state.broken.take() {
                     return error;
                 }
@@ -227,11 +227,11 @@ impl FrameSendQueue {
         match self.pump(batch, INLINE_BYTES_MAX) {
             Ok(WriteOutcome::Idle) => {}
             Ok(WriteOutcome::Full(batch) | WriteOutcome::Spent(batch)) => {
-                self.lock().waiting = Some(batch);
+                self.state.lock().waiting = Some(batch);
                 self.writer.notify_one();
             }
             Err(error) => {
-                self.lock().broken = Some(error);
+                self.state.lock().broken = Some(error);
                 self.writer.notify_one();
             }
         }
@@ -251,7 +251,7 @@ impl FrameSendQueue {
                         Err(error) => return Err(error),
                     }
                 }
-                let mut state = self.lock();
+                let mut state = self.state.lock();
                 state.refill(&mut batch);
                 if batch.pieces.is_empty() {
                     state.batch = Some(batch);
@@ -278,12 +278,8 @@ impl FrameSendQueue {
 
     /// Returns until when the writer task waits for further messages.
     fn held_until(&self) -> Option<Instant> {
-        let state = self.lock();
+        let state = self.state.lock();
         state.held_until.filter(|_| state.waiting.is_none() && state.broken.is_none())
-    }
-
-    fn lock(&self) -> MutexGuard<'_, QueueState> {
-        self.state.lock()
     }
 }
 
@@ -299,7 +295,7 @@ impl mux::MessageSender for FrameSendQueue {
         register: impl FnOnce(u64) -> Result<()>,
     ) -> Result<u64> {
         let mut outgoing = OutgoingMessage::new(0, framed(FrameKind::Request, 0, header), message, room);
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         let call = state.next_call;
         register(call)?;
         state.next_call += 1;
@@ -314,7 +310,7 @@ impl mux::MessageSender for FrameSendQueue {
     }
 
     fn flush(&self) {
-        let state = self.lock();
+        let state = self.state.lock();
         if state.held_until.is_some() {
             self.start_writing(state, Flush::Now);
         }
@@ -325,7 +321,7 @@ impl mux::MessageSender for FrameSendQueue {
     }
 
     fn cancel(&self, call: u64, _reply: CapacityPermit) {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         if state.closed {
             return;
         }
@@ -350,7 +346,7 @@ impl mux::MessageSender for FrameSendQueue {
     }
 
     fn post_heartbeat(&self) {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         if !state.closed && !std::mem::take(&mut state.sent_since_heartbeat) && state.urgent.is_empty() {
             state.urgent.push_back((bare(FrameKind::Heartbeat, 0), CapacityPermit::default()));
             self.start_writing(state, Flush::Now);
@@ -359,7 +355,7 @@ impl mux::MessageSender for FrameSendQueue {
 
     fn close(&self) {
         let unsent = {
-            let mut state = self.lock();
+            let mut state = self.state.lock();
             state.closed = true;
             (std::mem::take(&mut state.urgent), std::mem::take(&mut state.queue), state.waiting.take())
         };
@@ -370,7 +366,7 @@ impl mux::MessageSender for FrameSendQueue {
 
 impl fmt::Debug for FrameSendQueue {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "FrameSendQueue({:?}, {} messages wait)", self.socket, self.lock().queue.len())
+        write!(f, "FrameSendQueue({:?}, {} messages wait)", self.socket, self.state.lock().queue.len())
     }
 }
 

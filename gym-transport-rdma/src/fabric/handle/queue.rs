@@ -3,7 +3,7 @@
 //! The number of messages is bounded. Commands that end something are always accepted, even by a full queue: at most
 //! two of them exist per connection.
 
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use std::collections::VecDeque;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -49,16 +49,12 @@ impl<T> CommandQueue<T> {
         Ok(Self { queues, max, sleeping: AtomicBool::new(false), wakeup })
     }
 
-    fn queues(&self) -> MutexGuard<'_, Queues<T>> {
-        self.queues.lock()
-    }
-
     /// Appends an item. Returns it if the queue is full or closed.
     ///
     /// # Errors
     /// The item, and [`PushError`].
     pub(crate) fn push(&self, item: T, urgent: bool) -> Result<(), (T, PushError)> {
-        let mut queues = self.queues();
+        let mut queues = self.queues.lock();
         if queues.closed {
             return Err((item, PushError::Closed));
         }
@@ -78,7 +74,7 @@ impl<T> CommandQueue<T> {
     /// # Errors
     /// The item.
     pub(crate) fn push_always(&self, item: T, urgent: bool) -> Result<(), T> {
-        let mut queues = self.queues();
+        let mut queues = self.queues.lock();
         if queues.closed {
             return Err(item);
         }
@@ -104,7 +100,7 @@ impl<T> CommandQueue<T> {
 
     /// Moves all urgent items and up to `most` ordinary ones into `into`. Returns whether `into` has any.
     pub(crate) fn take(&self, into: &mut VecDeque<T>, most: usize) -> bool {
-        let mut queues = self.queues();
+        let mut queues = self.queues.lock();
         into.extend(queues.urgent.drain(..));
         let ordinary = queues.ordinary.len().min(most);
         into.extend(queues.ordinary.drain(..ordinary));
@@ -116,7 +112,7 @@ impl<T> CommandQueue<T> {
     pub(crate) fn sleep(&self) -> bool {
         self.sleeping.store(true, Ordering::SeqCst);
         std::sync::atomic::fence(Ordering::SeqCst);
-        let queues = self.queues();
+        let queues = self.queues.lock();
         let empty = queues.urgent.is_empty() && queues.ordinary.is_empty();
         drop(queues);
         if !empty {
@@ -138,7 +134,7 @@ impl<T> CommandQueue<T> {
 
     /// Rejects all later items, and returns the remaining ones.
     pub(crate) fn close(&self) -> VecDeque<T> {
-        let mut queues = self.queues();
+        let mut queues = self.queues.lock();
         queues.closed = true;
         let mut rest = std::mem::take(&mut queues.urgent);
         rest.append(&mut queues.ordinary);

@@ -2,7 +2,7 @@
 
 pub(crate) mod request_queue;
 
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::Duration;
 
@@ -106,7 +106,7 @@ impl AnsweringEvents {
         self.over.cancelled().await;
         match self.ended.lock().take() {
             Some(CloseReason::Lost(error)) => Err(error),
-            Some(CloseReason::ClosedByPeer) if !self.requests().is_at_rest() => {
+            Some(CloseReason::ClosedByPeer) if !self.requests.lock().is_at_rest() => {
                 Err(malformed("the peer disconnected within a request"))
             }
             _ => Ok(()),
@@ -117,24 +117,20 @@ impl AnsweringEvents {
         self.pending.lock().take()
     }
 
-    fn requests(&self) -> MutexGuard<'_, RequestQueue> {
-        self.requests.lock()
-    }
-
     fn begin(&self, serving: &Serving, am: AmHeader, payload: &Payload<'_>) -> Result<()> {
         // The queue is not locked while the end and its handler examine a request.
-        let first_chunk = self.requests().begin(am, payload)?;
+        let first_chunk = self.requests.lock().begin(am, payload)?;
         if let Some(first_chunk) = first_chunk
             && serving.end.on_opening(first_chunk.0, &first_chunk.1.header, first_chunk.1.total)?
         {
-            self.requests().keep(first_chunk)?;
+            self.requests.lock().keep(first_chunk)?;
             self.deliver_complete(serving);
         }
         Ok(())
     }
 
     fn cancel(&self, serving: &Serving, call: u64) -> Result<()> {
-        let known = self.requests().cancel(call)?;
+        let known = self.requests.lock().cancel(call)?;
         if known {
             serving.end.on_cancel(call);
             // Later requests may have waited only for this one.
@@ -146,7 +142,7 @@ impl AnsweringEvents {
     fn deliver_complete(&self, serving: &Serving) {
         let mut inside = None;
         loop {
-            let next = self.requests().next();
+            let next = self.requests.lock().next();
             let Some((call, landed)) = next else { return };
             // The fabric's thread is not in a runtime, but handlers may need one.
             inside.get_or_insert_with(|| serving.runtime.enter());
@@ -171,7 +167,7 @@ impl ConnectionEvents for AnsweringEvents {
         };
         match am.kind {
             AmKind::Request | AmKind::HeaderRest => self.begin(serving, am, &payload)?,
-            AmKind::Chunk => return self.requests().chunk(am, &payload),
+            AmKind::Chunk => return self.requests.lock().chunk(am, &payload),
             AmKind::Cancel => self.cancel(serving, am.call)?,
             AmKind::Ping => serving.end.sender().echo(am.call),
             AmKind::Pong => serving.end.sender().echoed(am.call),
@@ -184,7 +180,7 @@ impl ConnectionEvents for AnsweringEvents {
 
     fn landed(&self, key: u64, bytes: Bytes) {
         self.activity.record();
-        self.requests().landed(key, bytes);
+        self.requests.lock().landed(key, bytes);
         if let Some(serving) = self.serving.get() {
             self.deliver_complete(serving);
         }

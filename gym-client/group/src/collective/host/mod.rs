@@ -16,7 +16,7 @@ mod ring;
 mod shared;
 mod wire;
 
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use std::collections::{BTreeMap, VecDeque};
 use std::fmt;
 use std::sync::{Arc, Weak};
@@ -156,7 +156,7 @@ impl HostCollectives {
     /// Returns the number of meetings that the rank waits for or takes part in.
     #[must_use]
     pub fn meetings(&self) -> usize {
-        self.0.lock().rooms.len()
+        self.0.state.lock().rooms.len()
     }
 }
 
@@ -219,10 +219,6 @@ impl Handler for HostCollectives {
 }
 
 impl Registry {
-    fn lock(&self) -> MutexGuard<'_, Meetings> {
-        self.state.lock()
-    }
-
     fn notify(&self) {
         self.changed.send_modify(|changes| *changes += 1);
     }
@@ -238,7 +234,7 @@ impl Registry {
             Packet::Where { to, .. } => *to,
             Packet::Join(_) => return Err(Error::internal("a join names no number")),
         };
-        let participant = self.lock().rooms.get(&to).and_then(|entry| entry.participant.upgrade());
+        let participant = self.state.lock().rooms.get(&to).and_then(|entry| entry.participant.upgrade());
         participant.ok_or_else(|| {
             Error::not_started(
                 Code::FailedPrecondition,
@@ -251,7 +247,7 @@ impl Registry {
 
     fn report(&self) -> CollectiveReport {
         let rooms: Vec<Arc<Participant>> =
-            self.lock().rooms.values().filter_map(|entry| entry.participant.upgrade()).collect();
+            self.state.lock().rooms.values().filter_map(|entry| entry.participant.upgrade()).collect();
         let mut report = CollectiveReport::default();
         report.waiting = rooms.iter().flat_map(|participant| participant.waiting()).collect();
         report.waiting.sort_by_key(|waiting| std::cmp::Reverse(waiting.elapsed_ms));
@@ -350,7 +346,7 @@ impl Registry {
 
     /// Takes the seat of this rank in a meeting.
     fn enter(self: &Arc<Self>, meeting: Meeting) -> Result<Arc<Participant>> {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         let same = |name: &Arc<str>, epoch: u64| (name, epoch) == (&meeting.name, meeting.epoch);
         let over = state.over.iter().any(|(name, epoch, _)| same(name, *epoch));
         if over || state.rooms.values().any(|entry| same(&entry.name, entry.epoch)) {
@@ -370,7 +366,7 @@ impl Registry {
         drop(state);
         let current =
             |rank: &Rank, incarnation: Incarnation| newest.get(rank).is_none_or(|newest| incarnation >= *newest);
-        self.channels().retain(|(rank, incarnation), _| current(rank, *incarnation));
+        self.channels.lock().retain(|(rank, incarnation), _| current(rank, *incarnation));
         self.notify();
         Ok(participant)
     }
@@ -470,7 +466,7 @@ impl Registry {
 
     /// Returns the answer to a join; `None` while this rank has not joined.
     fn joined(&self, join: &Join) -> Result<Option<Joined>> {
-        let state = self.lock();
+        let state = self.state.lock();
         let same = |name: &str, epoch| (name, epoch) == (join.name.as_str(), join.epoch);
         let participant = state
             .rooms
@@ -502,12 +498,8 @@ impl Registry {
 
     // ---- connections ----
 
-    fn channels(&self) -> MutexGuard<'_, Channels> {
-        self.channels.lock()
-    }
-
     async fn channel(&self, cx: &CallContext, seat: &Seat) -> Result<Channel> {
-        let place = Arc::clone(self.channels().entry((seat.rank, seat.incarnation)).or_default());
+        let place = Arc::clone(self.channels.lock().entry((seat.rank, seat.incarnation)).or_default());
         let options = ConnectOptions::to_incarnation(seat.incarnation).watched();
         let opened = place.get_or_try_init(|| self.transports.connect_ordered(cx, &seat.endpoints, &options)).await;
         opened.cloned().map_err(|error| error.about(format!("connect to rank {}", seat.rank)))
@@ -516,12 +508,12 @@ impl Registry {
     /// Lets the next meeting open another connection to a rank.
     fn forget_channel(&self, rank: Rank, channel: &Channel) {
         let is = |place: &Arc<OnceCell<Channel>>| place.get().is_some_and(|opened| opened.is_same(channel));
-        self.channels().retain(|(of, _), place| *of != rank || !is(place));
+        self.channels.lock().retain(|(of, _), place| *of != rank || !is(place));
     }
 
     /// Forgets a meeting whose communicator is gone. With a cause, it had begun, and later joins are told.
     fn end(&self, id: u64, meeting: &Meeting, cause: Option<Error>) {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         state.rooms.remove(&id);
         if let Some(cause) = cause.filter(|_| meeting.epoch == state.epoch) {
             state.over.push_back((Arc::clone(&meeting.name), meeting.epoch, cause));
@@ -571,7 +563,7 @@ struct CountedJoin<'r>(&'r Registry);
 
 impl<'r> CountedJoin<'r> {
     fn new(registry: &'r Registry) -> Result<Self> {
-        let mut state = registry.lock();
+        let mut state = registry.state.lock();
         if state.joins >= JOINS_MAX {
             return Err(Error::not_started(Code::ResourceExhausted, format!("{JOINS_MAX} joins wait for this rank")));
         }
@@ -582,7 +574,7 @@ impl<'r> CountedJoin<'r> {
 
 impl Drop for CountedJoin<'_> {
     fn drop(&mut self) {
-        self.0.lock().joins -= 1;
+        self.0.state.lock().joins -= 1;
     }
 }
 
@@ -617,7 +609,7 @@ impl Communicator for HostCommunicator {
                     (Collective::Send { .. }, Some(to)) => {
                         let place =
                             || Place::Send { to, number: next(self.participant.lock().sent.entry(to).or_default()) };
-                        let mut lanes = self.pairs();
+                        let mut lanes = self.pairs.lock();
                         let lane = lanes.entry((Direction::Sends, to)).or_insert_with(|| Lane::new(&self.participant));
                         lane.push(&self.participant, operation, place);
                     }
@@ -626,7 +618,7 @@ impl Communicator for HostCommunicator {
                             from,
                             number: next(self.participant.lock().received.entry(from).or_default()),
                         };
-                        let mut lanes = self.pairs();
+                        let mut lanes = self.pairs.lock();
                         let lane =
                             lanes.entry((Direction::Receives, from)).or_insert_with(|| Lane::new(&self.participant));
                         lane.push(&self.participant, operation, place);
@@ -670,10 +662,6 @@ impl Communicator for HostCommunicator {
 }
 
 impl HostCommunicator {
-    fn pairs(&self) -> MutexGuard<'_, BTreeMap<(Direction, usize), Lane>> {
-        self.pairs.lock()
-    }
-
     fn about(&self, operation: Collective, error: Error) -> Error {
         error.about(format!("{} of {}", operation.name(), self.participant.meeting))
     }

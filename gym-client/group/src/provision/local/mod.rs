@@ -7,7 +7,7 @@ mod handshake;
 mod process;
 mod worker;
 
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use std::collections::BTreeMap;
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -228,10 +228,6 @@ impl fmt::Debug for LocalState {
 }
 
 impl LocalState {
-    fn live(&self) -> MutexGuard<'_, BTreeMap<Rank, LocalRank>> {
-        self.live.lock()
-    }
-
     /// Starts one incarnation. If it fails, the failure is reported as an exit event.
     async fn start(&self, place: &RankPlace, incarnation: Incarnation) {
         let started = match self.process_start(place, incarnation) {
@@ -242,7 +238,7 @@ impl LocalState {
             Ok(process) => {
                 let meter = UsageMeter::default();
                 let started = LocalRank { process: Arc::new(process), meter, usage: None, warned: false };
-                self.live().insert(place.rank, started);
+                self.live.lock().insert(place.rank, started);
             }
             Err(exit) => self.log.push(RankEvent::Exited { rank: place.rank, exit }),
         }
@@ -286,12 +282,12 @@ impl LocalState {
     }
 
     fn process(&self, rank: Rank) -> Option<Arc<RankProcess>> {
-        self.live().get(&rank).map(|live| Arc::clone(&live.process))
+        self.live.lock().get(&rank).map(|live| Arc::clone(&live.process))
     }
 
     /// Returns what the next samples need: which processes, and above which memory it is measured precisely.
     fn looks(&self) -> Vec<RankLook> {
-        let live = self.live();
+        let live = self.live.lock();
         let look = |(rank, live): (&Rank, &LocalRank)| RankLook {
             rank: *rank,
             incarnation: live.process.incarnation,
@@ -303,7 +299,7 @@ impl LocalState {
 
     /// Adds a sample of an incarnation, and kills it if it exceeds its limit.
     fn measure(&self, look: &RankLook, sample: Option<&ProcessSample>, gpu: Option<&GpuSampler>, now: Instant) {
-        let (mut live, RankLook { rank, incarnation, .. }) = (self.live(), look);
+        let (mut live, RankLook { rank, incarnation, .. }) = (self.live.lock(), look);
         let Some(live) = live.get_mut(rank).filter(|live| live.process.incarnation == *incarnation) else { return };
         live.usage = sample.map(|sample| live.meter.add(sample, gpu, now));
         let (Some(usage), Some(limit_bytes)) = (live.usage, live.process.limit()) else { return };
@@ -413,7 +409,7 @@ impl Deployment for LocalDeployment {
     }
 
     fn usage(&self) -> BTreeMap<Rank, ProcessUsage> {
-        self.state.live().iter().filter_map(|(rank, live)| Some((*rank, live.usage?))).collect()
+        self.state.live.lock().iter().filter_map(|(rank, live)| Some((*rank, live.usage?))).collect()
     }
 
     async fn environment(&self, cx: &CallContext, rank: Rank) -> Result<RankEnvironment> {
@@ -423,7 +419,7 @@ impl Deployment for LocalDeployment {
 
     async fn shutdown(&self, grace: Duration) -> Result<()> {
         let processes: Vec<Arc<RankProcess>> =
-            self.state.live().values().map(|live| Arc::clone(&live.process)).collect();
+            self.state.live.lock().values().map(|live| Arc::clone(&live.process)).collect();
         let stopped = join_all(processes.iter().map(|process| process.stop(grace))).await;
         let closed = self.state.launcher.shutdown(grace).await;
         stopped

@@ -15,7 +15,6 @@ use serde_json::Value;
 use crate::provision::deployment::{Deployment, LaunchSpec};
 use crate::provision::events::{EventLog, RankEvent};
 use crate::provision::nodes::link::NodeLink;
-use crate::provision::nodes::lock;
 use crate::provision::nodes::message::{KillBody, LaunchBody, RankBody, RanksBody, StartBody, StopBody, millis};
 use crate::provision::nodes::state::{NodeRanks, NodesState};
 use crate::provision::place::{RankPlace, Rendezvous, count_local};
@@ -124,7 +123,7 @@ impl NodesRanks {
         }
         // A rank that was launched on the node before starts under its old launch; the others under a new one.
         let starts: Vec<(Arc<NodeLink>, NodeStart)> =
-            starts.into_values().flat_map(|(link, start)| split(&link, start, &lock(&self.ranks))).collect();
+            starts.into_values().flat_map(|(link, start)| split(&link, start, &self.ranks.lock())).collect();
         let started = starts.into_iter().map(|(link, start)| self.start_on(cx, link, start, rendezvous));
         join_all(started).await.into_iter().collect()
     }
@@ -143,7 +142,7 @@ impl NodesRanks {
                 let known = self.state.transports().known();
                 let body = LaunchBody::of(&self.spec, &known, &link.session, launch, start.places.clone(), rendezvous);
                 self.state.route(launch, Arc::downgrade(self) as _);
-                lock(&self.launches).insert(launch, Arc::clone(&link));
+                self.launches.lock().insert(launch, Arc::clone(&link));
                 match link.call::<Value>(cx, "/node/launch", &body).await {
                     // Its ranks are reported as lost below.
                     Err(_) if link.is_lost() => {}
@@ -155,7 +154,7 @@ impl NodesRanks {
         for ((rank, incarnation), place) in start.incarnations.iter().zip(&start.places) {
             let on =
                 RankOnNode { incarnation: *incarnation, link: Arc::clone(&link), launch, ended: false, usage: None };
-            lock(&self.ranks).insert(*rank, on);
+            self.ranks.lock().insert(*rank, on);
             let (rank, incarnation, node) = (*rank, *incarnation, link.name().to_owned());
             let gpus = place.gpus.clone();
             self.log.push(RankEvent::Placed { rank, incarnation, node, gpus });
@@ -183,7 +182,7 @@ impl NodesRanks {
         let hosts = self.spec.ranks.iter().map(|place| Ok(self.state.host_of(place.bundle)?.0));
         let hosts: Vec<Arc<NodeLink>> = hosts.collect::<Result<_>>()?;
         let sessions: Vec<String> = hosts.iter().map(|link| link.session.clone()).collect();
-        if let Some((known, rendezvous)) = &*lock(&self.rendezvous)
+        if let Some((known, rendezvous)) = &*self.rendezvous.lock()
             && *known == sessions
         {
             return Ok(rendezvous.clone());
@@ -206,7 +205,7 @@ impl NodesRanks {
             master_port: port(first),
             available: hosts.iter().map(|link| (link.address, port(link))).collect(),
         };
-        *lock(&self.rendezvous) = Some((sessions, rendezvous.clone()));
+        *self.rendezvous.lock() = Some((sessions, rendezvous.clone()));
         Ok(rendezvous)
     }
 
@@ -214,7 +213,7 @@ impl NodesRanks {
     async fn end(&self, cx: &CallContext, ranks: impl Iterator<Item = Rank>) -> Result<()> {
         let mut ending: BTreeMap<u64, (Arc<NodeLink>, Vec<Rank>)> = BTreeMap::new();
         {
-            let known = lock(&self.ranks);
+            let known = self.ranks.lock();
             for (rank, on) in ranks.filter_map(|rank| Some((rank, known.get(&rank)?))) {
                 ending.entry(on.launch).or_insert_with(|| (Arc::clone(&on.link), Vec::new())).1.push(rank);
             }
@@ -236,7 +235,7 @@ impl NodesRanks {
         loop {
             // Before the look, so that an exit after it is noticed.
             let read = self.log.count();
-            if lock(&self.ranks).iter().all(|(rank, known)| known.ended || !of(*rank)) {
+            if self.ranks.lock().iter().all(|(rank, known)| known.ended || !of(*rank)) {
                 return;
             }
             self.log.beyond(read).await;
@@ -252,7 +251,7 @@ impl NodeRanks for NodesRanks {
 
     fn event(&self, launch: u64, event: RankEvent) {
         if let RankEvent::Exited { rank, exit } = &event {
-            let mut ranks = lock(&self.ranks);
+            let mut ranks = self.ranks.lock();
             match ranks.get_mut(rank) {
                 Some(known) if known.launch == launch && known.incarnation.0 == exit.incarnation => {
                     (known.ended, known.usage) = (true, None);
@@ -264,7 +263,7 @@ impl NodeRanks for NodesRanks {
     }
 
     fn used(&self, launch: u64, samples: Vec<(Rank, ProcessUsage)>) {
-        let mut ranks = lock(&self.ranks);
+        let mut ranks = self.ranks.lock();
         for (rank, sample) in samples {
             if let Some(known) = ranks.get_mut(&rank).filter(|known| known.launch == launch && !known.ended) {
                 known.usage = Some(sample);
@@ -273,7 +272,7 @@ impl NodeRanks for NodesRanks {
     }
 
     fn lost(&self, link: &Arc<NodeLink>, why: &str) {
-        let mut ranks = lock(&self.ranks);
+        let mut ranks = self.ranks.lock();
         for (rank, known) in ranks.iter_mut().filter(|(_, known)| !known.ended && Arc::ptr_eq(&known.link, link)) {
             (known.ended, known.usage) = (true, None);
             let exit = RankExit::node_lost(known.incarnation, link.name(), why);
@@ -283,7 +282,7 @@ impl NodeRanks for NodesRanks {
 
     #[cfg(feature = "ray")]
     fn draining(&self, link: &Arc<NodeLink>) {
-        let ranks = lock(&self.ranks);
+        let ranks = self.ranks.lock();
         for (rank, known) in ranks.iter().filter(|(_, known)| !known.ended && Arc::ptr_eq(&known.link, link)) {
             self.log.push(RankEvent::Draining { rank: *rank, incarnation: known.incarnation });
         }
@@ -291,7 +290,7 @@ impl NodeRanks for NodesRanks {
 
     async fn stop(&self, grace: Duration) -> Result<()> {
         let launches: Vec<(u64, Arc<NodeLink>)> =
-            lock(&self.launches).iter().map(|(launch, link)| (*launch, Arc::clone(link))).collect();
+            self.launches.lock().iter().map(|(launch, link)| (*launch, Arc::clone(link))).collect();
         let cx = CallContext::within(grace + STOP_TIMEOUT);
         let stopped = launches.iter().filter(|(_, link)| !link.is_lost()).map(|(launch, link)| async {
             let body = StopBody { session: link.session.clone(), launch: *launch, grace_ms: millis(grace) };
@@ -355,7 +354,7 @@ impl Deployment for NodesDeployment {
     }
 
     async fn kill(&self, rank: Rank, incarnation: Option<Incarnation>) -> Result<()> {
-        let known = lock(&self.0.ranks).get(&rank).cloned();
+        let known = self.0.ranks.lock().get(&rank).cloned();
         let known = known
             .filter(|known| !known.ended && incarnation.is_none_or(|incarnation| incarnation == known.incarnation));
         let known = known.ok_or_else(|| self.0.no_such(rank))?;
@@ -365,7 +364,7 @@ impl Deployment for NodesDeployment {
     }
 
     fn usage(&self) -> BTreeMap<Rank, ProcessUsage> {
-        lock(&self.0.ranks).iter().filter_map(|(rank, known)| Some((*rank, known.usage?))).collect()
+        self.0.ranks.lock().iter().filter_map(|(rank, known)| Some((*rank, known.usage?))).collect()
     }
 
     fn node_usage(&self) -> Option<BTreeMap<String, NodeUsage>> {
@@ -373,7 +372,7 @@ impl Deployment for NodesDeployment {
     }
 
     async fn environment(&self, cx: &CallContext, rank: Rank) -> Result<RankEnvironment> {
-        let on = lock(&self.0.ranks).get(&rank).cloned();
+        let on = self.0.ranks.lock().get(&rank).cloned();
         let RankOnNode { link, launch, .. } = on.ok_or_else(|| self.0.no_such(rank))?;
         link.call(cx, "/node/environment", &RankBody { session: link.session.clone(), launch, rank }).await
     }

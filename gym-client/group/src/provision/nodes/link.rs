@@ -17,7 +17,6 @@ use tokio::time::{Instant, sleep, sleep_until};
 
 use crate::placement::NodeResources;
 use crate::provision::events::{NodeState, NodeStatus};
-use crate::provision::nodes::lock;
 use crate::provision::nodes::message::{
     NodeReport, PollBody, PollReply, ReserveBody, SECRET_METADATA, bearer, millis, read, write,
 };
@@ -168,7 +167,7 @@ impl NodeLink {
 
     /// Returns the usage of the node, as its agent last sampled it. `None` for a lost node: nothing is known of it.
     pub(super) fn usage(&self) -> Option<NodeUsage> {
-        if self.is_lost() { None } else { lock(&self.usage).clone() }
+        if self.is_lost() { None } else { self.usage.lock().clone() }
     }
 
     #[cfg(feature = "ray")]
@@ -259,7 +258,7 @@ impl NodeLink {
     }
 
     fn lease_end(&self) -> MutexGuard<'_, Instant> {
-        lock(&self.lease_end)
+        self.lease_end.lock()
     }
 }
 
@@ -298,7 +297,7 @@ impl LinkPoller {
                 Ok(reply) => {
                     (self.received, self.received_at) = (reply.number, now);
                     if reply.node.is_some() {
-                        lock(&link.usage).clone_from(&reply.node);
+                        link.usage.lock().clone_from(&reply.node);
                     }
                     self.seen += reply.events.len();
                     self.broken_since = None;

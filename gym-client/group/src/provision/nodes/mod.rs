@@ -26,7 +26,6 @@ mod reservation;
 mod source;
 mod state;
 
-use parking_lot::{Mutex, MutexGuard};
 use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
@@ -171,11 +170,6 @@ impl Nodes {
         agents.sort_by(|(_, a), (_, b)| a.name.cmp(&b.name));
         Ok((agents, errors))
     }
-}
-
-/// Locks state that stays valid if a holder panicked.
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock()
 }
 
 impl Nodes {

@@ -26,7 +26,7 @@ use crate::provision::nodes::agent::build;
 use crate::provision::nodes::link::{AgentClient, LinkNews, LinkPoller, NodeLink};
 use crate::provision::nodes::message::{NodeReport, PortsBody, PortsReply, ReleaseBody, ReserveBody, millis};
 use crate::provision::nodes::moving::{PlacedBundles, moved};
-use crate::provision::nodes::{Nodes, REPORT_TIMEOUT, lock};
+use crate::provision::nodes::{Nodes, REPORT_TIMEOUT};
 use crate::provision::place::{BundleId, placed};
 use crate::provision::variables::Variables;
 use crate::usage::node::NodeUsage;
@@ -125,7 +125,7 @@ impl NodesState {
         for link in distinct(&hosts) {
             state.follow(link);
         }
-        let mut held = lock(&state.held);
+        let mut held = state.held.lock();
         (held.placement, held.hosts) = (Arc::new(placement), hosts);
         drop(held);
         Ok(state)
@@ -137,16 +137,16 @@ impl NodesState {
     }
 
     pub(super) fn placement(&self) -> Arc<Placement> {
-        Arc::clone(&lock(&self.held).placement)
+        Arc::clone(&self.held.lock().placement)
     }
 
     pub(super) fn statuses(&self) -> Vec<NodeStatus> {
-        lock(&self.held).hosts.iter().map(|link| link.status()).collect()
+        self.held.lock().hosts.iter().map(|link| link.status()).collect()
     }
 
     /// Returns the usage of each node, by name.
     pub(super) fn usage(&self) -> BTreeMap<String, NodeUsage> {
-        lock(&self.held).hosts.iter().filter_map(|link| Some((link.name().to_owned(), link.usage()?))).collect()
+        self.held.lock().hosts.iter().filter_map(|link| Some((link.name().to_owned(), link.usage()?))).collect()
     }
 
     pub(super) fn log(&self) -> &EventLog<NodeEvent> {
@@ -315,7 +315,7 @@ impl NodesState {
             }
             link.watch_return().await;
         };
-        let mut tasks = lock(&self.tasks);
+        let mut tasks = self.tasks.lock();
         while tasks.try_join_next().is_some() {}
         tasks.spawn(task.boxed());
     }
@@ -345,7 +345,7 @@ impl NodesState {
             }
             LinkNews::State(NodeState::Lost(why)) => {
                 // The session of a release ends so, too.
-                if !lock(&self.held).released {
+                if !self.held.lock().released {
                     tracing::error!(
                         node,
                         why,
@@ -366,7 +366,7 @@ impl NodesState {
     /// Takes the news that an engine is about to take these nodes away.
     #[cfg(feature = "ray")]
     pub(super) fn drain(&self, is: impl Fn(&str) -> bool, why: &str) {
-        let hosts = lock(&self.held).hosts.clone();
+        let hosts = self.held.lock().hosts.clone();
         for link in distinct(&hosts).into_iter().filter(|link| is(link.name()) && !link.is_lost()) {
             tracing::warn!(
                 node = link.name(),
@@ -381,14 +381,14 @@ impl NodesState {
 
     /// Returns the ranks of each deployment once.
     fn all_ranks(&self) -> Vec<Arc<dyn NodeRanks>> {
-        let mut all: Vec<Arc<dyn NodeRanks>> = lock(&self.launches).values().filter_map(Weak::upgrade).collect();
+        let mut all: Vec<Arc<dyn NodeRanks>> = self.launches.lock().values().filter_map(Weak::upgrade).collect();
         all.sort_by_key(|ranks| ranks.number());
         all.dedup_by_key(|ranks| ranks.number());
         all
     }
 
     fn ranks_of(&self, launch: u64) -> Option<Arc<dyn NodeRanks>> {
-        lock(&self.launches).get(&launch)?.upgrade()
+        self.launches.lock().get(&launch)?.upgrade()
     }
 
     pub(super) fn transports(&self) -> &Transports {
@@ -402,14 +402,14 @@ impl NodesState {
 
     /// Sends the events of a launch to these ranks.
     pub(super) fn route(&self, launch: u64, ranks: Weak<dyn NodeRanks>) {
-        let mut launches = lock(&self.launches);
+        let mut launches = self.launches.lock();
         launches.retain(|_, known| known.strong_count() > 0);
         launches.insert(launch, ranks);
     }
 
     /// Returns the session that has a bundle, and the GPU of the bundle.
     pub(super) fn host_of(&self, bundle: BundleId) -> Result<(Arc<NodeLink>, Option<String>)> {
-        let held = lock(&self.held);
+        let held = self.held.lock();
         if held.released {
             return Err(Error::not_started(Code::Unavailable, "the bundles were released"));
         }
@@ -435,7 +435,7 @@ impl NodesState {
 
     /// Returns `true` if a node that has bundles is lost.
     pub(super) fn has_lost_bundles(&self) -> bool {
-        let held = lock(&self.held);
+        let held = self.held.lock();
         used_hosts(&held.placement).into_iter().any(|host| held.hosts[host].is_lost())
     }
 
@@ -446,7 +446,7 @@ impl NodesState {
     pub(super) async fn move_lost(self: &Arc<Self>, cx: &CallContext) -> Result<()> {
         let _one = self.moving.lock().await;
         let (placement, hosts) = {
-            let held = lock(&self.held);
+            let held = self.held.lock();
             if held.released {
                 return Err(Error::not_started(Code::Unavailable, "the bundles were released"));
             }
@@ -519,7 +519,7 @@ impl NodesState {
             tracing::info!(from, to = to.join(", "), "bundles of a lost node moved");
             self.log.push(NodeEvent::Moved { from, to: to.clone() });
         }
-        let mut held = lock(&self.held);
+        let mut held = self.held.lock();
         if held.released {
             return Err(Error::not_started(Code::Unavailable, "the bundles were released"));
         }
@@ -536,7 +536,7 @@ impl NodesState {
     /// Stops all ranks and ends the sessions.
     pub(super) async fn release(&self, grace: Duration) -> Result<()> {
         let hosts = {
-            let mut held = lock(&self.held);
+            let mut held = self.held.lock();
             if std::mem::replace(&mut held.released, true) {
                 return Ok(());
             }
@@ -556,14 +556,14 @@ impl NodesState {
             Ok(())
         }))
         .await;
-        lock(&self.tasks).abort_all();
+        self.tasks.lock().abort_all();
         stopped.into_iter().chain(released).collect()
     }
 }
 
 impl Drop for NodesState {
     fn drop(&mut self) {
-        let held = lock(&self.held);
+        let held = self.held.lock();
         let Ok(runtime) = tokio::runtime::Handle::try_current() else { return };
         if held.released {
             return;
@@ -590,8 +590,8 @@ mod tests {
 
     use super::{NodesState, build};
     use crate::provision::deployment::ReserveRequest;
+    use crate::provision::nodes::Nodes;
     use crate::provision::nodes::message::NodeReport;
-    use crate::provision::nodes::{Nodes, lock};
     use gym_client::transport::Transports;
 
     /// Answers as an agent of one node whose replies to `/node/release` arrive late.
@@ -642,6 +642,6 @@ mod tests {
         // The poll is in flight when the bundles are released.
         sleep(Duration::from_millis(100)).await;
         state.release(Duration::ZERO).await.unwrap();
-        assert!(lock(&state.held).hosts.iter().all(|link| link.is_lost()));
+        assert!(state.held.lock().hosts.iter().all(|link| link.is_lost()));
     }
 }

@@ -14,7 +14,7 @@ mod paths;
 mod recovery;
 mod writer;
 
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
@@ -150,19 +150,15 @@ impl JsonlLedger {
     /// Returns the number of bytes that the states of the rollouts take.
     #[must_use]
     pub fn state_bytes(&self) -> usize {
-        self.states().bytes()
+        self.states.lock().bytes()
     }
 
     /// Disables the late check. Wrong results follow; a simulation uses this to show why the check is needed.
     #[doc(hidden)]
     #[must_use]
     pub fn without_late_check(self) -> Self {
-        self.states().without_late_check();
+        self.states.lock().without_late_check();
         self
-    }
-
-    fn states(&self) -> MutexGuard<'_, KeyStates> {
-        self.states.lock()
     }
 
     async fn command(
@@ -202,11 +198,11 @@ impl JsonlLedger {
 #[async_trait]
 impl Ledger for JsonlLedger {
     fn state(&self, key: TaskKey) -> KeyState {
-        self.states().state(key)
+        self.states.lock().state(key)
     }
 
     fn begin(&self, key: TaskKey) -> Result<Attempt> {
-        let begun = self.states().begin(key);
+        let begun = self.states.lock().begin(key);
         begun.map_err(|late| late.into_error("begin an attempt at rollout", &key))
     }
 
@@ -216,7 +212,7 @@ impl Ledger for JsonlLedger {
             return Err(stopped.error());
         }
         // Keeps late rows out of the queue. The writer checks again, because a newer attempt may begin meanwhile.
-        let late = self.states().late(attempt);
+        let late = self.states.lock().late(attempt);
         if let Some(late) = late {
             return Err(late.into_error("record", &attempt));
         }

@@ -1,6 +1,6 @@
 //! The task that reports a collection.
 
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -64,11 +64,7 @@ struct EndedSample {
     ended: Mutex<VecDeque<EndedAttempt>>,
 }
 
-impl EndedSample {
-    fn ended(&self) -> MutexGuard<'_, VecDeque<EndedAttempt>> {
-        self.ended.lock()
-    }
-}
+impl EndedSample {}
 
 impl RolloutObserver for EndedSample {
     fn wants(&self, _: Attempt) -> bool {
@@ -98,7 +94,7 @@ impl RolloutObserver for EndedSample {
             }
             RolloutEventKind::Started | RolloutEventKind::Unrecorded => return,
         }
-        let mut waiting = self.ended();
+        let mut waiting = self.ended.lock();
         if waiting.len() >= WAITING_MAX {
             waiting.pop_front();
         }
@@ -203,7 +199,7 @@ impl Reports {
                     if !std::mem::replace(&mut warned, true) {
                         tracing::info!(%error, "a report of this collection was lost; the rollouts are not affected");
                     }
-                    let mut waiting = self.sample.ended();
+                    let mut waiting = self.sample.ended.lock();
                     for ended in report.ended.into_iter().rev() {
                         if waiting.len() < WAITING_MAX {
                             waiting.push_front(ended);
@@ -248,7 +244,7 @@ impl Reports {
             workers_lost: pool.workers_lost,
             workers: pool.workers.iter().map(|w| (w.name.to_string(), w.held, w.capacity)).collect(),
         });
-        let ended = std::mem::take(&mut *self.sample.ended()).into();
+        let ended = std::mem::take(&mut *self.sample.ended.lock()).into();
         CollectionReport {
             end: end.map(str::to_owned),
             rollouts: snapshot.total,

@@ -4,7 +4,7 @@ mod figures;
 mod rewards;
 mod tasks;
 
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -187,7 +187,7 @@ impl CollectProgress {
     pub fn snapshot(&self) -> ProgressSnapshot {
         let of = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         let (failures, causes, other_causes) = {
-            let failures = self.failures();
+            let failures = self.failures.lock();
             (failures.classes.clone(), failures.causes.list(), failures.causes.other())
         };
         ProgressSnapshot {
@@ -196,7 +196,7 @@ impl CollectProgress {
             already_completed: of(&self.already_completed),
             already_given_up: of(&self.already_given_up),
             given_up: of(&self.given_up),
-            unrecorded: *self.unrecorded(),
+            unrecorded: *self.unrecorded.lock(),
             in_flight: self.in_flight.count() as u64,
             oldest: self.in_flight.oldest().map(OldestRollout::of),
             tool_failures: of(&self.tool_failures),
@@ -211,7 +211,7 @@ impl CollectProgress {
 
     /// Returns the scores of the agents with a recorded rollout.
     fn scores(&self) -> BTreeMap<Arc<str>, AgentScore> {
-        let agents = self.agents();
+        let agents = self.agents.lock();
         let scores = agents.iter().map(|(agent, figures)| (Arc::clone(agent), figures.score));
         scores.filter(|(_, score)| score.count + score.unscored > 0).collect()
     }
@@ -219,7 +219,7 @@ impl CollectProgress {
     /// Returns the figures of each agent. Costs time for each task; [`CollectProgress::snapshot`] does not.
     #[must_use]
     pub fn agent_summaries(&self) -> BTreeMap<Arc<str>, AgentSummary> {
-        self.agents().iter().map(|(agent, figures)| (Arc::clone(agent), figures.summary())).collect()
+        self.agents.lock().iter().map(|(agent, figures)| (Arc::clone(agent), figures.summary())).collect()
     }
 
     /// Returns the tasks with missing rollouts, by agent: first those without a single recorded rollout, and at most `max` of each agent.
@@ -231,7 +231,7 @@ impl CollectProgress {
             };
             missing(true).chain(missing(false)).take(max).collect::<Vec<_>>()
         };
-        let agents = self.agents();
+        let agents = self.agents.lock();
         let tasks = agents.iter().map(|(agent, figures)| (Arc::clone(agent), incomplete(figures)));
         tasks.filter(|(_, tasks)| !tasks.is_empty()).collect()
     }
@@ -254,9 +254,9 @@ impl CollectProgress {
             &self.rewardless,
         ];
         counters.into_iter().for_each(|counter| counter.store(0, Ordering::Relaxed));
-        self.agents().clear();
-        *self.unrecorded() = UnrecordedRollouts::default();
-        *self.failures() = FailureCounts::default();
+        self.agents.lock().clear();
+        *self.unrecorded.lock() = UnrecordedRollouts::default();
+        *self.failures.lock() = FailureCounts::default();
     }
 
     /// Shows the state of this pool in the snapshots.
@@ -267,16 +267,16 @@ impl CollectProgress {
 
     /// Sets the input of the requested tasks, and the places of its rows if they are not its lines. Called before the first rollout.
     pub(in crate::collect) fn set_input(&self, input: String, places: Option<RowPlaces>) {
-        let mut known = self.input();
+        let mut known = self.input.lock();
         (known.name, known.places) = (Some(input), places);
     }
 
     /// Sets the requested tasks of each agent. Called before the first rollout.
     pub(in crate::collect) fn expect(&self, requested: RequestedTasks) {
         let (agents, rows) = requested.into_parts();
-        self.input().rows = rows;
+        self.input.lock().rows = rows;
         let figures = agents.into_iter().map(|(agent, tasks)| (agent, AgentFigures::expecting(tasks)));
-        *self.agents() = figures.collect();
+        *self.agents.lock() = figures.collect();
     }
 
     /// Sets the number of requested rollouts.
@@ -310,7 +310,7 @@ impl CollectProgress {
         if tool_failures > 0 {
             self.tool_failures.fetch_add(tool_failures.into(), Ordering::Relaxed);
         }
-        let mut agents = self.agents();
+        let mut agents = self.agents.lock();
         let figures = match agents.get_mut(agent) {
             Some(figures) => figures,
             None => agents.entry(Arc::clone(agent)).or_default(),
@@ -320,19 +320,15 @@ impl CollectProgress {
 
     pub(super) fn fail(&self, attempt: Attempt, failure: &AttemptFailure) {
         let input = self.input_of(attempt.key);
-        let mut failures = self.failures();
+        let mut failures = self.failures.lock();
         *failures.classes.entry(failure.class).or_default() += 1;
         failures.causes.add(attempt, failure, input);
     }
 
     /// Returns the place of a rollout's row in the input; `None` if the rows come from no file.
     pub(super) fn input_of(&self, key: TaskKey) -> Option<String> {
-        let input = self.input();
+        let input = self.input.lock();
         Some(RowPlaces::name(input.places.as_ref(), input.name.as_ref()?, input.rows.of(key).into()))
-    }
-
-    fn input(&self) -> MutexGuard<'_, RequestedInput> {
-        self.input.lock()
     }
 
     /// Returns the number of rollouts that failed in this run.
@@ -342,11 +338,9 @@ impl CollectProgress {
 
     /// Returns `true` if at least `failed_min` rollouts failed in this run, none completed, and all failures have one cause.
     pub(super) fn failed_alike(&self, failed_min: u64) -> bool {
-        self.failed() >= failed_min && self.completed.load(Ordering::Relaxed) == 0 && self.failures().causes.alike()
-    }
-
-    fn failures(&self) -> MutexGuard<'_, FailureCounts> {
-        self.failures.lock()
+        self.failed() >= failed_min
+            && self.completed.load(Ordering::Relaxed) == 0
+            && self.failures.lock().causes.alike()
     }
 
     pub(super) fn give_up(&self, unrecorded: Unrecorded) {
@@ -355,21 +349,13 @@ impl CollectProgress {
     }
 
     fn count(&self, unrecorded: Unrecorded) {
-        let mut counts = self.unrecorded();
+        let mut counts = self.unrecorded.lock();
         *match unrecorded {
             Unrecorded::AttemptsLeft => &mut counts.attempts_left,
             Unrecorded::AttemptsSpent => &mut counts.attempts_spent,
             Unrecorded::WorkersLost => &mut counts.workers_lost,
             Unrecorded::Terminal => &mut counts.terminal,
         } += 1;
-    }
-
-    fn unrecorded(&self) -> MutexGuard<'_, UnrecordedRollouts> {
-        self.unrecorded.lock()
-    }
-
-    fn agents(&self) -> MutexGuard<'_, BTreeMap<Arc<str>, AgentFigures>> {
-        self.agents.lock()
     }
 
     /// Counts a rollout as in flight until the guard is dropped.

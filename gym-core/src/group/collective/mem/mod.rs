@@ -6,7 +6,7 @@
 mod participants;
 mod work;
 
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
@@ -60,11 +60,11 @@ impl InProcessCollectives {
     /// Returns the number of meetings that a rank waits for or takes part in.
     #[must_use]
     pub fn meetings(&self) -> usize {
-        self.0.lock().len()
+        self.0.meetings.lock().len()
     }
 
     fn sit_down(&self, meeting: Meeting) -> Result<InProcessCommunicator> {
-        let mut meetings = self.0.lock();
+        let mut meetings = self.0.meetings.lock();
         let participants = match meetings.entry((Arc::clone(&meeting.name), meeting.epoch)) {
             Entry::Vacant(entry) => Arc::clone(entry.insert(Arc::new(Participants::new(&meeting)))),
             Entry::Occupied(entry) => {
@@ -92,7 +92,7 @@ impl Collectives for InProcessCollectives {
     fn report(&self, rank: Rank) -> CollectiveReport {
         // A meeting may be dropped here, which takes no lock.
         let meetings: Vec<(Key, Arc<Participants>)> =
-            self.0.lock().iter().map(|(key, participants)| (key.clone(), Arc::clone(participants))).collect();
+            self.0.meetings.lock().iter().map(|(key, participants)| (key.clone(), Arc::clone(participants))).collect();
         let mut report = CollectiveReport::default();
         for ((name, epoch), participants) in meetings {
             if let Ok(meeting) = Meeting::new(name, epoch, rank, participants.seats()) {
@@ -167,7 +167,7 @@ impl Drop for InProcessCommunicator {
             self.totals.count_abort();
         }
         // The registry is locked first, so that no rank joins a meeting that is about to be forgotten.
-        let mut meetings = self.registry.lock();
+        let mut meetings = self.registry.meetings.lock();
         if self.participants.leave(self.meeting.position()) {
             meetings.remove(&(Arc::clone(&self.meeting.name), self.meeting.epoch));
         }
@@ -175,10 +175,6 @@ impl Drop for InProcessCommunicator {
 }
 
 impl Registry {
-    fn lock(&self) -> MutexGuard<'_, HashMap<Key, Arc<Participants>>> {
-        self.meetings.lock()
-    }
-
     fn totals_of(&self, rank: Rank) -> Arc<CollectiveTotals> {
         let mut totals = self.totals.lock();
         Arc::clone(totals.entry(rank).or_default())

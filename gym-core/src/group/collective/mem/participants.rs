@@ -131,7 +131,7 @@ impl Participants {
 
     /// Returns `false` if the seat is taken, or was left after the meeting had formed.
     pub(super) fn sit_down(&self, meeting: &Meeting) -> bool {
-        let (mut state, position) = (self.lock(), meeting.position());
+        let (mut state, position) = (self.state.lock(), meeting.position());
         if matches!(state.presence[position], Presence::Joined | Presence::Left) {
             return false;
         }
@@ -145,7 +145,7 @@ impl Participants {
 
     /// Returns what each rank has told, once all have joined.
     pub(super) fn facts(&self) -> Vec<Arc<str>> {
-        self.lock().facts.clone()
+        self.state.lock().facts.clone()
     }
 
     /// Waits until all ranks have joined.
@@ -156,7 +156,7 @@ impl Participants {
     /// Returns the ranks that have never joined; if all have, those that gave up. Ranks with one deadline give up one after another, and the last
     /// ones must not name the first ones.
     pub(super) fn not_joined(&self) -> Vec<usize> {
-        let state = self.lock();
+        let state = self.state.lock();
         let presence = &state.presence;
         let all = |which| (0..presence.len()).filter(move |at| presence[*at] == which).collect::<Vec<_>>();
         Some(all(Presence::Absent)).filter(|absent| !absent.is_empty()).unwrap_or_else(|| all(Presence::GaveUp))
@@ -164,7 +164,7 @@ impl Participants {
 
     /// Gives a seat up. Ends the meeting if another rank waits for this one. Returns `true` if nobody is left.
     pub(super) fn leave(&self, position: usize) -> bool {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         let formed = self.formed.is_cancelled();
         state.presence[position] = if formed { Presence::Left } else { Presence::GaveUp };
         let nobody_is_left = state.presence.iter().all(|presence| *presence != Presence::Joined);
@@ -176,7 +176,7 @@ impl Participants {
 
     /// Returns the calls of a rank that wait.
     pub(super) fn waiting(&self, position: usize) -> Vec<WaitingOperation> {
-        let state = self.lock();
+        let state = self.state.lock();
         let own = state.places().filter_map(|place| {
             let waiting = state.waiting(place).filter(|waiting| waiting.position == position)?;
             let missing = self.ranks_at(state.missing(place));
@@ -189,7 +189,7 @@ impl Participants {
     }
 
     pub(super) fn abort(&self, why: Error) {
-        self.fail(self.lock(), why);
+        self.fail(self.state.lock(), why);
     }
 
     pub(super) async fn closed(&self) -> Error {
@@ -209,7 +209,7 @@ impl Participants {
     ) -> Transfer {
         let (completion, transfer) = Transfer::new();
         let position = meeting.position();
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         let place = state.next_place(position, operation, meeting);
         let subject = place.map(|place| meeting.subject(operation, place.number()));
         match self.accept(meeting, operation, buffer, path, cx) {
@@ -283,7 +283,7 @@ impl Participants {
         let watch = self.runtime.spawn(async move {
             let ended = cx.bound(Execution::Unknown, std::future::pending::<Result<()>>()).await;
             if let (Some(participants), Err(error)) = (participants.upgrade(), ended) {
-                participants.expire(participants.lock(), place, &error);
+                participants.expire(participants.state.lock(), place, &error);
             }
         });
         if let Some(waiting) = state.waiting_mut(place) {
@@ -320,7 +320,7 @@ impl Participants {
                     participants.abort(if error.subject().is_empty() { error.about(subject) } else { error });
                     result = Err(participants.closed().await);
                 }
-                participants.lock().moving.remove(&number);
+                participants.state.lock().moving.remove(&number);
                 if let Ok(moving) = &mut result {
                     moving.took = began.elapsed();
                     totals.count(call.operation.name(), path, moving);
@@ -396,10 +396,6 @@ impl Participants {
 
     fn ranks_at(&self, positions: Vec<usize>) -> Vec<Rank> {
         positions.into_iter().map(|position| self.seats[position].rank).collect()
-    }
-
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock()
     }
 }
 

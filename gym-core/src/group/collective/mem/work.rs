@@ -1,6 +1,6 @@
 //! An operation that all of its ranks have called: the work on their buffers.
 
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use std::num::NonZero;
 use std::sync::Arc;
 use std::thread::available_parallelism;
@@ -211,9 +211,9 @@ fn spread<T: Send + 'static, R: Send + 'static, D: FnOnce(Vec<R>) + Send + 'stat
         // Detached: the last one ends the transfers, and a thread that has begun cannot be stopped.
         runtime.spawn_blocking(move || {
             loop {
-                let Some((at, task)) = lock(&shared).tasks.pop() else { return };
+                let Some((at, task)) = shared.lock().tasks.pop() else { return };
                 let result = work(at, task);
-                let mut shared = lock(&shared);
+                let mut shared = shared.lock();
                 shared.results[at] = Some(result);
                 shared.unfinished -= 1;
                 if shared.unfinished == 0 {
@@ -228,8 +228,4 @@ fn spread<T: Send + 'static, R: Send + 'static, D: FnOnce(Vec<R>) + Send + 'stat
             }
         });
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock()
 }

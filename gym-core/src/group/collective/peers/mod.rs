@@ -1,6 +1,6 @@
 //! A worker's way to the other ranks of its group.
 
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::{Arc, Weak};
@@ -157,7 +157,7 @@ impl Peers {
     /// For hosts of workers: the rank has ended. Aborts its communicators with `Unavailable`.
     pub fn close(&self) {
         let Some(inner) = &self.inner else { return };
-        let slots = std::mem::take(&mut inner.lock().slots);
+        let slots = std::mem::take(&mut inner.joined.lock().slots);
         for slot in slots.values().filter_map(|slots| slots.newest.get()) {
             let why = Error::unknown(Code::Unavailable, format!("rank {} has ended", inner.rank));
             slot.communicator.abort(why.about(slot.communicator.meeting().to_string()));
@@ -247,7 +247,7 @@ impl Inner {
     /// epochs. Returns `None` if the epoch is an older one itself.
     fn slot(&self, name: &Arc<str>, known: &Seats) -> Option<(Arc<str>, Arc<OnceCell<Slot>>)> {
         let epoch = known.epoch;
-        let mut joined = self.lock();
+        let mut joined = self.joined.lock();
         if epoch > joined.epoch {
             for slot in std::mem::take(&mut joined.slots).into_values() {
                 if let Some(slot) = slot.newest.get() {
@@ -275,10 +275,6 @@ impl Inner {
         let communicator = self.backend.join(cx, meeting).await?;
         let follower = tokio::spawn(follow(self.seats.subscribe(), known.epoch, Arc::downgrade(&communicator)));
         Ok(Slot { communicator, _follower: Follower(follower.abort_handle()) })
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Joined> {
-        self.joined.lock()
     }
 }
 

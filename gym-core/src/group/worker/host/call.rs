@@ -1,6 +1,6 @@
 //! One call on its way through a host: the queued request, and the response for which its caller waits.
 
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
@@ -120,7 +120,7 @@ impl QueuedCall {
 
     /// Returns a token that fires when the caller cancels the waiting call; `None` if it already has.
     pub(crate) fn cancel_token(&self) -> Option<CancelToken> {
-        match &self.0.call.state().stage {
+        match &self.0.call.state.lock().stage {
             Stage::Waiting(context, ..) => Some(context.cancel.clone()),
             _ => None,
         }
@@ -149,7 +149,7 @@ impl QueuedCall {
 impl PendingCall {
     /// Takes the request, if the caller still waits for a response.
     fn take_request(&self) -> Option<(CallContext, Message, AdmissionPermit)> {
-        let mut state = self.state();
+        let mut state = self.state.lock();
         match std::mem::replace(&mut state.stage, Stage::Running) {
             Stage::Waiting(context, message, permit) => Some((context, message, permit)),
             other => {
@@ -160,7 +160,7 @@ impl PendingCall {
     }
 
     fn put_response(&self, response: Result<Response>) {
-        let mut state = self.state();
+        let mut state = self.state.lock();
         let unread = match state.stage {
             Stage::Abandoned => return,
             Stage::Running => {
@@ -177,10 +177,6 @@ impl PendingCall {
             caller.wake();
         }
         drop(unread);
-    }
-
-    fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock()
     }
 }
 
@@ -279,7 +275,7 @@ struct ResponseFuture {
 impl ResponseFuture {
     /// Stops waiting: a queued call releases its permit at once. Returns what the missing response means for the call.
     fn abandon(&mut self) -> Execution {
-        let mut state = self.call.state();
+        let mut state = self.call.state.lock();
         let unwanted = std::mem::replace(&mut state.stage, Stage::Abandoned);
         let caller = state.caller.take();
         drop(state);
@@ -288,7 +284,7 @@ impl ResponseFuture {
     }
 
     fn poll_response(&self, cx: &mut Context<'_>) -> Poll<Result<Response>> {
-        let mut state = self.call.state();
+        let mut state = self.call.state.lock();
         match std::mem::replace(&mut state.stage, Stage::Abandoned) {
             Stage::Answered(response) => Poll::Ready(response),
             stage => {

@@ -1,6 +1,6 @@
 //! Executors of a worker: a task, or a dedicated thread.
 
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use std::sync::Arc;
 
 use futures_util::future::BoxFuture;
@@ -77,7 +77,7 @@ impl CurrentCaller {
     /// Abandons the thread: marks `stats`, and reports to the current caller that the worker has ended.
     pub(crate) fn abandon(&self, stats: &CallStats) {
         stats.abandon();
-        let caller = self.lock().take();
+        let caller = self.0.lock().take();
         if let Some(caller) = caller {
             caller.abandon();
         }
@@ -85,7 +85,7 @@ impl CurrentCaller {
 
     /// Sets the caller; returns `false` if the thread was abandoned and must run nothing.
     pub(crate) fn set(&self, caller: Option<Caller>, stats: &CallStats) -> bool {
-        let mut current = self.lock();
+        let mut current = self.0.lock();
         // Checked under the lock: either `abandon` finds the caller, or this finds the mark.
         let wanted = !stats.is_abandoned();
         if wanted {
@@ -95,12 +95,8 @@ impl CurrentCaller {
     }
 
     pub(crate) fn clear(&self) {
-        let caller = self.lock().take();
+        let caller = self.0.lock().take();
         drop(caller);
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Option<Caller>> {
-        self.0.lock()
     }
 }
 

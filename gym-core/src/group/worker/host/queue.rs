@@ -1,7 +1,7 @@
 //! A bounded FIFO queue for one consumer. A task takes all available items at once, so that consumer and callers seldom contend
 //! for the lock.
 
-use parking_lot::{Condvar, Mutex, MutexGuard};
+use parking_lot::{Condvar, Mutex};
 use std::collections::VecDeque;
 use std::future::poll_fn;
 use std::sync::Arc;
@@ -39,10 +39,6 @@ enum Consumer {
 }
 
 impl<T> Queue<T> {
-    fn state(&self) -> MutexGuard<'_, State<T>> {
-        self.state.lock()
-    }
-
     fn wake(&self, consumer: Option<Consumer>) {
         match consumer {
             Some(Consumer::Task(waker)) => waker.wake(),
@@ -60,7 +56,7 @@ impl<T> QueueSender<T> {
     pub(crate) fn push(&self, item: T) -> Result<(), T> {
         // Declared before the lock is acquired, so that it is dropped after the lock: dropping an item runs foreign code.
         let mut removed = VecDeque::new();
-        let mut state = self.0.state();
+        let mut state = self.0.state.lock();
         if state.items.len() >= self.0.items_max {
             (removed, state.items) = std::mem::take(&mut state.items).into_iter().partition(self.0.is_cancelled);
         }
@@ -78,7 +74,7 @@ impl<T> QueueSender<T> {
     /// Closes the queue and drops the items in it.
     pub(crate) fn close(&self) {
         let (dropped, consumer) = {
-            let mut state = self.0.state();
+            let mut state = self.0.state.lock();
             state.closed = true;
             (std::mem::take(&mut state.items), state.consumer.take())
         };
@@ -100,7 +96,7 @@ impl<T> QueueReceiver<T> {
         poll_fn(|cx| {
             let proceeding = ready!(coop::poll_proceed(cx));
             if self.taken.is_empty() {
-                let mut state = self.queue.state();
+                let mut state = self.queue.state.lock();
                 std::mem::swap(&mut state.items, &mut self.taken);
                 if self.taken.is_empty() {
                     let before = state.consumer.replace(Consumer::Task(cx.waker().clone()));
@@ -118,7 +114,7 @@ impl<T> QueueReceiver<T> {
     /// Waits for the next item on a thread that may block; returns `None` once the queue is closed. Takes one item at a time:
     /// items that a blocked thread has not requested are still in the queue when it is closed.
     pub(crate) fn blocking_next(&mut self) -> Option<T> {
-        let mut state = self.queue.state();
+        let mut state = self.queue.state.lock();
         loop {
             if let Some(item) = state.items.pop_front() {
                 return Some(item);
@@ -134,7 +130,7 @@ impl<T> QueueReceiver<T> {
 
 impl<T> Drop for QueueReceiver<T> {
     fn drop(&mut self) {
-        let mut state = self.queue.state();
+        let mut state = self.queue.state.lock();
         state.closed = true;
         let dropped = std::mem::take(&mut state.items);
         drop(state);

@@ -1,6 +1,6 @@
 //! Statistics of a host's calls: waiting calls, running calls with their progress, and counts of ended calls.
 
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
@@ -163,7 +163,7 @@ impl CallStats {
 
     pub(crate) fn status(&self) -> WorkerStatus {
         let ms = |duration: std::time::Duration| u64::try_from(duration.as_millis()).unwrap_or(u64::MAX);
-        let running: Vec<RunningCall> = (self.running().entries.iter_mut())
+        let running: Vec<RunningCall> = (self.running.lock().entries.iter_mut())
             .map(|entry| RunningCall {
                 number: entry.number,
                 method: entry.method.to_owned(),
@@ -183,10 +183,6 @@ impl CallStats {
             collectives: CollectiveReport::default(),
         }
     }
-
-    fn running(&self) -> MutexGuard<'_, RunningCalls> {
-        self.running.lock()
-    }
 }
 
 /// Counts one call as admitted until it is dropped.
@@ -200,7 +196,7 @@ impl AdmissionPermit {
 
     /// Lists the call as running; `since` is the current time.
     pub(crate) fn run(self, method: &'static str, since: Instant) -> (CallProgress, RunningEntry) {
-        let mut running = self.0.running();
+        let mut running = self.0.running.lock();
         let renewed = running.spare.take().and_then(|spare| spare.renewed(since));
         let progress = renewed.unwrap_or_else(|| CallProgress::watched_since(since));
         let number = running.next;
@@ -243,7 +239,7 @@ impl RunningEntry {
 
 impl Drop for RunningEntry {
     fn drop(&mut self) {
-        let mut running = self.stats().running();
+        let mut running = self.stats().running.lock();
         if let Some(at) = running.entries.iter().position(|entry| entry.number == self.number) {
             running.spare = Some(running.entries.remove(at).progress);
         }

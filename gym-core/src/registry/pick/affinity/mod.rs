@@ -11,7 +11,7 @@
 //! `1 + spread` times the mean of the calls in flight, plus a slack. Their ring is replaced by a map of recent keys, so that a key
 //! stays where it is when its former replica has room again.
 
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use std::collections::HashMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
 
@@ -166,18 +166,18 @@ impl Affinity {
     /// Returns the decisions so far.
     #[must_use]
     pub fn counts(&self) -> AffinityCounts {
-        self.lock().counts
+        self.state.lock().counts
     }
 
     /// Returns the number of known keys.
     #[must_use]
     pub fn keys(&self) -> usize {
-        self.lock().keys.len()
+        self.state.lock().keys.len()
     }
 
     /// Records the replica of a session that was served while it was the only one. Has no effect if the session is known.
     pub fn remember(&self, session: AffinityKey, index: usize) {
-        let keys = &mut self.lock().keys;
+        let keys = &mut self.state.lock().keys;
         if keys.get(session, self.options.keys_max).is_none() {
             keys.put(session, index, self.options.keys_max);
         }
@@ -202,7 +202,7 @@ impl Affinity {
         }
         let pending = open.iter().map(|load| load.pending).sum();
         let bound = self.options.bound(pending, open.len());
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         let known = session.and_then(|key| state.keys.get(key, self.options.keys_max));
         let chosen = match known {
             Some(home) => state.stay(home, open, bound).unwrap_or_else(|| {
@@ -238,10 +238,6 @@ impl Affinity {
         }
         state.counts.skew = skew(open, pending, chosen);
         Some(chosen)
-    }
-
-    fn lock(&self) -> MutexGuard<'_, AffinityState> {
-        self.state.lock()
     }
 }
 

@@ -11,7 +11,6 @@ use prometheus_client::metrics::gauge::ConstGauge;
 use prometheus_client::registry::Registry;
 
 use super::AgentState;
-use crate::provision::nodes::lock;
 use crate::usage::GpuMetrics;
 
 /// The metrics of an agent. Created with the first scrape: nothing samples GPUs for an agent that nothing scrapes.
@@ -47,7 +46,7 @@ impl Collector for NodeMetrics {
             ("gym_node_cpus_free", "CPUs of the node that no controller holds", report.free_cpus.into()),
             ("gym_node_gpus", "GPUs that the node offers to worker groups", count(report.gpus.len())),
             ("gym_node_gpus_free", "GPUs of the node that no controller holds", count(report.free_gpus.len())),
-            ("gym_node_controllers", "Controllers that hold a part of the node", count(lock(&state.sessions).len())),
+            ("gym_node_controllers", "Controllers that hold a part of the node", count(state.sessions.lock().len())),
         ];
         for (name, help, value) in gauges {
             ConstGauge::new(value).encode(encoder.encode_descriptor(name, help, None, MetricType::Gauge)?)?;

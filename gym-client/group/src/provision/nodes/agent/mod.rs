@@ -36,7 +36,6 @@ use crate::provision::in_process::InProcessRanks;
 use crate::provision::local::{Local, LocalOptions};
 use crate::provision::machine::{PreparesRanks, this_machine};
 use crate::provision::nodes::lease::check_lease;
-use crate::provision::nodes::lock;
 use crate::provision::nodes::message::{
     KillBody, LaunchBody, NodeReport, PollBody, PortsBody, PortsReply, RankBody, RanksBody, ReleaseBody, ReserveBody,
     StartBody, StopBody, is_allowed, read, reply,
@@ -308,7 +307,7 @@ impl NodeAgent {
     /// Waits until no controller holds anything of the node. A process that joined the head server otherwise calls this when it is asked
     /// to drain; the head server then lists the node to no further controller.
     pub async fn released(&self) {
-        while !lock(&self.state.sessions).is_empty() {
+        while !self.state.sessions.lock().is_empty() {
             tokio::time::sleep(DRAIN_POLL_INTERVAL).await;
         }
     }
@@ -317,8 +316,8 @@ impl NodeAgent {
     async fn idle(&self, first: Duration, later: Duration) -> Option<SessionEnd> {
         let mut since = Instant::now();
         loop {
-            let ended = *lock(&self.state.ended);
-            if !lock(&self.state.sessions).is_empty() {
+            let ended = *self.state.ended.lock();
+            if !self.state.sessions.lock().is_empty() {
                 since = Instant::now();
             } else if since.elapsed() >= if ended.is_some() { later } else { first } {
                 return ended;
@@ -334,7 +333,7 @@ impl NodeAgent {
             if let Some(member) = self.member.take() {
                 member.leave(Duration::from_secs(2)).await;
             }
-            let sessions: Vec<_> = std::mem::take(&mut *lock(&self.state.sessions)).into_values().collect();
+            let sessions: Vec<_> = std::mem::take(&mut *self.state.sessions.lock()).into_values().collect();
             for ended in join_all(sessions.iter().map(|session| session.end(grace))).await {
                 if let Err(error) = ended {
                     tracing::error!(node = self.state.options.name, %error, "a rank could not be stopped");
@@ -405,7 +404,7 @@ impl Handler for AgentHandler {
             let (done, answer) = oneshot::channel();
             {
                 let changes = changes.upgrade().ok_or_else(ended)?;
-                let mut changes = lock(&changes);
+                let mut changes = changes.lock();
                 while changes.try_join_next().is_some() {}
                 changes.spawn(async move {
                     // An error means that the caller has left.
@@ -488,8 +487,8 @@ impl AgentState {
                 let ReleaseBody { session, grace_ms } = read(&body)?;
                 if let Ok(held) = self.session(&session) {
                     let ended = held.end(Duration::from_millis(grace_ms)).await;
-                    *lock(&self.ended) = Some(SessionEnd::Released);
-                    lock(&self.sessions).remove(&session);
+                    *self.ended.lock() = Some(SessionEnd::Released);
+                    self.sessions.lock().remove(&session);
                     ended?;
                 }
                 reply(&json!({}))
@@ -515,7 +514,7 @@ impl AgentState {
 
     /// Returns what the node has, and what its sessions leave of it.
     fn report(&self) -> NodeReport {
-        self.report_of(&lock(&self.sessions))
+        self.report_of(&self.sessions.lock())
     }
 
     fn report_of(&self, sessions: &BTreeMap<String, Arc<NodeSession>>) -> NodeReport {
@@ -564,7 +563,7 @@ impl AgentState {
         check_lease(lease).map_err(|error| error.about(format!("reserve on node {}", this.options.name)))?;
         let _one = this.reserving.lock().await;
         let free = this.report();
-        if lock(&this.sessions).contains_key(&request.session) {
+        if this.sessions.lock().contains_key(&request.session) {
             return Ok(free);
         }
         let is_free =
@@ -585,21 +584,21 @@ impl AgentState {
         }
         let held = this.hold(cx, &request).await?;
         let session = Arc::new(NodeSession::begin(&request, held, lease, Arc::clone(&this.ranks)));
-        let mut sessions = lock(&this.sessions);
+        let mut sessions = this.sessions.lock();
         if sessions.len() >= SESSIONS_MAX {
             return refused(Code::ResourceExhausted, format!("it has {SESSIONS_MAX} sessions, which is the limit"));
         }
         sessions.insert(request.session.clone(), Arc::clone(&session));
         drop(sessions);
         let (state, name) = (Arc::downgrade(this), request.session);
-        let mut keepers = lock(&this.keepers);
+        let mut keepers = this.keepers.lock();
         while keepers.try_join_next().is_some() {}
         keepers.spawn(
             async move {
                 session.lease_ended().await;
                 let Some(state) = state.upgrade() else { return };
                 // Released meanwhile.
-                if !lock(&state.sessions).contains_key(&name) {
+                if !state.sessions.lock().contains_key(&name) {
                     return;
                 }
                 tracing::warn!(
@@ -610,9 +609,9 @@ impl AgentState {
                 if let Err(error) = session.end(Duration::ZERO).await {
                     tracing::error!(node = state.options.name, %error, "a rank could not be killed");
                 }
-                *lock(&state.ended) = Some(SessionEnd::Silent);
+                *state.ended.lock() = Some(SessionEnd::Silent);
                 // Only now: whoever asks for the session afterwards learns that its ranks have ended.
-                lock(&state.sessions).remove(&name);
+                state.sessions.lock().remove(&name);
             }
             .boxed(),
         );
@@ -641,7 +640,7 @@ impl AgentState {
     }
 
     fn session(&self, name: &str) -> Result<Arc<NodeSession>> {
-        lock(&self.sessions).get(name).cloned().ok_or_else(|| {
+        self.sessions.lock().get(name).cloned().ok_or_else(|| {
             let message =
                 "there is no such session: its lease has ended, or the agent was restarted; its ranks have ended";
             Error::not_started(Code::NotFound, message).about(format!("node {}", self.options.name))

@@ -15,7 +15,6 @@ use tokio_util::task::AbortOnDropHandle;
 use crate::provision::events::{EventLog, RankEvent};
 use crate::provision::machine::{PreparedRanks, PreparesRanks};
 use crate::provision::nodes::lease::AgentLease;
-use crate::provision::nodes::lock;
 use crate::provision::nodes::message::{LaunchBody, PollBody, PollReply, PortsBody, ReserveBody, StartBody};
 use crate::provision::place::{HeldGpus, HeldPort, hold_ports};
 use crate::usage::node::NodeMonitor;
@@ -83,10 +82,10 @@ impl NodeSession {
     pub(super) async fn poll(&self, request: &PollBody) -> Result<PollReply> {
         let (seen, wait) = (request.seen, Duration::from_millis(request.wait_ms));
         let monitor = request.monitor.then(|| self.monitor.get_or_init(NodeMonitor::start));
-        let until = lock(&self.lease).confirm(request.received);
-        let launches: Vec<NodeLaunch> = lock(&self.launches).values().cloned().collect();
+        let until = self.lease.lock().confirm(request.received);
+        let launches: Vec<NodeLaunch> = self.launches.lock().values().cloned().collect();
         join_all(launches.iter().map(|launch| launch.ranks.lease(until))).await;
-        let wait = wait.min(lock(&self.lease).duration() / WAIT_SHARE);
+        let wait = wait.min(self.lease.lock().duration() / WAIT_SHARE);
         let mut ending = self.ending.subscribe();
         tokio::select! { biased;
             () = self.log.beyond(seen) => {}
@@ -98,10 +97,10 @@ impl NodeSession {
             let usage = ranks.ranks.usage().into_iter();
             usage.map(|(rank, usage)| (*launch, rank, usage)).collect::<Vec<_>>()
         };
-        let usage = lock(&self.launches).iter().flat_map(usage).collect();
+        let usage = self.launches.lock().iter().flat_map(usage).collect();
         let events = self.log.after(seen);
         let node = monitor.and_then(NodeMonitor::usage);
-        Ok(PollReply { number: lock(&self.lease).respond(self.here.now()), events, usage, node })
+        Ok(PollReply { number: self.lease.lock().respond(self.here.now()), events, usage, node })
     }
 
     /// Holds ports for a group.
@@ -110,7 +109,7 @@ impl NodeSession {
         // Those held before are released only afterwards, so that an old incarnation cannot meet a new one at the same port.
         let held = hold_ports(request.count, &(request.low..request.high))?;
         let numbers = held.iter().map(HeldPort::port).collect();
-        lock(&self.ports).insert(request.group, held);
+        self.ports.lock().insert(request.group, held);
         Ok(numbers)
     }
 
@@ -119,12 +118,12 @@ impl NodeSession {
         let _one = self.changing.lock().await;
         self.check_lease()?;
         let number = request.launch;
-        if lock(&self.launches).contains_key(&number) {
+        if self.launches.lock().contains_key(&number) {
             return Ok(());
         }
         let (spec, rendezvous) = request.into_spec()?;
         let ranks = self.here.prepare(&CallContext::default(), spec, rendezvous, None).await?;
-        let until = lock(&self.lease).until();
+        let until = self.lease.lock().until();
         ranks.lease(until).await;
         let (mut events, log) = (ranks.events(), self.log.clone());
         let events = tokio::spawn(async move {
@@ -132,7 +131,7 @@ impl NodeSession {
                 log.push((number, event));
             }
         });
-        let mut launches = lock(&self.launches);
+        let mut launches = self.launches.lock();
         // The session may have ended meanwhile, or the same request may have been repeated.
         self.check()?;
         if launches.len() >= LAUNCHES_MAX {
@@ -156,7 +155,7 @@ impl NodeSession {
     /// Returns the ranks of a launch.
     pub(super) fn ranks(&self, launch: u64) -> Result<Arc<dyn PreparedRanks>> {
         self.check()?;
-        let found = lock(&self.launches).get(&launch).map(|known| Arc::clone(&known.ranks));
+        let found = self.launches.lock().get(&launch).map(|known| Arc::clone(&known.ranks));
         found.ok_or_else(|| Error::not_started(Code::NotFound, format!("there is no launch {launch}")))
     }
 
@@ -175,7 +174,7 @@ impl NodeSession {
     /// Waits until the lease has ended.
     pub(super) async fn lease_ended(&self) {
         loop {
-            let left = lock(&self.lease).until().saturating_sub(self.here.now());
+            let left = self.lease.lock().until().saturating_sub(self.here.now());
             if left.is_zero() {
                 return;
             }
@@ -186,9 +185,9 @@ impl NodeSession {
     /// Stops all ranks, and returns when they have ended.
     pub(super) async fn end(&self, grace: Duration) -> Result<()> {
         self.ending.send_replace(true);
-        let launches: Vec<NodeLaunch> = lock(&self.launches).values().cloned().collect();
+        let launches: Vec<NodeLaunch> = self.launches.lock().values().cloned().collect();
         let stopped = join_all(launches.iter().map(|launch| launch.ranks.shutdown(grace))).await;
-        lock(&self.launches).clear();
+        self.launches.lock().clear();
         stopped.into_iter().collect::<Result<()>>()?;
         self.held.release();
         Ok(())
@@ -197,7 +196,7 @@ impl NodeSession {
     /// Checks that new ranks may start. An agent that was stopped may read a request before it notices that the lease has ended.
     fn check_lease(&self) -> Result<()> {
         self.check()?;
-        if lock(&self.lease).until() <= self.here.now() {
+        if self.lease.lock().until() <= self.here.now() {
             return Err(Error::not_started(Code::Unavailable, "the lease has ended"));
         }
         Ok(())
