@@ -437,6 +437,17 @@ impl From<Infallible> for Error {
     }
 }
 
+/// For errors of libraries that erase their types, such as tower's layers: an SDK error inside is returned unchanged, and any other becomes the
+/// cause of an `Internal` error that may have run (`Unknown`).
+impl From<Box<dyn std::error::Error + Send + Sync>> for Error {
+    fn from(error: Box<dyn std::error::Error + Send + Sync>) -> Self {
+        match error.downcast::<Self>() {
+            Ok(own) => *own,
+            Err(other) => Self::unknown(Code::Internal, "").caused_by(other),
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -94,7 +94,26 @@ impl PathInfo {
     }
 }
 
-/// The client side of one peer. Cheap to clone; also a tower service that is always ready.
+/// The client side of one peer. Cheap to clone.
+///
+/// A channel is also a tower service that is always ready, so tower's layers can wrap it. Layers erase the types of errors; `Error::from` returns the
+/// SDK error that is inside. A response with an error status is `Ok` here: a layer that repeats failed calls needs
+/// [`Response::into_result`] below it. `examples/src/bin/tower_layers.rs` has retries, a limit and a timeout.
+///
+/// ```
+/// # use std::{sync::Arc, time::Duration};
+/// use gym_core::transport::{handler_fn, mem};
+/// use gym_core::{CallContext, CancelToken, Request, Response, Result};
+/// use tower::{ServiceBuilder, ServiceExt};
+///
+/// # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<()> {
+/// let echo = handler_fn(|request: Request| async move { Ok(Response::json(request.message.head)) });
+/// let channel = mem::channel_to("echo", Arc::new(echo), false, CancelToken::new());
+/// let limited = ServiceBuilder::new().concurrency_limit(8).timeout(Duration::from_secs(5)).service(channel);
+/// let response = limited.oneshot(Request::post(CallContext::default(), "/", "[1]")).await?;
+/// assert_eq!(response.into_result()?.message.head.to_bytes(), "[1]");
+/// # Ok(()) }
+/// ```
 #[derive(Clone, Debug)]
 pub struct Channel {
     link: Arc<dyn Link>,

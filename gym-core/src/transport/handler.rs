@@ -79,8 +79,26 @@ where
     }
 }
 
-/// Creates a handler that calls a tower service, so that tower's layers can wrap a role. The service is cloned for each call and
-/// polled for readiness within the call, so its backpressure delays only that call.
+/// Creates a handler that calls a tower service, so that tower's layers can wrap a server: `tower::service_fn` makes a service of a function or of
+/// another handler. The service is cloned for each call and polled for readiness within the call, so its backpressure delays only that call. A layer
+/// that cannot be cloned, such as a rate limit, goes below a `buffer`.
+///
+/// An error of the service is sent to the caller. `Error::from` takes the boxed errors of tower's layers, but calls those of the layers themselves
+/// `Internal`; put a `map_err` above a layer whose error needs a code, such as `DeadlineExceeded` for a timeout.
+///
+/// ```
+/// # use std::time::Duration;
+/// use gym_core::transport::{Handler, from_tower};
+/// use gym_core::{CallContext, Request, Response, Result};
+/// use tower::{ServiceBuilder, service_fn};
+///
+/// # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<()> {
+/// let score = service_fn(|request: Request| async move { Ok::<_, gym_core::Error>(Response::json(request.message.head)) });
+/// let handler = from_tower(ServiceBuilder::new().concurrency_limit(2).timeout(Duration::from_secs(5)).service(score));
+/// let response = handler.handle(Request::post(CallContext::default(), "/", "1")).await?;
+/// assert_eq!(response.message.head.to_bytes(), "1");
+/// # Ok(()) }
+/// ```
 pub fn from_tower<S>(service: S) -> impl Handler
 where
     S: tower_service::Service<Request, Response = Response> + Clone + Send + Sync + 'static,
