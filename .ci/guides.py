@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 GUIDES = ["topologies.md", "capacity.md", "migration.md", "multi-node.md", "page.md"]
 
 DOCKER, ENGINES, RAY = "the tier `docker`", "the tier `engines`", "the tier `ray`"
+PACKAGE, OWNER = "the tier `package`, in a copy of its own", "it publishes"
 MONITORING, VENDOR = "the tier `monitoring`", "an engine and a model of a hub"
 # Why a command of a guide is not run here: by its page and beginning.
 ELSEWHERE = {
@@ -29,6 +30,8 @@ ELSEWHERE = {
     "engines.md": {"rgym collect": ENGINES, "vllm serve": f"{VENDOR}; the tier `engines-vllm`", "llama-server": f"{VENDOR}; {ENGINES}", "python -m sglang": VENDOR},
     "monitoring.md": {"curl ": MONITORING, "promtool ": MONITORING},
     "multi-node.md": {"docker run": DOCKER},
+    "publishing.md": {"git worktree": PACKAGE, "cd ": PACKAGE, ".ci/prefix": PACKAGE, "cargo publish --workspace --dry-run": PACKAGE,
+                      "rm .cargo": OWNER, "cargo login": OWNER, "cargo publish --workspace --allow-dirty": OWNER},
     "ray.md": {"ray ": RAY, "export RAY_ADDRESS": RAY, "rgym ray": RAY, "cargo run": RAY, "mkdir -p job": RAY},
 }
 

@@ -47,6 +47,7 @@
 //! | `launch` | child processes, such as Python servers (Linux) |
 //!
 //! [`ServerClient`], [`Session`] and [`CookieJar`] are at the root. To choose among the crates, see [`gym_core`].
+#![cfg_attr(docsrs, feature(doc_cfg))]
 #![forbid(unsafe_code)]
 
 mod client;
@@ -66,3 +67,8 @@ pub use client::{
     AwaitedServer, AwaitedServers, CallOptions, CookieJar, JOINS_RUNS_LABEL, SERVER_TIMEOUT, ServerClient, Session,
 };
 pub use transport::Transports;
+
+/// The program of README.md, as a documentation test.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

@@ -60,6 +60,7 @@
 //!
 //! `gym-core` and `gym-client` have no default features, so that naming them beside `gym-server` changes nothing. By default, `gym-server` has `http`, `cli` and
 //! `tls` (https towards model endpoints); `groups`, `rdma`, `ray` and `parquet` are named by whoever wants them, and `full` has all.
+#![cfg_attr(docsrs, feature(doc_cfg))]
 #![forbid(unsafe_code)]
 
 pub mod base;
@@ -80,3 +81,8 @@ pub use message::{
 };
 pub use server::{AgentServer, ModelResponse, ModelServer, ResourcesServer, RolloutServer, SessionId, Verdict};
 pub use transport::{Channel, Endpoint, Handler};
+
+/// The program of README.md, as a documentation test.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

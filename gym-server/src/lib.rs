@@ -51,6 +51,7 @@
 //! | [`metrics`] | Prometheus metrics of the process |
 //!
 //! Programs reach the other crates as `gym_server::gym_core`, `gym_server::gym_client` and `gym_server::gym_group` (feature `groups`). To choose among the crates, see [`gym_core`].
+#![cfg_attr(docsrs, feature(doc_cfg))]
 #![forbid(unsafe_code)]
 
 pub mod agent;
@@ -74,3 +75,8 @@ pub use {gym_client, gym_core};
 
 #[cfg(feature = "http")]
 pub use stack::{Build, Servers, Stack, StackOptions};
+
+/// The program of README.md, as a documentation test.
+#[cfg(all(doctest, feature = "cli"))]
+#[doc = include_str!("../README.md")]
+struct Readme;

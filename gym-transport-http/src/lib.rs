@@ -44,6 +44,7 @@
 //! # Ok(())
 //! # }
 //! ```
+#![cfg_attr(docsrs, feature(doc_cfg))]
 #![forbid(unsafe_code)]
 
 mod backend;
@@ -60,3 +61,8 @@ pub const HTTP: gym_core::transport::Transport = gym_core::transport::Transport:
 
 pub use frames::FramesConfig;
 pub use http1::HttpConfig;
+
+/// The program of README.md, as a documentation test.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

@@ -42,7 +42,7 @@
 //! | [`UcxBackend`] | the backend of a program; [`Ucx`] and [`UcxConfig`] hold its fabric, limits and timeouts |
 //! | [`transport`] | connector, listener, bootstrap and statistics |
 //! | `messaging` | one connection: splits messages into chunks, reassembles them, restores the order of requests |
-//! | [`fabric`] | the progress thread, its connections and UCX workers |
+//! | `fabric` | the progress thread, its connections and UCX workers |
 //! | [`memory`] | pool of registered buffers |
 //! | `ucx`, `sys` | safe wrappers of UCX; its bindings and the loader of the library |
 //! | [`nccl`] | loads NCCL when it is used: version, texts of errors, unique id |
@@ -82,7 +82,7 @@
 //! Opening a fabric loads UCX permanently:
 //!
 //! - UCX's constructors replace the handlers of SIGSEGV, SIGBUS, SIGILL and SIGFPE. This crate restores the handlers.
-//! - UCX patches libc's `mmap` in memory. [`LibraryInfo`](fabric::LibraryInfo) reports the patched functions.
+//! - UCX patches libc's `mmap` in memory. [`UcxReport`](transport::UcxReport) has the patched functions.
 //! - The soft limit on file descriptors is raised to the hard limit. The environment is only read.
 //! - A process with an open fabric must not fork without exec; UCX does not support it.
 //!
@@ -158,7 +158,7 @@
 //! - **Alternatives.** A UCX listener alone: it would need both again, and never negotiates shared memory.
 //!
 //! ### Each peer on the same host gets a dedicated UCX worker
-//! - **Decision.** A [`PeerWorker`](fabric::PeerWorker) serves one connection over shared memory. It is kept until both
+//! - **Decision.** A `PeerWorker` of the fabric serves one connection over shared memory. It is kept until both
 //!   ends report that no operation is in flight, the peer's worker is destroyed, or the peer's process has ended
 //!   (pidfd).
 //! - **Why.** All writers to a worker share its queue. One that dies or stops between reserving and marking a slot
@@ -183,9 +183,11 @@
 //! - **Decision.** `gym-client` restarts the program with the two settings that UCX reads from the environment when it
 //!   loads. Worker processes get them from the provisioner, with the lowest precedence.
 //! - **Why.** Loading UCX changes the process permanently, and a library must not write to the environment.
+#![cfg_attr(docsrs, feature(doc_cfg))]
 #![deny(unsafe_code)]
 
 pub mod backend;
+#[doc(hidden)] // For this crate's tests and a benchmark; `transport` has the names of the public interface.
 pub mod fabric;
 #[cfg(feature = "testing")]
 pub mod fuzzing;
@@ -202,3 +204,8 @@ mod ucx;
 pub use backend::{UCX_VARIABLES, UcxBackend};
 pub use probe::probe;
 pub use transport::{RDMA, SHM, UCX_TCP, Ucx, UcxConfig};
+
+/// The program of README.md, as a documentation test.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

@@ -15,7 +15,7 @@ use gym_core::transport::mux::ConnectionLimits;
 use gym_core::transport::{ConnectOptions, Connector, InProcess, Listener, handler_fn};
 use gym_core::{CallContext, Channel, Code, Endpoint, Error, Execution, Handler, Request, Response, Result, Status};
 use gym_transport_rdma::UcxConfig;
-use gym_transport_rdma::fabric::FabricOptions;
+use gym_transport_rdma::transport::FabricOptions;
 use gym_transport_rdma::transport::{UcxConnector, UcxStats};
 use tokio::task::JoinHandle;
 

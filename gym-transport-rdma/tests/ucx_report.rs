@@ -1,9 +1,7 @@
 //! Reports of a real UCX. With `GYM_UCX_REQUIRED=1`, a missing library is a failure.
 #![allow(clippy::unwrap_used, reason = "in a test a panic is the report")]
 
-use gym_transport_rdma::fabric::FabricError;
-use gym_transport_rdma::fabric::LoadOptions;
-use gym_transport_rdma::transport::UcxReport;
+use gym_transport_rdma::transport::{FabricError, LoadOptions, UcxReport};
 
 #[test]
 fn a_real_ucx_names_its_transports_and_what_it_did_to_the_process() {

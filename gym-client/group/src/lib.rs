@@ -92,6 +92,7 @@
 //! | [`train`] | advantages, message logs, and GRPO over a policy, a generation engine and an environment |
 //! | `testing` | conformance suites, kills of ranks in this process (feature `testing`) |
 
+#![cfg_attr(docsrs, feature(doc_cfg))]
 #![forbid(unsafe_code)]
 
 pub mod call;
@@ -134,3 +135,8 @@ pub use supervise::{
 };
 #[cfg(target_os = "linux")]
 pub use usage::{GPU_METRICS, GpuMetrics, GpuUsage, NodeUsage, ProcessUsage, visible_gpus};
+
+/// The program of README.md, as a documentation test.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

@@ -65,9 +65,13 @@ const WATCH_WAIT_MAX: Duration = Duration::from_secs(60);
 /// Difference of two clocks from which times in logs and rows mislead.
 const CLOCKS_APART_MAX: Duration = Duration::from_secs(60);
 
-/// The build of the SDK in this program, which members compare. It changes with each change of the SDK's sources; the program around it does
-/// not matter.
-pub(crate) const BUILD: &str = concat!("gym-server ", env!("CARGO_PKG_VERSION"), " ", env!("GYM_SOURCES"));
+/// The build of the SDK in this program, which members compare; the program around it does not matter. In a checkout, it changes with each
+/// change of the SDK's sources. A package has no build script: its version names its sources, because each of our crates requires the others in
+/// exactly its own version.
+pub(crate) const BUILD: &str = match option_env!("GYM_SOURCES") {
+    Some(of_checkout) => of_checkout,
+    None => concat!("gym-server ", env!("CARGO_PKG_VERSION")),
+};
 
 /// The workers that a head server waits for.
 #[derive(Debug)]

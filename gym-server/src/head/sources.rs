@@ -7,8 +7,7 @@ use std::path::{Path, PathBuf};
 const CRATES: [&str; 6] =
     ["gym-core", "gym-transport-http", "gym-transport-rdma", "gym-client", "gym-client/group", "gym-server"];
 
-/// Returns the folders of the sources below the folder of the crates. A package of a registry has none
-/// of them at this place; there, the versions decide.
+/// Returns the folders of the sources below the folder of the crates, those that are there.
 pub(crate) fn folders(crates: &Path) -> impl Iterator<Item = PathBuf> {
     CRATES.iter().map(|name| crates.join(name).join("src")).filter(|folder| folder.is_dir())
 }

@@ -76,3 +76,8 @@ pub use offer::{FdOffer, fetch};
 pub use segment::Segment;
 pub use shared::{SharedBuffer, SharedSpace};
 pub use time::deadline_in;
+
+/// The program of README.md, as a documentation test.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

@@ -9,6 +9,9 @@ pub(crate) mod report;
 
 use gym_core::transport::Transport;
 
+pub use crate::fabric::{
+    ConnectionStats, Driver, FabricError, FabricOptions, FabricStats, Lanes, LoadError, LoadOptions,
+};
 pub use crate::messaging::round_trips::RoundTrips;
 pub use bootstrap::ROUTE;
 pub use config::{ConnectionReport, Ucx, UcxConfig, UcxStats};

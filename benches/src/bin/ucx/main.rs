@@ -17,7 +17,7 @@ use gym_benches::options::Options;
 use gym_benches::ray::Ray;
 use gym_benches::report::{Aim, figure};
 use gym_core::testing::figures::{Figures, RoundTrips};
-use gym_transport_rdma::fabric::FabricOptions;
+use gym_transport_rdma::transport::FabricOptions;
 
 const MIB: usize = 1 << 20;
 /// The bulk sizes, the number of transfers for a figure, and the messages or calls in flight. The last number is small:

@@ -3,8 +3,7 @@
 use std::time::Duration;
 
 use gym_transport_rdma::UCX_VARIABLES;
-use gym_transport_rdma::fabric::LoadOptions;
-use gym_transport_rdma::transport::UcxReport;
+use gym_transport_rdma::transport::{LoadOptions, UcxReport};
 
 /// First argument that makes a process load UCX and print the report.
 pub(super) const ROLE: &str = "--gym-ucx-report";
