@@ -315,7 +315,6 @@ impl Membership {
         }
     }
 
-    /// Sends a heartbeat.
     fn send(&mut self, lease: &MemberLease) -> BoxFuture<'static, (u64, Result<HeartbeatReply>)> {
         // Each has a number of its own: the head server tells a late end of an earlier connection from a new one.
         self.seq += 1;

@@ -66,7 +66,6 @@ struct Entry {
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct NumberedAttempt {
     pub(crate) number: u64,
-    /// The collection.
     pub(crate) collection: String,
     #[serde(flatten)]
     pub(crate) attempt: EndedAttempt,

@@ -10,7 +10,6 @@ use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, percent_decode_str, utf8_perc
 /// The properties that all implementations of a role share.
 #[derive(Debug)]
 pub(crate) struct RoleSpec {
-    /// The kind of server.
     pub(crate) kind: ServerKind,
     /// The routes that metrics count separately; all other routes are counted together.
     pub(crate) routes: &'static [&'static str],

@@ -218,7 +218,6 @@ struct Votes {
     dropped_rows: usize,
 }
 
-/// A stopwatch.
 struct Stopwatch(Instant);
 
 impl Stopwatch {

@@ -60,7 +60,6 @@ pub(crate) struct UsageMeter {
 }
 
 impl UsageMeter {
-    /// Adds a sample.
     pub(crate) fn add(&mut self, sample: &ProcessSample, gpu: Option<&GpuSampler>, now: Instant) -> ProcessUsage {
         let MemoryUsage { resident_bytes, counted_bytes } = sample.memory;
         self.peak_bytes = self.peak_bytes.max(resident_bytes).max(sample.record_bytes);

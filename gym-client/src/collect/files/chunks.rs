@@ -8,7 +8,6 @@ use gym_core::Result;
 use gym_core::base::Files;
 use tokio::sync::mpsc;
 
-/// Bytes of one chunk.
 const CHUNK_BYTES: usize = 128 << 10;
 
 /// Chunks that wait to be written: enough that neither side waits for the other's wake-up, few enough for memory.

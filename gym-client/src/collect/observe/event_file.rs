@@ -22,7 +22,6 @@ use crate::collect::run::{RolloutEvent, RolloutObserver};
 const QUEUE_EVENTS: usize = 16_384;
 /// Interval of the writes. A reader sees a line within this time, and thousands of rollouts share one write.
 const WRITE_INTERVAL: Duration = Duration::from_millis(100);
-/// Bytes of one write.
 const WRITE_BYTES: usize = 256 << 10;
 /// Limit for the last writes of a run.
 const END_TIMEOUT: Duration = Duration::from_secs(5);

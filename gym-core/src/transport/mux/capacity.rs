@@ -102,7 +102,6 @@ struct UnreadCounts {
     bytes: AtomicUsize,
 }
 
-/// One unread reply.
 #[derive(Debug)]
 struct UnreadReply {
     bytes: usize,

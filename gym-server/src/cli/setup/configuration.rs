@@ -34,7 +34,6 @@ pub(in crate::cli) struct LoadedConfig {
 /// The parts of the configuration that a command needs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::cli) enum Need<'a> {
-    /// The values.
     Values,
     /// The location in which each server would run.
     Locations,

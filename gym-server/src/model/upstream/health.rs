@@ -177,7 +177,6 @@ impl EndpointHealth {
     }
 }
 
-/// A call in flight.
 #[derive(Debug)]
 pub(super) struct CallInFlight<'a> {
     health: &'a EndpointHealth,

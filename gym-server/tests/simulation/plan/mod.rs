@@ -63,7 +63,6 @@ pub(crate) enum Setting {
     Values,
 }
 
-/// The settings.
 pub(crate) const SETTINGS: [Setting; 5] =
     [Setting::Servers, Setting::Cluster, Setting::Groups, Setting::Whole, Setting::Values];
 

@@ -57,7 +57,6 @@ pub(crate) struct SegmentStart {
     pub(crate) length: usize,
 }
 
-/// A complete message.
 #[derive(Debug)]
 pub(crate) struct CompleteMessage {
     pub(crate) call: u64,

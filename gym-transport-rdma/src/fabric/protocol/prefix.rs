@@ -24,7 +24,6 @@ const VERSION: u8 = 1;
 pub(crate) const PREFIX_BYTES: usize = 24;
 const _: () = assert!(PREFIX_BYTES + HEADER_BYTES_MAX == HEADER_ROOM);
 
-/// Kind of a message.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum MessageKind {
     /// First message of the calling end, with its token.

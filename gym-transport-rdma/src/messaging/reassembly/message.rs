@@ -47,7 +47,6 @@ enum ChunkState {
     Received(Bytes),
 }
 
-/// A complete message.
 #[derive(Debug)]
 pub(crate) struct CompleteMessage<H> {
     pub(crate) header: H,

@@ -67,7 +67,6 @@ impl NodeReport {
         self.resources(self.free_cpus, self.gpus.iter().filter(free).cloned().collect())
     }
 
-    /// Returns all resources.
     pub(super) fn whole(&self) -> NodeResources {
         self.resources(self.cpus, self.gpus.clone())
     }

@@ -13,7 +13,6 @@ use crate::provision::events::{NodeEvent, NodeStatus};
 use crate::provision::nodes::deployment::NodesDeployment;
 use crate::provision::nodes::state::NodesState;
 
-/// A reservation on nodes.
 #[derive(Debug)]
 pub(crate) struct NodesReservation(pub(super) Arc<NodesState>);
 

@@ -161,7 +161,6 @@ pub struct RayMemory {
     pub object_store_used: u64,
 }
 
-/// A placement group.
 #[derive(Clone, Debug, Default, PartialEq, Deserialize)]
 #[serde(default)]
 pub(super) struct RayPlacementGroup {

@@ -66,7 +66,6 @@ impl InputSource {
         ))
     }
 
-    /// Returns the files.
     pub(in crate::collect) fn files(&self) -> &[PathBuf] {
         match self {
             Self::Lines(file) => std::slice::from_ref(file),

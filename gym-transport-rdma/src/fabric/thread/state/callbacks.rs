@@ -34,7 +34,6 @@ pub(crate) enum Callback {
 /// The worker at which a message arrived.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Origin {
-    /// A peer worker.
     PeerWorker(PeerWorkerId),
     /// The worker for networks, with the endpoint to respond on, if the sender asked for a response.
     Network(Option<EndpointKey>),

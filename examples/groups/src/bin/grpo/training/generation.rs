@@ -20,7 +20,6 @@ impl Method for Generate {
     type Reply = ();
 }
 
-/// Loads weights.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct LoadWeights;
 

@@ -26,7 +26,6 @@ const POLL_INTERVAL: Duration = Duration::from_secs(1);
 /// Launches of a session: one for each group and move.
 const LAUNCHES_MAX: usize = 4_096;
 
-/// A session.
 #[derive(Debug)]
 pub(super) struct NodeSession {
     pub(super) controller: String,
