@@ -55,7 +55,7 @@ const MODULES: &[(&str, &[&[&str]])] = &[
             &["base"],
         ],
     ),
-    ("gym-transport-http", &[&["backend"], &["http1"], &["frames"], &["wire", "https"]]),
+    ("gym-transport-http", &[&["backend", "origin"], &["http1"], &["frames"], &["wire"]]),
     (
         "gym-transport-rdma",
         &[

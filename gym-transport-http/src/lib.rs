@@ -15,7 +15,7 @@
 //! | [`HttpBackend`] | both transports as one backend of a program; [`HttpConfig`] and [`FramesConfig`] hold their limits and timeouts |
 //! | [`http1`] | plain HTTP: `HttpConnector` with its connection pool, `HttpListener` |
 //! | [`frames`] | ordered transport for worker groups, many calls over one connection: `FramesConnector`, `UnixListener` |
-//! | `https` | client of `https` origins outside the SDK (feature `tls`): `HttpsClient` |
+//! | [`origin`] | client of an `http` or (feature `tls`) `https` origin outside the SDK: `OriginClient` |
 //! | `wire` | HTTP/1.1 as both use it: addresses, sockets, heads, headers and bodies |
 //!
 //! ```
@@ -50,8 +50,7 @@
 mod backend;
 pub mod frames;
 pub mod http1;
-#[cfg(feature = "tls")]
-pub mod https;
+pub mod origin;
 mod wire;
 
 pub use backend::HttpBackend;

@@ -110,9 +110,15 @@ async fn an_https_endpoint_is_asked_if_it_is_trusted() {
 
     // A certificate of another authority, and a certificate without this name: the client sends no part of the request or its key.
     let said = asked(&others, format!("https://localhost:{port}/v1")).await;
-    assert!(said.contains("error Unavailable NotStarted") && said.contains("certificate"), "{said}");
+    assert!(
+        said.contains("error FailedPrecondition NotStarted") && said.contains("does not trust the certificate ("),
+        "{said}"
+    );
     let said = asked(&ours, format!("https://127.0.0.1:{port}/v1")).await;
-    assert!(said.contains("error Unavailable NotStarted") && said.contains("certificate"), "{said}");
+    assert!(
+        said.contains("error FailedPrecondition NotStarted") && said.contains("does not trust the certificate ("),
+        "{said}"
+    );
     assert!(!said.contains(KEY), "{said}");
 }
 

@@ -104,7 +104,7 @@ const READ: [(&str, &str, &str); 53] = [
     (
         "OTEL_EXPORTER_OTLP_ENDPOINT",
         "`rgym`",
-        "The OpenTelemetry collector that gets the spans of rollouts, over HTTP: `http://HOST:4318`. Without the variable, none are exported.",
+        "The OpenTelemetry collector that gets the spans of rollouts, over HTTP: `http://HOST:4318`, or an https URL. Without the variable, none are exported.",
     ),
     ("OTEL_SDK_DISABLED", "`rgym`", "`true` exports no spans."),
     ("OTEL_SERVICE_NAME", "`rgym`", "The name of this process in exported spans. Otherwise `gym`."),

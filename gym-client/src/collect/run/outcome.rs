@@ -30,8 +30,15 @@ const TERMINATION_REASON: &str = "ng_termination_reason";
 #[derive(Debug)]
 pub(super) enum AttemptResult {
     /// A rollout, with its reward if it has one that counts, and what else the summary counts.
-    Completed { row: RawObject, figures: RolloutFigures },
-    Failed { failure: Box<AttemptFailure>, terminal: bool, row: RawObject },
+    Completed {
+        row: RawObject,
+        figures: RolloutFigures,
+    },
+    Failed {
+        failure: Box<AttemptFailure>,
+        terminal: bool,
+        row: RawObject,
+    },
     /// The environment requested that no row be kept; a resumed run tries again.
     Lost,
 }

@@ -1,7 +1,7 @@
 //! Calls one OpenAI-compatible endpoint over HTTP: bounded connections, bounded retries, deadlines, and errors that name the URL.
 #![cfg_attr(
-    not(any(feature = "http", feature = "tls")),
-    expect(dead_code, unused_variables, reason = "without a client, an endpoint is refused when it is configured")
+    not(feature = "http"),
+    expect(dead_code, reason = "without a client, an endpoint is refused when it is configured")
 )]
 
 use parking_lot::Mutex;
@@ -25,31 +25,25 @@ use tokio::sync::Semaphore;
 use tokio::time::Instant;
 
 mod aborts;
+mod client;
 mod engine;
 mod health;
 mod keys;
-#[cfg(feature = "http")]
-mod plain;
 mod probe;
 mod response;
 pub(super) mod retry;
-#[cfg(feature = "tls")]
-mod tls;
 
 use crate::model::secret::Secret;
 use crate::role::model::EndpointRejection;
 use crate::role::route;
 use aborts::{Aborts, Before};
+use client::EndpointClient;
 use health::EndpointHealth;
 pub(super) use keys::EndpointKeys;
-#[cfg(feature = "http")]
-use plain::PlainClient;
 use probe::Engine;
 pub(super) use response::EndpointResponse;
 use response::{Completeness, StatusMeaning};
 use retry::{Attempts, EndpointRetries, NextAttempt, is_local};
-#[cfg(feature = "tls")]
-use tls::TlsClient;
 
 /// Maximum connections to one endpoint; further requests wait, up to their deadlines. With a dozen servers in one process, more
 /// connections would reach the limit of 20,000 file descriptors, which some machines cannot raise.
@@ -104,18 +98,6 @@ struct UpstreamState {
     health: EndpointHealth,
     world: World,
     rng: Mutex<fastrand::Rng>,
-}
-
-/// The HTTP client of the endpoint.
-#[cfg_attr(
-    all(feature = "http", feature = "tls"),
-    expect(clippy::large_enum_variant, reason = "there is one for each endpoint, behind an Arc")
-)]
-enum EndpointClient {
-    #[cfg(feature = "http")]
-    Http(PlainClient),
-    #[cfg(feature = "tls")]
-    Https(TlsClient),
 }
 
 impl fmt::Debug for Upstream {
@@ -506,44 +488,6 @@ fn outside_v1(base: &str, path: &str) -> String {
 
 /// Maximum consecutive redirects that are followed.
 const HOPS_MAX: usize = 5;
-
-impl EndpointClient {
-    /// Creates the client of the URL's scheme.
-    ///
-    /// # Errors
-    /// `InvalidArgument` with the missing feature if this program does not support the URL's scheme.
-    fn to(place: &EndpointUrl, headers: &HeaderMap) -> Result<Self> {
-        #[cfg(feature = "tls")]
-        if place.https {
-            return TlsClient::to(&place.origin(), headers, CONNECTIONS_MAX + QUESTIONS_MAX, CONNECT_TIMEOUT)
-                .map(Self::Https);
-        }
-        #[cfg(feature = "http")]
-        if !place.https {
-            return PlainClient::to(&place.origin(), headers, CONNECTIONS_MAX + QUESTIONS_MAX, CONNECT_TIMEOUT)
-                .map(Self::Http);
-        }
-        let _ = headers;
-        Err(Error::invalid(if place.https {
-            "is https, and this program was built without TLS: build it with the feature `tls` of gym-server"
-        } else {
-            "is http, and this program was built without it: build it with the feature `http` of gym-server"
-        }))
-    }
-
-    #[cfg_attr(
-        not(any(feature = "http", feature = "tls")),
-        expect(clippy::unused_async, reason = "no client is left to wait for")
-    )]
-    async fn send(&self, cx: &CallContext, target: String, body: Option<Bytes>) -> Result<EndpointResponse> {
-        match *self {
-            #[cfg(feature = "http")]
-            Self::Http(ref direct) => direct.send(cx, target, body).await,
-            #[cfg(feature = "tls")]
-            Self::Https(ref secured) => secured.send(cx, &target, body).await,
-        }
-    }
-}
 
 /// Returns the bytes in Base64 with padding (RFC 4648, section 4).
 fn base64(bytes: &[u8]) -> String {

@@ -3,15 +3,13 @@
 //! Source: <https://docs.ray.io/en/releases-2.60.0/cluster/running-applications/job-submission/api.html> and the behavior of Ray 2.60. An error is text,
 //! often a Python traceback, so the status decides, and the last line is the message.
 
-mod connection;
-
 use std::collections::BTreeMap;
 use std::time::Duration;
 
 use bytes::Bytes;
-use connection::Connection;
 use gym_core::transport::{RetryPolicy, retry};
-use gym_core::{CallContext, Code, Error, Execution, Metadata, Result, Verb};
+use gym_core::{CallContext, Code, Error, Execution, Metadata, Request, Result, Route, Verb};
+use gym_transport_http::origin::{OriginClient, OriginOptions};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -19,6 +17,12 @@ use tokio::time::sleep;
 
 use crate::ray::address::{DASHBOARD_PORT, RayAddress, RayToken, TOKEN_SOURCES};
 
+/// Limit of a connection.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
+/// The TLS handshake comes on top of the connection.
+const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(2);
+/// Idle connections over TLS that are kept.
+const TLS_CONNECTIONS_MAX: usize = 4;
 /// The version of the REST interface that this client was written for.
 const API_VERSION: &str = "4";
 /// Limit of a request, except uploads and submissions.
@@ -48,7 +52,7 @@ const UPLOAD_BYTES_MAX: usize = 100 << 20;
 pub struct RayDashboard {
     address: RayAddress,
     token: Option<RayToken>,
-    connection: Connection,
+    origin: OriginClient,
 }
 
 /// The version of a cluster.
@@ -277,7 +281,24 @@ impl RayDashboard {
 
     /// Creates a client. Connects to nothing.
     fn to(address: &RayAddress, token: Option<RayToken>) -> Result<Self> {
-        Ok(Self { connection: Connection::to(address.dashboard())?, address: address.clone(), token })
+        let mut options = OriginOptions::default();
+        options.connect_timeout = CONNECT_TIMEOUT;
+        if address.dashboard().starts_with("https:") {
+            options.connect_timeout += HANDSHAKE_TIMEOUT;
+            options.connections_max = TLS_CONNECTIONS_MAX;
+        }
+        let origin = OriginClient::to(address.dashboard(), options).map_err(|error| match error.code() {
+            Code::Unimplemented => Error::not_started(
+                Code::Unimplemented,
+                format!(
+                    "{} is https, and this program was built without TLS\n  fix: build it with the feature `tls` of gym-client (for rgym: of \
+                     gym-server), or use the http address inside the cluster's network",
+                    address.dashboard()
+                ),
+            ),
+            _ => error,
+        })?;
+        Ok(Self { origin, address: address.clone(), token })
     }
 
     /// Connects to the dashboard at an address of this machine; `None` if nothing there responds like Ray.
@@ -540,9 +561,14 @@ impl RayDashboard {
         if let Some(token) = &self.token {
             own.metadata.push("authorization", format!("Bearer {}", token.token));
         }
-        let sent = self.connection.send(own, verb, path, body).await;
-        let (status, body) = sent.map_err(|error| self.unreachable(error))?;
-        Ok(RayResponse { status, body })
+        let route = Route::from(path.to_owned());
+        let mut request = match body {
+            Some(body) => Request::post(own, route, body),
+            None => Request::get(own, route),
+        };
+        request.verb = verb;
+        let answer = self.origin.send(request).await.map_err(|error| self.unreachable(error))?;
+        Ok(RayResponse { status: answer.status.0, body: answer.message.head.to_bytes() })
     }
 
     /// Explains that there was no response.

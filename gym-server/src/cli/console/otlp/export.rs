@@ -7,11 +7,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use futures_util::FutureExt as _;
-use gym_client::transport::http::HttpConfig;
-use gym_client::transport::http::http1::HttpConnector;
+use gym_client::transport::http::origin::{OriginClient, OriginOptions};
 use gym_core::message::ContentType;
-use gym_core::transport::{ConnectOptions, Connector as _};
-use gym_core::{CallContext, CancelToken, Endpoint, Message, Request, Result, Route};
+use gym_core::{CallContext, CancelToken, Code, Message, Request, Result, Route};
 use tokio::sync::mpsc::{Receiver, Sender, channel};
 use tokio::task::JoinHandle;
 
@@ -32,7 +30,8 @@ const FLUSH_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The ends of the queue, before there is a runtime.
 pub(in crate::cli) struct ExportSetup {
-    endpoint: Endpoint,
+    origin: String,
+    client: OriginClient,
     path: String,
     queue: Receiver<SpanRecord>,
     counts: Arc<ExportCounts>,
@@ -60,7 +59,7 @@ impl SpanQueue {
 }
 
 impl ExportSetup {
-    /// Parses the address of the collector: `http://HOST:4318`, to which the path `/v1/traces` is added.
+    /// Parses the address of the collector: `http://HOST:4318` or `https://HOST`, to which the path `/v1/traces` is added.
     ///
     /// # Errors
     /// Why no spans can be sent there, with the variable. It ends no command: clusters set the variable for every container.
@@ -71,20 +70,28 @@ impl ExportSetup {
             )
         };
         let url = url.trim();
-        let Some(rest) = url.strip_prefix("http://") else { return Err(wrong("the scheme is not http")) };
+        let Some((scheme @ ("http" | "https"), rest)) = url.split_once("://") else {
+            return Err(wrong("the scheme is neither http nor https"));
+        };
         let (address, path) = rest.split_once('/').unwrap_or((rest, ""));
         let valid = address.parse::<http::uri::Authority>().is_ok_and(|to| !to.host().is_empty());
         if !valid {
             return Err(wrong("it has no valid host"));
         }
-        let endpoint = Endpoint::parse(&format!("http://{address}")).map_err(|_| wrong("it is not a URL"))?;
+        let origin = format!("{scheme}://{address}");
+        let mut options = OriginOptions::default();
+        options.connections_max = 1;
+        let client = OriginClient::to(&origin, options).map_err(|error| match error.code() {
+            Code::Unimplemented => wrong("this program was built without TLS (the feature `tls` of gym-server)"),
+            _ => wrong("it is not a URL"),
+        })?;
         let path = match path.trim_end_matches('/') {
             "" => "/v1/traces".to_owned(),
             path => format!("/{path}/v1/traces"),
         };
         let (sender, queue) = channel(WAITING_MAX);
         let counts = Arc::new(ExportCounts::default());
-        Ok((Self { endpoint, path, queue, counts: Arc::clone(&counts) }, SpanQueue { sender, counts }))
+        Ok((Self { origin, client, path, queue, counts: Arc::clone(&counts) }, SpanQueue { sender, counts }))
     }
 
     /// Begins to send, within a runtime.
@@ -96,7 +103,6 @@ impl ExportSetup {
     }
 
     async fn send_all(mut self, ended: CancelToken) {
-        let connector = HttpConnector::new(HttpConfig { connections_max: 1, ..HttpConfig::default() });
         let service = std::env::var("OTEL_SERVICE_NAME").unwrap_or_else(|_| "gym".to_owned());
         let resource = [("service.name", service), ("process.pid", std::process::id().to_string())];
         let mut warned = false;
@@ -129,22 +135,20 @@ impl ExportSetup {
                 continue;
             }
             let body = wire::request(&resource, &spans);
-            if let Err(error) = self.send(&connector, body).await {
+            if let Err(error) = self.send(body).await {
                 self.counts.dropped.fetch_add(spans.len() as u64, Ordering::Relaxed);
                 if !std::mem::replace(&mut warned, true) {
-                    tracing::warn!(endpoint = %self.endpoint, %error, "spans are not exported");
+                    tracing::warn!(endpoint = self.origin, %error, "spans are not exported");
                 }
             }
         }
     }
 
-    async fn send(&self, connector: &HttpConnector, body: Vec<u8>) -> Result<()> {
-        let cx = CallContext::within(SEND_TIMEOUT);
-        let channel = connector.connect(&cx, &self.endpoint, &ConnectOptions::default()).await?;
-        let mut request = Request::post(cx, Route::from(self.path.clone()), "");
+    async fn send(&self, body: Vec<u8>) -> Result<()> {
+        let mut request = Request::post(CallContext::within(SEND_TIMEOUT), Route::from(self.path.clone()), "");
         request.message = Message::text(body);
         request.message.content_type = ContentType::Other("application/x-protobuf".into());
-        channel.call(request).await?.into_result().map(drop)
+        self.client.send(request).await?.into_result().map(drop)
     }
 }
 
@@ -174,7 +178,7 @@ mod tests {
     #[test]
     fn a_full_queue_drops_spans_and_counts_them() {
         let (setup, queue) = ExportSetup::new("http://127.0.0.1:4318/otel/").map_err(|_| ()).unwrap();
-        assert_eq!((setup.endpoint.as_str(), setup.path.as_str()), ("http://127.0.0.1:4318", "/otel/v1/traces"));
+        assert_eq!((setup.origin.as_str(), setup.path.as_str()), ("http://127.0.0.1:4318", "/otel/v1/traces"));
         for _ in 0..WAITING_MAX + 3 {
             queue.push(SpanRecord::default());
         }
@@ -193,7 +197,9 @@ mod tests {
     #[test]
     fn an_address_that_is_none_is_refused_with_an_example() {
         assert!(ExportSetup::new("http://collector").is_ok(), "the port of http is 80");
-        for url in ["127.0.0.1:4318", "https://h:4318", "http://", "http://:1", "http://a b", "grpc://h:4317", "word"] {
+        #[cfg(feature = "tls")]
+        assert!(ExportSetup::new("https://collector").is_ok());
+        for url in ["127.0.0.1:4318", "http://", "http://:1", "http://a b", "grpc://h:4317", "word"] {
             let Err(text) = ExportSetup::new(url) else { panic!("{url} is accepted") };
             assert!(text.contains(url) && text.contains("http://127.0.0.1:4318"), "{text}");
         }
