@@ -225,3 +225,11 @@ fn reports_travel_as_json() {
     let report: CollectionReport = serde_json::from_str(r#"{"id":"c","completed":3,"new":1}"#).unwrap();
     assert_eq!((report.completed, report.end), (3, None));
 }
+
+#[tokio::test]
+async fn rollouts_whose_agent_returns_no_reward_are_counted() {
+    let answers = [json!({"text": "x"}), json!({"reward": null}), json!({"mask_sample": true}), json!({"reward": 1.0})];
+    let ground = Ground::new(&answers.map(|answer| json!([answer])));
+    let collected = ground.collect(ground.options()).await.unwrap();
+    assert_eq!((collected.snapshot.completed, collected.snapshot.rewardless), (4, 1));
+}
