@@ -30,7 +30,7 @@ ELSEWHERE = {
     "engines.md": {"rgym collect": ENGINES, "vllm serve": f"{VENDOR}; the tier `engines-vllm`", "llama-server": f"{VENDOR}; {ENGINES}", "python -m sglang": VENDOR},
     "monitoring.md": {"curl ": MONITORING, "promtool ": MONITORING},
     "multi-node.md": {"docker run": DOCKER},
-    "publishing.md": {"git worktree": PACKAGE, "cd ": PACKAGE, ".ci/prefix": PACKAGE, "cargo publish --workspace --dry-run": PACKAGE,
+    "publishing.md": {"git worktree": PACKAGE, "cd ": PACKAGE, ".ci/prefix": PACKAGE, "cargo publish --workspace --dry-run": "the tier `package` compiles the packages, but as a user does",
                       "rm .cargo": OWNER, "cargo login": OWNER, "cargo publish --workspace --allow-dirty": OWNER},
     "ray.md": {"ray ": RAY, "export RAY_ADDRESS": RAY, "rgym ray": RAY, "cargo run": RAY, "mkdir -p job": RAY},
 }
