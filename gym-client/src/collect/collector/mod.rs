@@ -1,5 +1,7 @@
 //! Runs a whole collection: materializes the tasks, runs the rollouts, records them and requests the statistics.
 
+mod collection;
+mod observers;
 mod reader;
 mod requested;
 mod statistics;
@@ -7,36 +9,34 @@ mod statistics;
 use parking_lot::Mutex;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
-use std::io::{BufReader, ErrorKind, Read as _};
+use std::io::{BufReader, Read as _};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::future::BoxFuture;
-use gym_core::base::{Files, raise_descriptors};
-use gym_core::{CallContext, CancelToken, Code, Error, Result, World};
+use gym_core::base::Files;
+use gym_core::{CancelToken, Code, Error, Result, World};
 use tokio::sync::mpsc;
 
 use crate::client::ServerClient;
-use crate::collect::collector::reader::{OpenRows, read_rows};
+use crate::collect::collector::collection::Collection;
 use crate::collect::collector::requested::{RequestedRows, RowMatcher, RowSink, RowWriter};
 use crate::collect::files::chunks::{CHUNKS_AHEAD, ChunkWriter, replace_json_file, write_new_file};
 use crate::collect::files::{ExistingOutput, OutputFiles, output_exists};
 use crate::collect::input::places::RowPlaces;
 use crate::collect::input::source::InputSource;
 use crate::collect::input::{InputError, MaterializeOptions, MaterializeSummary, Materializer};
-use crate::collect::ledger::{JsonlLedger, OpenMode};
 use crate::collect::names::ServerNames;
-use crate::collect::observe::monitor::{CollectionMonitor, CollectionReporter, ReportedCollection};
-use crate::collect::observe::{EventFile, EventTarget, RunEnded, RunStarted, TensorBoardFile};
+use crate::collect::observe::monitor::CollectionMonitor;
+use crate::collect::observe::{EventTarget, TensorBoardFile};
 use crate::collect::report::read_recorded;
-use crate::collect::resume::compare;
-use crate::collect::resume::settings::{AcceptedSettings, ChangedSettings, first_settings, resumed_settings};
-use crate::collect::run::progress::{INCOMPLETE_TASKS_MAX, RequestedTasks};
+use crate::collect::resume::settings::ChangedSettings;
+use crate::collect::run::progress::RequestedTasks;
 use crate::collect::run::{
-    AgentSummary, CollectProgress, Driver, DriverOptions, FailFast, ProgressSnapshot, RunEnd, TaskCoverage,
+    AgentSummary, CollectProgress, DriverOptions, FailFast, ProgressSnapshot, RunEnd, TaskCoverage,
 };
-use crate::work::{PulledServers, WorkPool};
+use crate::work::WorkPool;
 
 /// Bytes that one read or write of a file transfers.
 const BUFFER_BYTES: usize = 128 << 10;
@@ -259,223 +259,15 @@ impl RolloutCollector {
     /// # Errors
     /// `InvalidArgument`, with the file and line, if the input or the options are invalid; with the difference, if a resumed
     /// collection does not request the recorded rows; the errors of [`CollectOptions::check_output`]. The errors of
-    /// [`JsonlLedger::open`], of the disk, and of the ledger while it records.
+    /// [`JsonlLedger::open`](crate::collect::ledger::JsonlLedger::open), of the disk, and of the ledger while it records.
     #[must_use = "a future does nothing until it is awaited"]
     pub fn collect(&self, options: CollectOptions, stop: CancelToken) -> BoxFuture<'_, Result<CollectSummary>> {
         Box::pin(async move {
-            let files = OutputFiles::beside(&options.output);
             self.progress.restart();
-            options.check_output(&*self.world.files).await?;
-            let resumes = options.existing == ExistingOutput::Resume && has_outcomes(&files)?;
-            let cx = CallContext::within(OPEN_TIMEOUT);
-            let events = match &options.events {
-                Some(path) => Some((path.as_path(), EventTarget::open(path).await?)),
-                None => None,
-            };
-            // The whole input is checked before any file of an earlier run is changed. The name contains the process ID
-            // because only the ledger's lock, which is taken later, rejects a second collector.
-            let partial = files.materialized.with_extension(format!("jsonl.{}.partial", std::process::id()));
-            let mut requested = if resumes { self.match_recorded(&options, &files.materialized).await? } else { None };
-            if requested.is_none() {
-                requested = Some(self.materialize(&options, &partial).await?);
-            }
-            let overwrites = options.existing == ExistingOutput::Overwrite;
-            // Without leave to overwrite, nothing is removed, even if another collector wrote the files since the check.
-            let start = if overwrites { OpenMode::Fresh } else { OpenMode::Resume };
-            let opened = JsonlLedger::open(&cx, Arc::clone(&self.world.files), &files.rollouts, start).await;
-            let (ledger, opened) = match opened {
-                Ok(opened) => opened,
-                Err(error) => {
-                    self.discard(&partial).await;
-                    return Err(error);
-                }
-            };
-            tracing::info!(?opened, output = %files.rollouts.display(), "opened the ledger");
-            let recorded = opened.completed + opened.failed > 0;
-            let accepted = async {
-                let accepted = self.accept(&options, &files, &partial, requested, (resumes, recorded)).await?;
-                let settings = self.accept_settings(&options, &files, &accepted.0, opened.completed, recorded).await?;
-                Ok((accepted, settings))
-            };
-            let (requested, settings) = match accepted.await {
-                Ok(((requested, true), settings)) => {
-                    if !resumes {
-                        self.world.files.remove(&files.aggregate).await?;
-                    }
-                    // Durable before the first outcome is: outcomes without their inputs cannot be resumed.
-                    self.world.files.rename(&partial, &files.materialized).await?;
-                    (requested, settings)
-                }
-                Ok(((requested, false), settings)) => {
-                    self.discard(&partial).await;
-                    (requested, settings)
-                }
-                Err(error) => {
-                    self.discard(&partial).await;
-                    ledger.close(&cx).await?;
-                    return Err(error);
-                }
-            };
-            if let Some(text) = settings.text {
-                self.write_settings(&files.settings, text).await?;
-            }
-            let MaterializeSummary { rows_written: total, mut warnings, .. } = requested.summary;
-            warnings.extend(settings.warnings);
-            self.progress.set_total(total);
-            self.progress.expect(requested.tasks);
-            self.progress.set_input(options.input.display().to_string(), requested.places);
-            // Before the first rollout of this run, which would be counted twice.
-            let recorded_bytes = std::fs::metadata(&files.rollouts).map_or(0, |found| found.len());
-            let ledger = Arc::new(ledger);
-            let mut limits = options.driver.clone();
-            limits.concurrency = limits.concurrency.min(rollouts_by_descriptors(limits.concurrency));
-            let mut driver = Driver::new(self.client.clone(), Arc::clone(&ledger) as _, &self.world, limits)
-                .counting_in(Arc::clone(&self.progress))
-                .marking(settings.mark);
-            match (&self.pool, &self.pulled) {
-                (Some(pool), None) => driver = driver.dispatching_over(Arc::new(pool.clone())),
-                (Some(pool), Some(servers)) => {
-                    let (pool, client, servers) = (pool.clone(), self.client.clone(), servers.clone());
-                    driver = driver.dispatching_over(Arc::new(PulledServers { servers, pool, client }));
-                }
-                (None, _) => {}
-            }
-            let run = run_started(&options, &driver, total, opened.completed);
-            let observing = || {
-                let events = events.map(|(path, target)| EventFile::start(path, target, &self.world, &run));
-                let scalars = options.tensorboard.as_deref().map(|folder| {
-                    TensorBoardFile::start(folder, run.resumed, self.progress(), &self.world, &run.run_id)
-                });
-                Ok((events.transpose()?, scalars.transpose()?))
-            };
-            let (events, scalars) = match observing() {
-                Ok(observing) => observing,
-                Err(error) => {
-                    ledger.close(&cx).await?;
-                    return Err(error);
-                }
-            };
-            if let Some(events) = &events {
-                driver = driver.observed_by(events.observer());
-            }
-            let reporter = self.monitor.as_ref().map(|monitor| {
-                let (run_id, input) = (run.run_id.clone(), run.input.clone());
-                let reported = ReportedCollection { run_id, input, files: files.clone() };
-                CollectionReporter::start(Arc::clone(monitor), reported, self.progress(), &self.world)
-            });
-            if let Some(reporter) = &reporter {
-                driver = driver.observed_by(reporter.observer());
-            }
-            let driver = Arc::new(driver);
-            // The rows of a resumed collection that are done are not read.
-            let offsets = requested.offsets.filter(|_| recorded);
-            let open_rows = offsets.map(|offsets| OpenRows { offsets, driver: Arc::clone(&driver) });
-            let rows = read_rows(files.materialized.clone(), self.names.clone(), open_rows);
-            let stop = stop.child_token();
-            let running = driver.run(rows, stop.clone());
-            let counting = async {
-                let counted = match opened.completed {
-                    0 => Ok(()),
-                    _ => self.count_recorded(&files.rollouts, recorded_bytes).await,
-                };
-                if counted.is_err() {
-                    stop.cancel();
-                }
-                counted
-            };
-            let (ended, counted) = futures_util::future::join(running, counting).await;
-            let ended = ended.and_then(|ended| counted.map(|()| ended));
-            let closed = ledger.close(&CallContext::within(OPEN_TIMEOUT)).await;
-            let ended = closed.and(ended);
-            let mut events_dropped = 0;
-            if let Some(reporter) = reporter {
-                reporter.end(end_name(&ended)).await;
-            }
-            if let Some(events) = events
-                && let Some((dropped, warning)) = events.end(run_ended(&ended, &self.progress.snapshot())).await
-            {
-                events_dropped = dropped;
-                warnings.push(warning);
-            }
-            if let Some(scalars) = scalars {
-                warnings.extend(scalars.end().await);
-            }
-            let ended = ended?;
-            let aggregate_error = match (options.aggregate, ended) {
-                (true, RunEnd::Exhausted) => self.aggregate(&files).await.err().map(|error| error.to_string()),
-                _ => None,
-            };
-            let (snapshot, agents) = (self.progress.snapshot(), self.progress.agent_summaries());
-            let incomplete_tasks = self.progress.incomplete_tasks(INCOMPLETE_TASKS_MAX);
-            Ok(CollectSummary {
-                files,
-                ended,
-                snapshot,
-                agents,
-                incomplete_tasks,
-                attempts_max: options.driver.attempts_max,
-                lost_max: options.driver.lost_max,
-                warnings,
-                aggregate_error,
-                events_dropped,
-            })
+            let (collection, requested, events) = Collection::open(self, &options).await?;
+            let (collection, accepted) = collection.accept(requested).await?;
+            collection.run(accepted, events, stop).await
         })
-    }
-
-    /// Returns the requested rows, and whether they replace the recorded ones. The ledger is locked.
-    async fn accept(
-        &self,
-        options: &CollectOptions,
-        files: &OutputFiles,
-        partial: &Path,
-        requested: Option<RequestedRows>,
-        (resumes, recorded): (bool, bool),
-    ) -> Result<(RequestedRows, bool)> {
-        if recorded && options.existing == ExistingOutput::Reject {
-            return Err(output_exists(&files.rollouts));
-        }
-        // Without the lock, another collector may have replaced the file since it was compared.
-        let is_current =
-            |rows: &RequestedRows| rows.recorded.as_ref().is_none_or(|file| file.is_at(&files.materialized));
-        let mut requested = match requested.filter(is_current) {
-            Some(requested) => requested,
-            None => self.materialize(options, partial).await?,
-        };
-        let resumes = options.existing == ExistingOutput::Resume && (resumes || recorded);
-        let replaces = requested.recorded.is_none() && (!resumes || compare_rows(files, partial).await?);
-        if requested.recorded.is_none() && !replaces {
-            // The recorded rows are the same, but their lines end in another way.
-            requested.offsets = None;
-        }
-        Ok((requested, replaces))
-    }
-
-    /// Compares the settings of the servers with the recorded ones. The ledger is locked.
-    async fn accept_settings(
-        &self,
-        options: &CollectOptions,
-        files: &OutputFiles,
-        requested: &RequestedRows,
-        rollouts: u64,
-        recorded: bool,
-    ) -> Result<AcceptedSettings> {
-        let settings = self.names.reward_settings(requested.summary.targets.keys().map(String::as_str));
-        if !recorded {
-            return first_settings(&settings);
-        }
-        let (path, changed) = (files.settings.clone(), options.changed_settings);
-        blocking(move || {
-            let text = match std::fs::read_to_string(&path) {
-                Ok(text) => Some(text),
-                Err(error) if error.kind() == ErrorKind::NotFound => None,
-                Err(error) => {
-                    let doing = format!("read {}", path.display());
-                    return Err(Error::invalid("the file cannot be read").about(doing).caused_by(error));
-                }
-            };
-            resumed_settings(&path, text.as_deref(), &settings, changed, rollouts)
-        })
-        .await
     }
 
     async fn write_settings(&self, path: &Path, text: String) -> Result<()> {
@@ -587,94 +379,9 @@ struct Materialized {
     places: Option<RowPlaces>,
 }
 
-/// Descriptors of a process for everything but connections of rollouts: files, listeners, the runtime, child processes.
-const DESCRIPTORS_OF_OTHERS: u64 = 128;
-
-/// Descriptors of a rollout: a connection that it uses, and one that the pool of another server keeps.
-const DESCRIPTORS_PER_ROLLOUT: u64 = 2;
-
-/// Returns the rollouts in flight for which the hard limit on file descriptors has room, and warns if that is fewer than `wanted`.
-fn rollouts_by_descriptors(wanted: usize) -> usize {
-    let descriptors = raise_descriptors();
-    let room = descriptors.saturating_sub(DESCRIPTORS_OF_OTHERS) / DESCRIPTORS_PER_ROLLOUT;
-    let room = usize::try_from(room).unwrap_or(usize::MAX).max(1);
-    if room < wanted {
-        tracing::warn!(
-            wanted,
-            room,
-            descriptors,
-            "the concurrency is reduced: this process may open few files, and each rollout needs two; raise the hard limit (`ulimit -Hn`)"
-        );
-    }
-    room
-}
-
-fn run_started(options: &CollectOptions, driver: &Driver, rollouts: u64, already_completed: u64) -> RunStarted {
-    RunStarted {
-        run_id: driver.run_id().to_string(),
-        input: options.input.display().to_string(),
-        output: options.output.display().to_string(),
-        resumed: options.existing == ExistingOutput::Resume,
-        rollouts,
-        already_completed,
-        concurrency: options.driver.concurrency,
-        attempts_max: options.driver.attempts_max,
-    }
-}
-
-fn end_name(ended: &Result<RunEnd>) -> &'static str {
-    match ended {
-        Ok(RunEnd::Exhausted) => "exhausted",
-        Ok(RunEnd::Stopped) => "stopped",
-        Ok(RunEnd::FailedFast) => "failed_fast",
-        Err(_) => "error",
-    }
-}
-
-fn run_ended(ended: &Result<RunEnd>, snapshot: &ProgressSnapshot) -> RunEnded {
-    RunEnded {
-        end: end_name(ended),
-        error: ended.as_ref().err().map(ToString::to_string),
-        rollouts: snapshot.total,
-        completed: snapshot.completed,
-        already_completed: snapshot.already_completed,
-        failed: snapshot.given_up + snapshot.already_given_up,
-        incomplete: snapshot.total.saturating_sub(snapshot.done()),
-        mean_reward: snapshot.mean_reward(),
-    }
-}
-
-/// Returns `true` if an earlier run left outcomes to resume from.
-///
-/// # Errors
-/// `InvalidArgument` if there are outcomes but no materialized inputs: starting again would remove the outcomes.
-fn has_outcomes(files: &OutputFiles) -> Result<bool> {
-    let has = |path: &Path| std::fs::metadata(path).is_ok_and(|found| found.len() > 0);
-    let recorded = has(&files.rollouts) || has(&files.failures);
-    if recorded && !has(&files.materialized) {
-        return Err(Error::invalid(format!(
-            "there are rollouts, but their inputs file {} is missing; restore it, or collect into another output without \
-             --resume",
-            files.materialized.display()
-        ))
-        .about(format!("resume {}", files.rollouts.display())));
-    }
-    Ok(recorded)
-}
-
 fn open(path: &Path) -> Result<File> {
     File::open(path).map_err(|error| {
         Error::invalid("the file cannot be opened").about(format!("read {}", path.display())).caused_by(error)
-    })
-}
-
-/// Returns `true` if the materialized inputs must be replaced by the requested rows, which extend them.
-async fn compare_rows(files: &OutputFiles, requested: &Path) -> Result<bool> {
-    let (recorded, requested) = (files.materialized.clone(), requested.to_owned());
-    let compared = blocking(move || compare(&recorded, &requested)).await;
-    compared.map_err(|error| match error.subject() {
-        "" => error.about(format!("resume {}", files.rollouts.display())),
-        _ => error,
     })
 }
 
