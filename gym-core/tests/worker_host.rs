@@ -12,7 +12,7 @@ use gym_core::group::{HandlesBlocking, HostOptions, Method, Methods, Payload, Wo
 use gym_core::{CallContext, Code, Execution, Handler, Request, Result};
 use tokio::time::timeout;
 
-const SHORT_TIMEOUT: Duration = Duration::from_secs(60);
+const WAIT_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Blocks until the test releases it, even if it is cancelled. Returns whether it was cancelled.
 #[derive(Clone, Copy, Debug)]
@@ -115,7 +115,7 @@ async fn host(group: &'static str, calls_max: usize) -> WorkerHost {
 }
 
 fn post(method: &'static str) -> Request {
-    post_within(SHORT_TIMEOUT * 30, method)
+    post_within(WAIT_TIMEOUT * 30, method)
 }
 
 fn post_within(timeout: Duration, method: &'static str) -> Request {
@@ -128,7 +128,7 @@ async fn until_running(host: &WorkerHost) {
             tokio::task::yield_now().await;
         }
     };
-    timeout(SHORT_TIMEOUT, running).await.expect("it runs");
+    timeout(WAIT_TIMEOUT, running).await.expect("it runs");
 }
 
 #[tokio::test]
@@ -142,12 +142,12 @@ async fn a_worker_that_blocks_beyond_the_grace_keeps_nobody_waiting_and_runs_not
     assert_eq!(error.code(), Code::DeadlineExceeded);
     for answer in [running, waiting] {
         let error =
-            timeout(SHORT_TIMEOUT, answer).await.expect("at once").expect("no panic").expect_err("nobody answers");
+            timeout(WAIT_TIMEOUT, answer).await.expect("at once").expect("no panic").expect_err("nobody answers");
         assert_eq!((error.code(), error.execution()), (Code::Unavailable, Execution::Unknown), "{error}");
     }
     strings.go.send(()).expect("it waits");
-    assert_eq!(strings.told.recv_timeout(SHORT_TIMEOUT), Ok(true), "it was told");
-    strings.ended.recv_timeout(SHORT_TIMEOUT).expect("the worker ends after the call that it ran");
+    assert_eq!(strings.told.recv_timeout(WAIT_TIMEOUT), Ok(true), "it was told");
+    strings.ended.recv_timeout(WAIT_TIMEOUT).expect("the worker ends after the call that it ran");
     assert_eq!(strings.shared.counted.load(Ordering::Relaxed), 0);
 }
 
@@ -166,7 +166,7 @@ async fn those_who_leave_the_line_of_a_worker_that_blocks_keep_no_room() {
     let stays = tokio::spawn(host.handle(post("/worker/count")));
     strings.go.send(()).expect("it waits");
     for answer in [running, stays] {
-        timeout(SHORT_TIMEOUT, answer).await.expect("soon").expect("no panic").expect("an answer");
+        timeout(WAIT_TIMEOUT, answer).await.expect("soon").expect("no panic").expect("an answer");
     }
     assert_eq!(strings.shared.counted.load(Ordering::Relaxed), 1);
 }
@@ -179,13 +179,13 @@ async fn those_whose_deadline_passes_in_the_line_of_a_worker_that_blocks_keep_no
     until_running(&host).await;
     for number in 0..100 {
         let mut answer = host.handle(post_within(Duration::ZERO, "/worker/count"));
-        let error = timeout(SHORT_TIMEOUT, answer.as_mut()).await.expect("at once").expect_err("it is late");
+        let error = timeout(WAIT_TIMEOUT, answer.as_mut()).await.expect("at once").expect_err("it is late");
         assert_eq!((error.code(), error.execution()), (Code::DeadlineExceeded, Execution::NotStarted), "call {number}");
         // The reply is not dropped yet.
         assert_eq!(host.status().waiting, 0, "call {number}");
     }
     strings.go.send(()).expect("it waits");
-    timeout(SHORT_TIMEOUT, running).await.expect("soon").expect("no panic").expect("an answer");
+    timeout(WAIT_TIMEOUT, running).await.expect("soon").expect("no panic").expect("an answer");
 }
 
 #[tokio::test]
@@ -194,11 +194,11 @@ async fn a_stop_that_is_given_up_ends_the_worker() {
     let host = host("half-stopped", 8).await;
     let running = tokio::spawn(host.handle(post("/worker/block")));
     until_running(&host).await;
-    assert!(host.stop(SHORT_TIMEOUT * 30).now_or_never().is_none(), "it blocks");
-    let error = timeout(SHORT_TIMEOUT, running).await.expect("at once").expect("no panic").expect_err("nobody answers");
+    assert!(host.stop(WAIT_TIMEOUT * 30).now_or_never().is_none(), "it blocks");
+    let error = timeout(WAIT_TIMEOUT, running).await.expect("at once").expect("no panic").expect_err("nobody answers");
     assert_eq!((error.code(), error.execution()), (Code::Unavailable, Execution::Unknown), "{error}");
     strings.go.send(()).expect("it waits");
-    strings.ended.recv_timeout(SHORT_TIMEOUT).expect("the worker ends after the call that it ran");
+    strings.ended.recv_timeout(WAIT_TIMEOUT).expect("the worker ends after the call that it ran");
 }
 
 #[tokio::test]
@@ -207,14 +207,14 @@ async fn a_kill_ends_a_stop_that_still_waits() {
     let host = host("killed", 8).await;
     let running = tokio::spawn(host.handle(post("/worker/block")));
     until_running(&host).await;
-    let mut stopping = Box::pin(host.stop(SHORT_TIMEOUT * 30));
+    let mut stopping = Box::pin(host.stop(WAIT_TIMEOUT * 30));
     assert!(stopping.as_mut().now_or_never().is_none(), "it blocks");
     host.kill();
-    let error = timeout(SHORT_TIMEOUT, running).await.expect("at once").expect("no panic").expect_err("nobody answers");
+    let error = timeout(WAIT_TIMEOUT, running).await.expect("at once").expect("no panic").expect_err("nobody answers");
     assert_eq!((error.code(), error.execution()), (Code::Unavailable, Execution::Unknown), "{error}");
-    let error = timeout(SHORT_TIMEOUT, stopping).await.expect("at once").expect_err("a call was running");
+    let error = timeout(WAIT_TIMEOUT, stopping).await.expect("at once").expect_err("a call was running");
     assert_eq!((error.code(), error.execution()), (Code::Unavailable, Execution::Unknown), "{error}");
     strings.go.send(()).expect("it waits");
-    strings.ended.recv_timeout(SHORT_TIMEOUT).expect("the worker ends after the call that it ran");
-    host.stop(SHORT_TIMEOUT).await.expect("it has ended");
+    strings.ended.recv_timeout(WAIT_TIMEOUT).expect("the worker ends after the call that it ran");
+    host.stop(WAIT_TIMEOUT).await.expect("it has ended");
 }

@@ -132,7 +132,7 @@ fn an_empty_variable_is_unset_and_an_invalid_one_is_named() {
     }
     // Variables of other programs end no command.
     for (name, value) in [
-        ("OTEL_EXPORTER_OTLP_ENDPOINT", "https://127.0.0.1:4318"),
+        ("OTEL_EXPORTER_OTLP_ENDPOINT", "grpc://127.0.0.1:4317"),
         ("OTEL_EXPORTER_OTLP_ENDPOINT", "zebra"),
         ("RUST_LOG", "[{}]=x"),
     ] {

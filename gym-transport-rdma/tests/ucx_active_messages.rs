@@ -25,7 +25,7 @@ fn fabrics(way: Way) -> Option<(Fabric, Fabric)> {
 
 fn shut_down(way: Way, (caller, answerer): &(Fabric, Fabric)) {
     assert!(
-        caller.shutdown(common::SHORT_TIMEOUT) && answerer.shutdown(common::SHORT_TIMEOUT),
+        caller.shutdown(common::WAIT_TIMEOUT) && answerer.shutdown(common::WAIT_TIMEOUT),
         "{way:?}: something was leaked"
     );
 }
@@ -102,7 +102,7 @@ fn done_is_called_once_for_every_message_and_the_payload_is_dropped() {
             drop(there.message());
         }
         drop(told);
-        let done: Vec<bool> = (0..4).map(|_| done.recv_timeout(common::SHORT_TIMEOUT).unwrap()).collect();
+        let done: Vec<bool> = (0..4).map(|_| done.recv_timeout(common::WAIT_TIMEOUT).unwrap()).collect();
         assert_eq!(done, [true; 4], "{way:?}");
         shut_down(way, &fabrics);
     }
@@ -178,7 +178,7 @@ impl ConnectionEvents for Dropping {
         if let Payload::Announced(_) = payload {
             return Ok(Disposition::Land { key: 0 });
         }
-        let _ = self.go.lock().recv_timeout(common::SHORT_TIMEOUT);
+        let _ = self.go.lock().recv_timeout(common::WAIT_TIMEOUT);
         Ok(Disposition::Done)
     }
 
@@ -202,7 +202,7 @@ fn what_a_peer_on_this_host_has_announced_lands_in_one_buffer_if_it_is_given_bac
     here.opened();
     // UCX announces nothing before both ends have responded to each other.
     here.post(vec![], vec![1; 1 << 20]);
-    assert_eq!(landed.recv_timeout(common::SHORT_TIMEOUT), Ok(1 << 20));
+    assert_eq!(landed.recv_timeout(common::WAIT_TIMEOUT), Ok(1 << 20));
     here.post(vec![], vec![1]);
     for _ in 0..ANNOUNCED {
         here.post(vec![], vec![1; 1 << 20]);
@@ -210,11 +210,11 @@ fn what_a_peer_on_this_host_has_announced_lands_in_one_buffer_if_it_is_given_bac
     let (told, sent) = sync_channel(1);
     let done = Box::new(move |_| told.send(()).unwrap());
     here.connection.post(ActiveMessage { done: Some(done), ..active_message(vec![], vec![1]) }).unwrap();
-    sent.recv_timeout(common::SHORT_TIMEOUT).expect("all were announced");
+    sent.recv_timeout(common::WAIT_TIMEOUT).expect("all were announced");
     // The first message, and the one behind the announced messages.
     (0..2).for_each(|_| go.send(()).unwrap());
     for _ in 0..ANNOUNCED {
-        assert_eq!(landed.recv_timeout(common::SHORT_TIMEOUT), Ok(1 << 20));
+        assert_eq!(landed.recv_timeout(common::WAIT_TIMEOUT), Ok(1 << 20));
     }
     let stats = answerer.pool().stats();
     assert_eq!((stats.fresh, stats.reused), (1, ANNOUNCED as u64));

@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use common::{
-    EndOf, Hook, Meeting, Names, SHORT_TIMEOUT, Way, active_message, block_on, open, pair, payload, peer_worker,
+    EndOf, Hook, Meeting, Names, WAIT_TIMEOUT, Way, active_message, block_on, open, pair, payload, peer_worker,
     recorder,
 };
 use gym_core::{Code, Error};
@@ -29,7 +29,7 @@ fn fabrics(way: Way) -> Option<(Fabric, Fabric)> {
 }
 
 fn shut_down(way: Way, (caller, answerer): &(Fabric, Fabric)) {
-    assert!(caller.shutdown(SHORT_TIMEOUT) && answerer.shutdown(SHORT_TIMEOUT), "{way:?}: something was leaked");
+    assert!(caller.shutdown(WAIT_TIMEOUT) && answerer.shutdown(WAIT_TIMEOUT), "{way:?}: something was leaked");
 }
 
 fn connect(fabric: &Fabric, to: Connect) -> EndOf {
@@ -44,7 +44,7 @@ fn expect(fabric: &Fabric, expected: Expect) -> EndOf {
 
 /// Waits until this many hellos were rejected.
 fn refused(answerer: &Fabric, hellos: u64) {
-    let deadline = tokio::time::Instant::now() + SHORT_TIMEOUT;
+    let deadline = tokio::time::Instant::now() + WAIT_TIMEOUT;
     while answerer.stats().refused_tokens < hellos {
         assert!(tokio::time::Instant::now() < deadline, "{:?}", answerer.stats());
         std::thread::yield_now();
@@ -67,7 +67,7 @@ fn a_goodbye_comes_after_everything_that_was_posted_before() {
         for index in 0..20_u8 {
             here.post(vec![index], payload(if index % 2 == 0 { BIG } else { 10 }, index.into()));
         }
-        here.connection.close(SHORT_TIMEOUT);
+        here.connection.close(WAIT_TIMEOUT);
         let mut arrived: Vec<u8> = (0..20).map(|_| there.message().0[0]).collect();
         arrived.sort_unstable();
         assert!(arrived.into_iter().eq(0..20), "{way:?}");
@@ -85,8 +85,8 @@ fn both_ends_may_say_goodbye_at_once() {
         let Some(fabrics) = fabrics(way) else { return };
         for _ in 0..20 {
             let (here, there) = pair(way, &fabrics.0, &fabrics.1, None);
-            here.connection.close(SHORT_TIMEOUT);
-            there.connection.close(SHORT_TIMEOUT);
+            here.connection.close(WAIT_TIMEOUT);
+            there.connection.close(WAIT_TIMEOUT);
             assert!(matches!(here.ended(), CloseReason::Closed | CloseReason::ClosedByPeer), "{way:?}");
             assert!(matches!(there.ended(), CloseReason::Closed | CloseReason::ClosedByPeer), "{way:?}");
         }
@@ -100,14 +100,14 @@ fn a_shutdown_says_goodbye_for_every_connection() {
         let Some((caller, answerer)) = fabrics(way) else { return };
         let (here, there) = pair(way, &caller, &answerer, None);
         here.post(vec![1], payload(BIG, 1));
-        assert!(caller.shutdown(SHORT_TIMEOUT), "{way:?}");
+        assert!(caller.shutdown(WAIT_TIMEOUT), "{way:?}");
         assert!(matches!(here.ended(), CloseReason::Closed), "{way:?}");
         there.message();
         assert!(matches!(there.ended(), CloseReason::ClosedByPeer), "{way:?}");
         let to = Names::new().connect(Target::Network(([127, 0, 0, 1], 1).into()));
         assert!(caller.connect(to, recorder(None).0).is_err());
         assert!(peer_worker(&caller).is_err());
-        assert!(answerer.shutdown(SHORT_TIMEOUT), "{way:?}");
+        assert!(answerer.shutdown(WAIT_TIMEOUT), "{way:?}");
     }
 }
 
@@ -140,12 +140,12 @@ fn a_queue_that_is_full_of_messages_still_takes_an_end() {
                 let (entered, released) = &*held.lock();
                 entered.send(()).unwrap();
                 // Returns when the sender is dropped.
-                let _ = released.recv_timeout(SHORT_TIMEOUT);
+                let _ = released.recv_timeout(WAIT_TIMEOUT);
                 None
             });
             let (here, there) = pair(way, &caller, &answerer, Some(hook));
             here.post(vec![1], vec![]);
-            enters.recv_timeout(SHORT_TIMEOUT).unwrap();
+            enters.recv_timeout(WAIT_TIMEOUT).unwrap();
             for delivery in [Delivery::Ordered, Delivery::Urgent] {
                 let post = || there.connection.post(ActiveMessage { delivery, ..active_message(vec![2], vec![]) });
                 let refused = std::iter::repeat_with(post).find_map(Result::err).unwrap();
@@ -154,13 +154,13 @@ fn a_queue_that_is_full_of_messages_still_takes_an_end() {
             let mut answerer = Some(answerer);
             match how {
                 "close" => there.connection.close(Duration::ZERO),
-                "goodbye" => there.connection.close(SHORT_TIMEOUT),
+                "goodbye" => there.connection.close(WAIT_TIMEOUT),
                 _ => drop(answerer.take()),
             }
             drop(release);
             assert!(matches!(there.ended(), CloseReason::Closed), "{way:?} {how}");
             drop(answerer);
-            assert!(caller.shutdown(SHORT_TIMEOUT), "{way:?} {how}");
+            assert!(caller.shutdown(WAIT_TIMEOUT), "{way:?} {how}");
         }
     }
 }
@@ -191,7 +191,7 @@ fn a_wrong_token_is_refused_and_the_right_one_still_works_once() {
         assert_eq!(lost(replay.ended()).code(), Code::Unavailable, "{way:?}");
         here.post(vec![5], vec![]);
         assert_eq!(there.message().0[..], [5], "{way:?}: the first one is undisturbed");
-        assert!(other.shutdown(SHORT_TIMEOUT));
+        assert!(other.shutdown(WAIT_TIMEOUT));
         shut_down(way, &(caller, answerer));
     }
 }
@@ -218,7 +218,7 @@ fn nobody_listening_is_told_as_lost() {
     let here = connect(&caller, Names::new().connect(Target::Network(port)));
     let error = lost(here.ended());
     assert_eq!((error.code(), error.execution()), (Code::Unavailable, gym_core::Execution::NotStarted), "{error}");
-    assert!(caller.shutdown(SHORT_TIMEOUT));
+    assert!(caller.shutdown(WAIT_TIMEOUT));
 }
 
 #[test]
@@ -229,7 +229,7 @@ fn rubbish_in_place_of_a_worker_address_is_an_error() {
         let to = Connect { within: Duration::from_millis(200), ..Names::new().connect(target) };
         assert_eq!(lost(connect(&caller, to).ended()).code(), Code::Unavailable);
     }
-    assert!(caller.shutdown(SHORT_TIMEOUT));
+    assert!(caller.shutdown(WAIT_TIMEOUT));
 }
 
 #[test]
@@ -246,7 +246,7 @@ fn peers_on_this_host_beyond_the_bound_are_refused_until_one_leaves() {
     lost(connect(&fabric, Names::new().connect(rubbish)).ended());
     drop(second);
     peer_worker(&fabric).unwrap();
-    assert!(fabric.shutdown(SHORT_TIMEOUT));
+    assert!(fabric.shutdown(WAIT_TIMEOUT));
 }
 
 /// After the worker is destroyed, its address would refer to other memory, which a late peer would overwrite.
@@ -261,7 +261,7 @@ fn an_advertised_address_keeps_its_worker_until_no_peer_may_connect_to_it() {
     let short = block_on(fabric.peer_worker(Duration::from_millis(1))).unwrap();
     let _ = short.address();
     drop(short);
-    let deadline = tokio::time::Instant::now() + SHORT_TIMEOUT;
+    let deadline = tokio::time::Instant::now() + WAIT_TIMEOUT;
     while fabric.stats().peer_workers_closed < 2 {
         assert!(tokio::time::Instant::now() < deadline, "{:?}", fabric.stats());
         std::thread::yield_now();
@@ -270,7 +270,7 @@ fn an_advertised_address_keeps_its_worker_until_no_peer_may_connect_to_it() {
     let _ = told.address();
     drop(told);
     assert_eq!(peer_worker(&fabric).unwrap_err().code(), Code::ResourceExhausted);
-    assert!(fabric.shutdown(SHORT_TIMEOUT));
+    assert!(fabric.shutdown(WAIT_TIMEOUT));
     let stats = fabric.stats();
     assert_eq!(stats.peer_workers_opened, stats.peer_workers_closed, "{stats:?}");
 }
@@ -293,7 +293,7 @@ fn without_shared_memory_there_is_no_peer_worker() {
     let Some(fabric) = open(common::calling_network()) else { return };
     let error = peer_worker(&fabric).unwrap_err();
     assert_eq!((error.code(), error.execution()), (Code::Unavailable, gym_core::Execution::NotStarted), "{error}");
-    assert!(fabric.shutdown(SHORT_TIMEOUT));
+    assert!(fabric.shutdown(WAIT_TIMEOUT));
 }
 
 #[test]
@@ -332,7 +332,7 @@ fn a_refused_payload_ends_the_senders_part_and_nothing_is_allocated() {
         here.connection
             .post(ActiveMessage { done: Some(done_call), ..active_message(vec![9], payload(64 << 20, 0)) })
             .unwrap();
-        done.recv_timeout(SHORT_TIMEOUT).expect("a refusal ends the send");
+        done.recv_timeout(WAIT_TIMEOUT).expect("a refusal ends the send");
         here.post(vec![1], payload(BIG, 1));
         assert_eq!(there.message().0[..], [1], "{way:?}");
         assert_eq!(fabrics.1.pool().stats().fresh, 1, "{way:?}: only the second one landed");

@@ -10,7 +10,7 @@ use std::process::{Child, ChildStdout, Command, Stdio};
 use std::time::Duration;
 
 use bytes::Bytes;
-use common::{EndOf, Names, SHORT_TIMEOUT, Way, open, payload, recorder};
+use common::{EndOf, Names, WAIT_TIMEOUT, Way, open, payload, recorder};
 use gym_core::Code;
 use gym_transport_rdma::fabric::{CloseReason, ConnectionId, Expect, Fabric, Target, Token, WorkerPair};
 
@@ -58,7 +58,7 @@ fn loading_keeps_the_signal_handlers_and_the_environment() {
     let Some(fabric) = open(common::shared_memory()) else { return };
     assert_eq!(signals.map(handler), before, "{:?}", fabric.library());
     assert!(environment == std::env::vars_os().collect::<Vec<_>>());
-    assert!(fabric.shutdown(SHORT_TIMEOUT));
+    assert!(fabric.shutdown(WAIT_TIMEOUT));
     assert_eq!(signals.map(handler), before);
 }
 
@@ -96,7 +96,7 @@ fn hooks_are_reported_and_off_when_the_environment_says_so() {
         Some(_) => {
             let Some(fabric) = open(common::shared_memory()) else { return };
             println!("patched: {:?}", fabric.library().patched);
-            assert!(fabric.shutdown(SHORT_TIMEOUT));
+            assert!(fabric.shutdown(WAIT_TIMEOUT));
         }
     }
 }
@@ -118,7 +118,7 @@ fn a_process_ends_well_with_and_without_a_shutdown() {
                 here.post(vec![1], payload(1 << 20, 0));
                 there.message();
                 match how {
-                    "shut down" => assert!(caller.shutdown(SHORT_TIMEOUT) && answerer.shutdown(SHORT_TIMEOUT)),
+                    "shut down" => assert!(caller.shutdown(WAIT_TIMEOUT) && answerer.shutdown(WAIT_TIMEOUT)),
                     "dropped" => drop((caller, answerer)),
                     _ => std::mem::forget((caller, answerer, here, there)),
                 }
@@ -230,7 +230,7 @@ fn be_peer(way: Way) {
         shared_memory: peer_worker
             .clone()
             .map(|peer_worker| WorkerPair { local: peer_worker, remote: unhex(words[3]) }),
-        within: SHORT_TIMEOUT,
+        within: WAIT_TIMEOUT,
     };
     let there = EndOf { connection: fabric.expect(expected, recorder).unwrap(), events };
     let address = match peer_worker {
@@ -240,7 +240,7 @@ fn be_peer(way: Way) {
     println!("\nlistening {address}");
     way.check(&there.opened());
     loop {
-        match there.events.recv_timeout(SHORT_TIMEOUT) {
+        match there.events.recv_timeout(WAIT_TIMEOUT) {
             Ok(common::Event::Message { header, .. }) if header == DIE_IN_A_COPY => there.post(header, deadly(4000)),
             // Fails only if the connection has ended, which the fabric reports next.
             Ok(common::Event::Message { header, payload, .. }) => {
@@ -254,7 +254,7 @@ fn be_peer(way: Way) {
             other => panic!("{other:?}"),
         }
     }
-    assert!(fabric.shutdown(SHORT_TIMEOUT));
+    assert!(fabric.shutdown(WAIT_TIMEOUT));
 }
 
 fn hex(bytes: &[u8]) -> String {
@@ -288,7 +288,7 @@ fn messages_of_every_size_go_between_two_processes() {
             here.post(vec![7], sent.clone());
             assert!(here.message().1 == sent, "{way:?} {size}");
         }
-        assert!(caller.shutdown(SHORT_TIMEOUT), "{way:?}");
+        assert!(caller.shutdown(WAIT_TIMEOUT), "{way:?}");
         assert!(peer.process.wait().unwrap().success(), "{way:?}");
     }
 }
@@ -316,7 +316,7 @@ fn a_killed_peer_is_told_and_nothing_of_it_is_kept() {
                 CloseReason::Lost(error) => assert_eq!(error.code(), Code::Unavailable),
                 other => panic!("{way:?} {in_flight} {other:?}"),
             }
-            assert!(caller.shutdown(SHORT_TIMEOUT), "{way:?} {in_flight}");
+            assert!(caller.shutdown(WAIT_TIMEOUT), "{way:?} {in_flight}");
             assert_all_peer_workers_are_closed(&caller);
         }
     }
@@ -371,7 +371,7 @@ fn a_peer_that_dies_while_it_writes_to_us_disturbs_nobody_else() {
         }
         let (_peer, here) = Peer::start(TEST, way, &caller);
         echo(&here, 9);
-        assert!(caller.shutdown(SHORT_TIMEOUT), "{way:?}");
+        assert!(caller.shutdown(WAIT_TIMEOUT), "{way:?}");
     }
 }
 
@@ -401,7 +401,7 @@ fn a_peer_that_stood_still_and_goes_on_hears_that_it_was_given_up() {
         peer.signal("-CONT");
         peer.told("lost ");
         assert!(peer.process.wait().unwrap().success(), "{way:?}");
-        assert!(caller.shutdown(SHORT_TIMEOUT), "{way:?}");
+        assert!(caller.shutdown(WAIT_TIMEOUT), "{way:?}");
         assert_all_peer_workers_are_closed(&caller);
     }
 }
@@ -463,7 +463,7 @@ fn many_peers_killed_at_random_moments_leave_the_fabric_well_and_the_process_no_
             let end = here.ended();
             assert!(matches!(end, CloseReason::Lost(_)), "{way:?} round {round}: {end:?}");
             drop((peer, here));
-            let deadline = tokio::time::Instant::now() + SHORT_TIMEOUT;
+            let deadline = tokio::time::Instant::now() + WAIT_TIMEOUT;
             while caller.stats().peer_workers_opened > caller.stats().peer_workers_closed {
                 assert!(tokio::time::Instant::now() < deadline, "{:?}", caller.stats());
                 std::thread::yield_now();
@@ -473,7 +473,7 @@ fn many_peers_killed_at_random_moments_leave_the_fabric_well_and_the_process_no_
                 before = Some(Footprint::now());
             }
         }
-        let clean = caller.shutdown(SHORT_TIMEOUT);
+        let clean = caller.shutdown(WAIT_TIMEOUT);
         if way == Way::SharedMemory {
             assert!(clean, "{:?}", caller.stats());
             before.inspect(|before| Footprint::now().assert_not_grown_since(before));

@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use bytes::Bytes;
-use common::{SHORT_TIMEOUT, Way, open, pair};
+use common::{WAIT_TIMEOUT, Way, open, pair};
 use gym_core::Result;
 use gym_transport_rdma::fabric::{
     ActiveMessage, CloseReason, Connection, ConnectionEvents, Delivery, Disposition, Fabric, FabricOptions, Lanes,
@@ -126,7 +126,7 @@ fn messages_abandoned_at_random_moments_touch_no_other_memory() {
                     kept.push((whole, len, mark & 0x3f));
                 }
             }
-            let grace = [Duration::ZERO, Duration::from_millis(random.u64(0..20)), SHORT_TIMEOUT][random.usize(..3)];
+            let grace = [Duration::ZERO, Duration::from_millis(random.u64(0..20)), WAIT_TIMEOUT][random.usize(..3)];
             here.connection.close(grace);
             here.ended();
             for (whole, len, mark) in kept {
@@ -145,7 +145,7 @@ fn messages_abandoned_at_random_moments_touch_no_other_memory() {
         );
         assert!(judge.seen.load(Ordering::Relaxed) > 0, "{way:?}");
         // Over shared memory, the answering end is not notified of a caller that disconnects before it gets a response, so it takes all of its time.
-        assert!(caller.shutdown(SHORT_TIMEOUT) & answerer.shutdown(Duration::from_secs(10)), "{way:?}");
+        assert!(caller.shutdown(WAIT_TIMEOUT) & answerer.shutdown(Duration::from_secs(10)), "{way:?}");
         assert_eq!(caller.pool().stats().bytes_kept, 0, "{way:?}: a buffer of the pool is still held");
         for stats in [caller.stats(), answerer.stats()] {
             assert_eq!(stats.peer_workers_opened, stats.peer_workers_closed, "{way:?} {stats:?}");
@@ -205,10 +205,10 @@ fn headers_posted_from_within_events_while_connecting_arrive_whole() {
             }
             seen.sort_unstable();
             assert!(seen.into_iter().eq((0..50).chain([99])), "{way:?} {round}");
-            here.connection.close(SHORT_TIMEOUT);
+            here.connection.close(WAIT_TIMEOUT);
             here.ended();
         }
-        assert!(caller.shutdown(SHORT_TIMEOUT) && answerer.shutdown(SHORT_TIMEOUT), "{way:?}");
+        assert!(caller.shutdown(WAIT_TIMEOUT) && answerer.shutdown(WAIT_TIMEOUT), "{way:?}");
     }
 }
 
@@ -227,5 +227,5 @@ fn a_listener_gives_network_lanes_even_where_shared_memory_is_allowed() {
     assert_eq!(here.connection.lanes().unwrap().names(), ["tcp/lo"]);
     let (here, _there) = pair(Way::SharedMemory, &caller, &answerer, None);
     assert!(here.connection.lanes().unwrap().names().iter().any(|name| name == "posix/memory"));
-    assert!(caller.shutdown(SHORT_TIMEOUT) && answerer.shutdown(SHORT_TIMEOUT));
+    assert!(caller.shutdown(WAIT_TIMEOUT) && answerer.shutdown(WAIT_TIMEOUT));
 }

@@ -12,7 +12,7 @@ use gym_group::{Balancer, BatchOptions, ItemError};
 use serde::{Deserialize, Serialize};
 use tokio::time::Instant;
 
-const SHORT_TIMEOUT: Duration = Duration::from_secs(60);
+const WAIT_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// An item of the lists: its number, how long its check takes, and what happens then.
 #[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
@@ -88,7 +88,7 @@ fn by_rank(replies: &[Checked]) -> BTreeMap<Rank, usize> {
 }
 
 async fn check(balancer: &Balancer, items: Vec<Item>) -> Vec<Result<Checked, ItemError>> {
-    balancer.map_batched(&CallContext::within(SHORT_TIMEOUT), verifier::check, items, &BatchOptions::default()).await
+    balancer.map_batched(&CallContext::within(WAIT_TIMEOUT), verifier::check, items, &BatchOptions::default()).await
 }
 
 #[tokio::test(start_paused = true)]
@@ -110,7 +110,7 @@ async fn items_that_take_longer_than_a_batch_go_one_by_one_and_quick_ones_in_few
     assert!(replies.iter().all(|reply| reply.together == 1), "{replies:?}");
     let calls = async || {
         group
-            .ask_hosts(&CallContext::within(SHORT_TIMEOUT))
+            .ask_hosts(&CallContext::within(WAIT_TIMEOUT))
             .await
             .iter()
             .map(|host| host.as_ref().unwrap().succeeded)
@@ -195,7 +195,7 @@ async fn an_item_that_breaks_its_rank_takes_few_others_along() {
     let mut items = items(400, 1_000);
     items[200].breaks_the_rank = true;
     let results = balancer
-        .map_batched(&CallContext::within(60 * SHORT_TIMEOUT), verifier::check, items, &BatchOptions::default())
+        .map_batched(&CallContext::within(60 * WAIT_TIMEOUT), verifier::check, items, &BatchOptions::default())
         .await;
     let failed: Vec<_> = results.iter().filter_map(|result| result.as_ref().err()).collect();
     assert_eq!(failed.iter().map(|error| error.item()).collect::<Vec<_>>(), [200]);
@@ -247,7 +247,7 @@ async fn at_the_deadline_the_finished_items_keep_their_replies() {
     let late = results.iter().filter_map(|result| result.as_ref().err());
     assert!(late.clone().all(|error| error.origin() == FailureOrigin::Infrastructure));
     assert!(late.clone().all(|error| error.error().cause().code() == Code::DeadlineExceeded));
-    let cx = CallContext::within(SHORT_TIMEOUT);
+    let cx = CallContext::within(WAIT_TIMEOUT);
     cx.cancel.cancel();
     let results = balancer.map_batched(&cx, verifier::check, items(2, 1_000), &BatchOptions::default()).await;
     for result in results {
@@ -259,7 +259,7 @@ async fn at_the_deadline_the_finished_items_keep_their_replies() {
 #[tokio::test(start_paused = true)]
 async fn a_method_that_forgets_items_is_told_so() {
     let (_group, balancer) = verifiers(1, 1).await;
-    let cx = CallContext::within(SHORT_TIMEOUT);
+    let cx = CallContext::within(WAIT_TIMEOUT);
     let results = balancer.map_batched(&cx, verifier::forget, items(10, 0), &BatchOptions::default()).await;
     for result in results {
         let text = result.expect_err("a reply is missing").to_string();
@@ -271,7 +271,7 @@ async fn a_method_that_forgets_items_is_told_so() {
 #[tokio::test(start_paused = true)]
 async fn what_all_items_share_is_part_of_the_arguments() {
     let (_group, balancer) = verifiers(2, 1).await;
-    let cx = CallContext::within(SHORT_TIMEOUT);
+    let cx = CallContext::within(WAIT_TIMEOUT);
     let results = balancer
         .map_batched_with(&cx, verifier::add, items(100, 0), |batch| (7, batch), &BatchOptions::default())
         .await;

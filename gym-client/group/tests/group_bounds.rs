@@ -66,7 +66,7 @@ impl Handles<Pass> for BusyWorker {
     }
 }
 
-const SHORT_TIMEOUT: Duration = Duration::from_secs(60);
+const WAIT_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Delays the start of later incarnations until the test permits it.
 struct Late;
@@ -80,7 +80,7 @@ impl Worker for Late {
     fn start(env: WorkerEnv, (): ()) -> Result<Self> {
         if env.incarnation > Incarnation(1) {
             let go = GO.lock().take().expect("the test made it");
-            go.recv_timeout(SHORT_TIMEOUT).expect("the test lets it go");
+            go.recv_timeout(WAIT_TIMEOUT).expect("the test lets it go");
         }
         Ok(Self)
     }
@@ -149,9 +149,9 @@ async fn answers_that_nobody_reads_keep_no_room_that_others_wait_for() {
     let group = desks(1, 4).await;
     let mut unread = Vec::new();
     for _ in 0..100 {
-        unread.push(group.call(Pass, ()).deadline(SHORT_TIMEOUT).start().await.unwrap());
+        unread.push(group.call(Pass, ()).deadline(WAIT_TIMEOUT).start().await.unwrap());
         // Its response arrives later, so the rank has capacity again.
-        group.call(Pass, ()).deadline(SHORT_TIMEOUT).await.unwrap();
+        group.call(Pass, ()).deadline(WAIT_TIMEOUT).await.unwrap();
     }
     for pending in unread {
         assert_eq!(pending.await.unwrap().into_values(), [0]);
@@ -171,8 +171,8 @@ async fn nor_do_they_over_a_link_to_a_name_of_this_process() {
         peer.serve(bound.handler, CancelToken::new()).await
     });
     let channel =
-        in_process.connect(&CallContext::within(SHORT_TIMEOUT), &endpoint, &ConnectOptions::default()).await.unwrap();
-    let pass = || Request::post(CallContext::within(SHORT_TIMEOUT), "/worker/pass", r#"{"value":null}"#);
+        in_process.connect(&CallContext::within(WAIT_TIMEOUT), &endpoint, &ConnectOptions::default()).await.unwrap();
+    let pass = || Request::post(CallContext::within(WAIT_TIMEOUT), "/worker/pass", r#"{"value":null}"#);
     let mut unread = Vec::new();
     for _ in 0..10 {
         unread.push(channel.start(pass()).await.unwrap());
@@ -188,7 +188,7 @@ async fn a_call_to_one_rank_that_shares_no_memory_is_handed_over_by_who_starts_i
     options.faithful = true;
     let layout = RankLayout::line(1).unwrap();
     let group = InProcessGroup::start_with::<BusyWorker>("desks", layout, (), options).await.unwrap();
-    let started = group.call(Pass, ()).deadline(SHORT_TIMEOUT).start().now_or_never();
+    let started = group.call(Pass, ()).deadline(WAIT_TIMEOUT).start().now_or_never();
     assert_eq!(started.expect("the rank has room").unwrap().await.unwrap().into_values(), [0]);
 }
 
@@ -197,7 +197,7 @@ async fn calls_beyond_what_a_rank_takes_are_refused_and_never_wait() {
     let group = desks(1, 4).await;
     let mut started = Vec::new();
     for _ in 0..100 {
-        started.push(group.call(Occupy, ()).deadline(SHORT_TIMEOUT).start().await.unwrap());
+        started.push(group.call(Occupy, ()).deadline(WAIT_TIMEOUT).start().await.unwrap());
     }
     for refused in started.drain(4..) {
         let error = refused.await.unwrap_err();
@@ -213,7 +213,7 @@ async fn a_rank_whose_restart_a_stop_overtakes_stays_stopped() {
     let group = InProcessGroup::start::<Late>("late", RankLayout::line(1).unwrap(), ()).await.unwrap();
     let mut restart = Box::pin(group.restart::<Late>(0, ()));
     assert!(restart.as_mut().now_or_never().is_none(), "its next life waits");
-    group.stop(SHORT_TIMEOUT).await.unwrap();
+    group.stop(WAIT_TIMEOUT).await.unwrap();
     go.send(()).unwrap();
     for error in [restart.await.unwrap_err(), group.restart::<Late>(0, ()).await.unwrap_err()] {
         assert_eq!((error.code(), error.execution()), (Code::Unavailable, Execution::NotStarted), "{error}");
@@ -225,7 +225,7 @@ async fn a_rank_whose_restart_a_stop_overtakes_stays_stopped() {
 async fn items_wait_until_their_deadline_for_ranks_that_are_busy_with_calls_of_others() {
     let group = desks(2, 64).await;
     let balancer = least_pending(&group);
-    let (near, far) = (CallContext::within(SHORT_TIMEOUT), CallContext::within(SHORT_TIMEOUT * 2));
+    let (near, far) = (CallContext::within(WAIT_TIMEOUT), CallContext::within(WAIT_TIMEOUT * 2));
     let others = join_all((0..2).map(|_| balancer.submit(&far, Occupy, (), Batch::empty())));
     let (others, late) = tokio::join!(others, balancer.map(&near, Pass, vec![(); 3], 1));
     assert!(others.iter().all(Result::is_err), "they end at their deadline");
@@ -238,7 +238,7 @@ async fn items_wait_until_their_deadline_for_ranks_that_are_busy_with_calls_of_o
 async fn a_list_that_is_late_after_some_of_its_items_may_have_run() {
     let group = desks(1, 64).await;
     let balancer = least_pending(&group);
-    let (near, far) = (CallContext::within(SHORT_TIMEOUT), CallContext::within(SHORT_TIMEOUT * 2));
+    let (near, far) = (CallContext::within(WAIT_TIMEOUT), CallContext::within(WAIT_TIMEOUT * 2));
     // The other caller's call is queued behind the first item, so there is no capacity for the second item.
     let (late, other) =
         tokio::join!(balancer.map(&near, Pass, vec![(); 2], 1), balancer.submit(&far, Occupy, (), Batch::empty()));
@@ -252,10 +252,10 @@ async fn a_list_that_is_late_after_some_of_its_items_may_have_run() {
 async fn nor_can_a_list_be_repeated_whose_later_item_is_refused() {
     let group = desks(1, 1).await;
     let balancer = least_pending(&group);
-    let cx = CallContext::within(SHORT_TIMEOUT);
+    let cx = CallContext::within(WAIT_TIMEOUT);
     let refused = balancer.map(&cx, Pass, vec![(); 2], 2).await.unwrap_err();
     assert_eq!((refused.cause().code(), refused.execution()), (Code::ResourceExhausted, Execution::Unknown));
-    let alone = group.call(Occupy, ()).deadline(SHORT_TIMEOUT).start().await.unwrap();
+    let alone = group.call(Occupy, ()).deadline(WAIT_TIMEOUT).start().await.unwrap();
     let refused = balancer.map(&cx, Pass, vec![()], 2).await.unwrap_err();
     assert_eq!((refused.cause().code(), refused.execution()), (Code::ResourceExhausted, Execution::NotStarted));
     drop(alone);
@@ -265,7 +265,7 @@ async fn nor_can_a_list_be_repeated_whose_later_item_is_refused() {
 async fn no_rank_has_run_a_call_that_waited_for_its_turn_when_one_was_replaced() {
     let desks = desks(2, 4).await;
     let group = GatedGroup(Arc::clone(&desks));
-    let (error, ()) = tokio::join!(group.call(Pass, ()).deadline(SHORT_TIMEOUT).into_future(), async {
+    let (error, ()) = tokio::join!(group.call(Pass, ()).deadline(WAIT_TIMEOUT).into_future(), async {
         tokio::task::yield_now().await;
         desks.restart::<BusyWorker>(1, ()).await.unwrap();
     });
@@ -279,7 +279,7 @@ async fn no_rank_has_run_a_call_that_waited_for_its_turn_when_one_was_replaced()
 async fn items_go_to_a_rank_as_soon_as_the_calls_of_others_leave_it() {
     let group = desks(1, 64).await;
     let balancer = least_pending(&group);
-    let (other, cx) = (CallContext::within(SHORT_TIMEOUT), CallContext::within(SHORT_TIMEOUT));
+    let (other, cx) = (CallContext::within(WAIT_TIMEOUT), CallContext::within(WAIT_TIMEOUT));
     let (left, replies, ()) = tokio::join!(
         balancer.submit(&other, Occupy, (), Batch::empty()),
         balancer.map(&cx, Pass, vec![(); 3], 1),
@@ -296,7 +296,7 @@ async fn items_go_to_a_rank_as_soon_as_the_calls_of_others_leave_it() {
 async fn a_long_list_of_items_lets_a_short_one_pass() {
     let group = desks(2, 64).await;
     let balancer = least_pending(&group);
-    let cx = CallContext::within(SHORT_TIMEOUT);
+    let cx = CallContext::within(WAIT_TIMEOUT);
     let (long_ended, passed) = (Cell::new(false), Cell::new(false));
     let long = async {
         balancer.map(&cx, Pass, vec![(); 1_000], 4).await.unwrap();
@@ -313,9 +313,9 @@ async fn a_long_list_of_items_lets_a_short_one_pass() {
 #[tokio::test(start_paused = true)]
 async fn a_kill_ends_a_stop_that_still_waits_and_what_is_stopped_stays_so() {
     let group = desks(2, 4).await;
-    let call = group.call(Occupy, ()).deadline(SHORT_TIMEOUT * 90).start().await.unwrap();
+    let call = group.call(Occupy, ()).deadline(WAIT_TIMEOUT * 90).start().await.unwrap();
     let began = tokio::time::Instant::now();
-    let mut stopping = Box::pin(group.stop(SHORT_TIMEOUT * 30));
+    let mut stopping = Box::pin(group.stop(WAIT_TIMEOUT * 30));
     assert!(stopping.as_mut().now_or_never().is_none(), "its calls run");
     let state = |rank: usize| group.view().borrow().members()[rank].state;
     group.kill(0).unwrap();
@@ -326,7 +326,7 @@ async fn a_kill_ends_a_stop_that_still_waits_and_what_is_stopped_stays_so() {
     group.kill(1).unwrap();
     let error = stopping.await.unwrap_err();
     assert_eq!((error.code(), error.execution()), (Code::Unavailable, Execution::Unknown), "{error}");
-    assert!(began.elapsed() < SHORT_TIMEOUT, "{:?}", began.elapsed());
+    assert!(began.elapsed() < WAIT_TIMEOUT, "{:?}", began.elapsed());
     group.kill(0).unwrap();
     assert_eq!((state(0), state(1)), (RankState::Stopped, RankState::Stopped));
 }
@@ -334,7 +334,7 @@ async fn a_kill_ends_a_stop_that_still_waits_and_what_is_stopped_stays_so() {
 #[tokio::test(start_paused = true)]
 async fn a_call_that_waits_for_its_turn_in_vain_says_for_whom() {
     let group = GatedGroup(desks(2, 4).await);
-    let error = group.call(Pass, ()).deadline(SHORT_TIMEOUT).await.unwrap_err();
+    let error = group.call(Pass, ()).deadline(WAIT_TIMEOUT).await.unwrap_err();
     assert_eq!((error.cause().code(), error.execution()), (Code::DeadlineExceeded, Execution::NotStarted), "{error:?}");
     for outcome in error.outcomes() {
         let said = outcome.error().expect("it failed").to_string();

@@ -63,7 +63,7 @@ impl Handles<Record> for Recorder {
     }
 }
 
-const SHORT_TIMEOUT: Duration = Duration::from_secs(60);
+const WAIT_TIMEOUT: Duration = Duration::from_secs(60);
 
 async fn line(ranks: usize) -> Arc<InProcessGroup> {
     started(RankLayout::line(ranks).expect("the test is right")).await
@@ -85,12 +85,12 @@ fn rows(count: i64) -> Batch {
 
 async fn record(group: &InProcessGroup, batch: Batch, dispatch: Dispatch) -> Gathered<Recorded> {
     let call = group.call(Record, ("x".to_owned(), 1)).batch(batch).dispatch(dispatch);
-    call.deadline(SHORT_TIMEOUT).await.expect("the test is right")
+    call.deadline(WAIT_TIMEOUT).await.expect("the test is right")
 }
 
 /// Returns the number of calls of each rank so far.
 async fn calls(group: &InProcessGroup) -> Vec<u64> {
-    let statuses = group.ask_hosts(&CallContext::within(SHORT_TIMEOUT)).await;
+    let statuses = group.ask_hosts(&CallContext::within(WAIT_TIMEOUT)).await;
     statuses.iter().map(|status| status.as_ref().expect("every rank answers").succeeded).collect()
 }
 
@@ -137,7 +137,7 @@ async fn c146_with_both_axes_at_rank_zero_only_rank_zero_runs() {
 async fn c147_multiple_data_gives_item_i_to_rank_i_and_the_common_argument_to_both() {
     let group = line(2).await;
     let items = vec![("a".to_owned(), 9), ("b".to_owned(), 9)];
-    let answers = group.call_each(Record, items).deadline(SHORT_TIMEOUT).await.unwrap().into_values();
+    let answers = group.call_each(Record, items).deadline(WAIT_TIMEOUT).await.unwrap().into_values();
     let got: Vec<_> = answers.iter().map(|answer| (answer.rank, answer.data.as_str(), answer.common)).collect();
     assert_eq!(got, [(0, "a", 9), (1, "b", 9)]);
 }
@@ -146,7 +146,7 @@ async fn c147_multiple_data_gives_item_i_to_rank_i_and_the_common_argument_to_bo
 async fn c148_multiple_data_for_fewer_workers_than_there_are_is_refused() {
     let group = line(4).await;
     let items = vec![("a".to_owned(), 9), ("b".to_owned(), 9)];
-    let error = group.call_each(Record, items).deadline(SHORT_TIMEOUT).await.unwrap_err();
+    let error = group.call_each(Record, items).deadline(WAIT_TIMEOUT).await.unwrap_err();
     assert_eq!((error.cause().code(), error.execution()), (Code::InvalidArgument, Execution::NotStarted));
     assert!(error.to_string().contains("2 arguments for 4 ranks"), "{error}");
     assert_eq!(calls(&group).await, [0; 4]);
@@ -193,7 +193,7 @@ async fn c154_of_a_replicated_output_one_result_comes_back_in_rank_order() {
 async fn c155_an_axis_both_sharded_and_replicated_is_refused() {
     let group = square().await;
     let call = group.call(Record, ("x".to_owned(), 1)).batch(rows(4)).dispatch(Dispatch::shard("dp").replicate(["dp"]));
-    let error = call.deadline(SHORT_TIMEOUT).await.unwrap_err();
+    let error = call.deadline(WAIT_TIMEOUT).await.unwrap_err();
     assert_eq!(error.cause().code(), Code::InvalidArgument);
     assert!(error.to_string().contains("'dp'"), "{error}");
 }
@@ -202,7 +202,7 @@ async fn c155_an_axis_both_sharded_and_replicated_is_refused() {
 async fn c156_a_sharded_call_over_an_axis_that_the_group_does_not_name_is_refused() {
     let group = line(2).await;
     let call = group.call(Record, ("x".to_owned(), 1)).batch(rows(4)).dispatch(Dispatch::shard("data_parallel"));
-    let error = call.deadline(SHORT_TIMEOUT).await.unwrap_err();
+    let error = call.deadline(WAIT_TIMEOUT).await.unwrap_err();
     assert_eq!(error.cause().code(), Code::InvalidArgument);
     assert!(error.to_string().contains("'data_parallel'"), "{error}");
 }
@@ -210,16 +210,16 @@ async fn c156_a_sharded_call_over_an_axis_that_the_group_does_not_name_is_refuse
 #[tokio::test]
 async fn c159_stopping_a_group_twice_succeeds() {
     let group = line(2).await;
-    group.stop(SHORT_TIMEOUT).await.unwrap();
-    group.stop(SHORT_TIMEOUT).await.unwrap();
-    let error = group.call(Record, ("x".to_owned(), 1)).deadline(SHORT_TIMEOUT).await.unwrap_err();
+    group.stop(WAIT_TIMEOUT).await.unwrap();
+    group.stop(WAIT_TIMEOUT).await.unwrap();
+    let error = group.call(Record, ("x".to_owned(), 1)).deadline(WAIT_TIMEOUT).await.unwrap_err();
     assert_eq!((error.cause().code(), error.execution()), (Code::Unavailable, Execution::NotStarted));
 }
 
 #[tokio::test]
 async fn an_unknown_method_is_told_with_the_methods_that_there_are() {
     let group = InProcessGroup::start::<TestWorker>("tested", RankLayout::line(1).unwrap(), ()).await.unwrap();
-    let error = group.call(Record, ("x".to_owned(), 1)).deadline(SHORT_TIMEOUT).await.unwrap_err();
+    let error = group.call(Record, ("x".to_owned(), 1)).deadline(WAIT_TIMEOUT).await.unwrap_err();
     assert_eq!((error.cause().code(), error.execution()), (Code::NotFound, Execution::NotStarted));
     assert!(error.to_string().contains("test.echo, test.echo_shared"), "{error}");
 }
@@ -232,7 +232,7 @@ async fn more_items_than_workers_come_back_in_their_order_whatever_the_strategy(
         let group = line(3).await;
         let balancer = Balancer::new(Arc::clone(&group) as _, balance.clone()).unwrap();
         let items: Vec<_> = (0..100).map(|number| (number.to_string(), number)).collect();
-        let cx = CallContext::within(SHORT_TIMEOUT);
+        let cx = CallContext::within(WAIT_TIMEOUT);
         let replies = balancer.map(&cx, Record, items.clone(), 2).await.unwrap();
         let got: Vec<_> = replies.into_iter().map(|reply| (reply.data, reply.common)).collect();
         assert_eq!(got, items, "{balance:?}");
@@ -244,7 +244,7 @@ async fn more_items_than_workers_come_back_in_their_order_whatever_the_strategy(
 
 #[tokio::test]
 async fn submitted_one_by_one_round_robin_takes_turns_and_weights_are_kept() {
-    let cx = CallContext::within(SHORT_TIMEOUT);
+    let cx = CallContext::within(WAIT_TIMEOUT);
     for (balance, expected) in [
         (Balance::RoundRobin, [0, 1, 0, 1, 0, 1, 0, 1]),
         (Balance::LeastPending, [0, 1, 0, 1, 0, 1, 0, 1]),
@@ -264,7 +264,7 @@ async fn submitted_one_by_one_round_robin_takes_turns_and_weights_are_kept() {
 async fn balanced_calls_pass_over_dead_ranks_and_fail_when_none_is_left() {
     let group = line(2).await;
     let balancer = Balancer::new(Arc::clone(&group) as _, Balance::RoundRobin).unwrap();
-    let cx = CallContext::within(SHORT_TIMEOUT);
+    let cx = CallContext::within(WAIT_TIMEOUT);
     group.kill(0).unwrap();
     for _ in 0..3 {
         let answer = balancer.submit(&cx, Record, ("x".to_owned(), 1), Batch::empty()).await.unwrap();
@@ -312,7 +312,7 @@ impl WorkerGroupExt for Drained {}
 
 #[tokio::test]
 async fn ranks_whose_node_is_taken_away_are_the_last_choice_of_balanced_calls() {
-    let cx = CallContext::within(SHORT_TIMEOUT);
+    let cx = CallContext::within(WAIT_TIMEOUT);
     for balance in [Balance::RoundRobin, Balance::LeastPending, Balance::Weighted(vec![9, 1, 1])] {
         let group = Drained::of(line(3).await, &[0]);
         let balancer = Balancer::new(Arc::clone(&group) as _, balance.clone()).unwrap();
@@ -320,7 +320,7 @@ async fn ranks_whose_node_is_taken_away_are_the_last_choice_of_balanced_calls() 
         let replies = balancer.map(&cx, Record, items, 2).await.unwrap();
         assert!(replies.iter().all(|reply| reply.rank != 0), "{balance:?}");
         // Calls to all ranks reach it.
-        assert_eq!(group.call(Record, ("x".to_owned(), 1)).deadline(SHORT_TIMEOUT).await.unwrap().replies().len(), 3);
+        assert_eq!(group.call(Record, ("x".to_owned(), 1)).deadline(WAIT_TIMEOUT).await.unwrap().replies().len(), 3);
     }
     let all = Drained::of(line(2).await, &[0, 1]);
     let balancer = Balancer::new(all as _, Balance::RoundRobin).unwrap();
@@ -372,7 +372,7 @@ async fn wedged(ranks: usize) -> Arc<InProcessGroup> {
 async fn a_rank_whose_calls_fail_is_given_up_until_its_next_life() {
     let group = wedged(2).await;
     let balancer = Balancer::new(Arc::clone(&group) as _, Balance::RoundRobin).unwrap();
-    let cx = CallContext::within(SHORT_TIMEOUT);
+    let cx = CallContext::within(WAIT_TIMEOUT);
     let submit = || async { balancer.submit(&cx, Try, true, Batch::empty()).await.map(|reply| reply.value).ok() };
     let mut came_to = Vec::new();
     for _ in 0..8 {
@@ -390,7 +390,7 @@ async fn ranks_that_are_all_given_up_are_called_all_the_same() {
     let group = wedged(1).await;
     let balancer = Balancer::new(Arc::clone(&group) as _, Balance::LeastPending).unwrap();
     for _ in 0..5 {
-        let error = balancer.submit(&CallContext::within(SHORT_TIMEOUT), Try, true, Batch::empty()).await.unwrap_err();
+        let error = balancer.submit(&CallContext::within(WAIT_TIMEOUT), Try, true, Batch::empty()).await.unwrap_err();
         assert!(error.to_string().contains("the engine does not move"), "{error}");
     }
     assert_eq!(balancer.ejected(), [0]);
@@ -400,7 +400,7 @@ async fn ranks_that_are_all_given_up_are_called_all_the_same() {
 async fn a_rank_without_weight_is_no_alternative_to_one_that_is_given_up() {
     let group = wedged(2).await;
     let balancer = Balancer::new(Arc::clone(&group) as _, Balance::Weighted(vec![1, 0])).unwrap();
-    let cx = CallContext::within(SHORT_TIMEOUT);
+    let cx = CallContext::within(WAIT_TIMEOUT);
     for _ in 0..5 {
         let error = balancer.submit(&cx, Try, true, Batch::empty()).await.unwrap_err();
         assert!(error.to_string().contains("the engine does not move"), "{error}");
@@ -419,7 +419,7 @@ async fn a_rank_without_weight_is_no_alternative_to_one_that_is_given_up() {
 async fn failed_calls_are_made_again_within_their_budget() {
     let group = wedged(2).await;
     let balancer = Balancer::new(Arc::clone(&group) as _, Balance::RoundRobin).unwrap().again(RetryBudgets::default());
-    let cx = CallContext::within(SHORT_TIMEOUT);
+    let cx = CallContext::within(WAIT_TIMEOUT);
     let replies = balancer.map(&cx, Try, vec![true; 6], 1).await.unwrap();
     assert_eq!(replies, [1; 6], "what rank 0 failed, rank 1 did");
     let error = balancer.submit(&cx, Try, false, Batch::empty()).await.unwrap_err();
@@ -548,11 +548,11 @@ async fn a_call_that_a_rank_does_not_answer_names_the_rank_what_it_runs_and_sinc
 #[tokio::test(start_paused = true)]
 async fn an_error_names_its_rank_once() {
     let policy = trainers().await;
-    let error = policy.call(Train, (3, false)).deadline(SHORT_TIMEOUT).await.unwrap_err();
+    let error = policy.call(Train, (3, false)).deadline(WAIT_TIMEOUT).await.unwrap_err();
     let text = "call train of policy: rank 3 failed: no weights to load (0 of 4 ranks answered)";
     assert_eq!(error.to_string(), text);
     let error =
-        policy.call(Record, (String::new(), 0)).dispatch(Dispatch::rank(3)).deadline(SHORT_TIMEOUT).await.unwrap_err();
+        policy.call(Record, (String::new(), 0)).dispatch(Dispatch::rank(3)).deadline(WAIT_TIMEOUT).await.unwrap_err();
     let text = "call record of policy: rank 3 failed: no method at /worker/record; this worker handles train";
     assert_eq!(error.to_string(), text);
 }
@@ -571,13 +571,13 @@ async fn submitted_calls_give_the_same_replies_in_the_same_order_with_and_withou
     for async_communication in [false, true] {
         let group = recorders(async_communication).await;
         let submitted: Vec<_> = (0..5)
-            .map(|number| group.call(Record, (format!("call {number}"), number)).deadline(SHORT_TIMEOUT).submit())
+            .map(|number| group.call(Record, (format!("call {number}"), number)).deadline(WAIT_TIMEOUT).submit())
             .collect();
         let mut all = Vec::new();
         for call in submitted {
             all.push(call.await.unwrap().into_values());
         }
-        group.flush(&CallContext::within(SHORT_TIMEOUT)).await.unwrap();
+        group.flush(&CallContext::within(WAIT_TIMEOUT)).await.unwrap();
         replies.push(all);
     }
     assert_eq!(replies[0], replies[1]);
@@ -590,10 +590,10 @@ async fn with_async_communication_calls_run_without_being_awaited() {
     for (async_communication, calls) in [(true, 4), (false, 1)] {
         let group = recorders(async_communication).await;
         for number in 0..3 {
-            drop(group.call(Record, (String::new(), number)).deadline(SHORT_TIMEOUT).submit());
+            drop(group.call(Record, (String::new(), number)).deadline(WAIT_TIMEOUT).submit());
         }
-        group.flush(&CallContext::within(SHORT_TIMEOUT)).await.unwrap();
-        let last = group.call(Record, (String::new(), 3)).deadline(SHORT_TIMEOUT).await.unwrap().into_values();
+        group.flush(&CallContext::within(WAIT_TIMEOUT)).await.unwrap();
+        let last = group.call(Record, (String::new(), 3)).deadline(WAIT_TIMEOUT).await.unwrap().into_values();
         assert_eq!(last[0].calls, calls, "async_communication: {async_communication}");
     }
 }
@@ -604,8 +604,8 @@ async fn the_error_of_a_call_that_nobody_awaits_is_returned_by_the_next_flush() 
     options.async_communication = true;
     let layout = RankLayout::line(4).expect("the test is right");
     let policy = InProcessGroup::start_with::<Trainer>("policy", layout, (), options).await.expect("the test is right");
-    let cx = CallContext::within(SHORT_TIMEOUT);
-    drop(policy.call(Train, (3, false)).deadline(SHORT_TIMEOUT).submit());
+    let cx = CallContext::within(WAIT_TIMEOUT);
+    drop(policy.call(Train, (3, false)).deadline(WAIT_TIMEOUT).submit());
     let unknown_rank = policy.call(Train, (0, true)).dispatch(Dispatch::rank(9)).submit();
     drop(unknown_rank);
     let text = policy.flush(&cx).await.unwrap_err().to_string();

@@ -15,7 +15,7 @@ use gym_group::{
 };
 use tokio::sync::Semaphore;
 
-const SHORT_TIMEOUT: Duration = Duration::from_secs(30);
+const WAIT_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// One permit for each rank that is about to ask for the communicator of an axis in which a rank is absent.
 static ASKS: Semaphore = Semaphore::const_new(0);
@@ -55,7 +55,7 @@ fn square() -> RankLayout {
 }
 
 async fn sums(group: &impl WorkerGroupExt, axis: &str) -> Vec<(f32, u64)> {
-    group.call(summing::sum, (axis.to_owned(), None)).deadline(SHORT_TIMEOUT).await.unwrap().into_values()
+    group.call(summing::sum, (axis.to_owned(), None)).deadline(WAIT_TIMEOUT).await.unwrap().into_values()
 }
 
 fn values(sums: &[(f32, u64)]) -> Vec<f32> {
@@ -70,7 +70,7 @@ async fn supervised() -> Group {
     let spec = LaunchSpec::new("policy", "summing", serde_json::value::to_raw_value(&()).unwrap(), places);
     let mut options = GroupOptions::new(network.into()).restarting(3);
     options.layout = Some(square());
-    Group::start(&CallContext::within(SHORT_TIMEOUT), &ranks, spec, options).await.unwrap()
+    Group::start(&CallContext::within(WAIT_TIMEOUT), &ranks, spec, options).await.unwrap()
 }
 
 /// Checks the sums of a group of four ranks, each of which has its number plus one.
@@ -80,7 +80,7 @@ async fn meets_along_each_axis(group: &impl WorkerGroupExt) {
         assert_eq!(values(&sums), expected, "{axis}");
         assert!(sums.iter().all(|(_, epoch)| *epoch == sums[0].1), "{axis}: {sums:?}");
     }
-    let unknown = group.call(summing::sum, ("pipeline".to_owned(), None)).deadline(SHORT_TIMEOUT).await.unwrap_err();
+    let unknown = group.call(summing::sum, ("pipeline".to_owned(), None)).deadline(WAIT_TIMEOUT).await.unwrap_err();
     assert_eq!(unknown.cause().code(), Code::InvalidArgument);
     assert!(unknown.to_string().contains("data") && unknown.to_string().contains("tensor"), "{unknown}");
 }
@@ -101,7 +101,7 @@ async fn ranks_without_a_supervisor_meet() {
 async fn ranks_with_a_supervisor_meet() {
     let group = supervised().await;
     meets_along_each_axis(&group).await;
-    group.shutdown(SHORT_TIMEOUT).await.unwrap();
+    group.shutdown(WAIT_TIMEOUT).await.unwrap();
 }
 
 #[tokio::test]
@@ -109,18 +109,18 @@ async fn a_rank_that_waits_for_a_lost_one_is_told_who_it_was() {
     let group = supervised().await;
     // Its ranks know who meets.
     sums(&group, "").await;
-    let waiting = group.call(summing::sum, ("data".to_owned(), Some(2))).deadline(SHORT_TIMEOUT).start().await.unwrap();
+    let waiting = group.call(summing::sum, ("data".to_owned(), Some(2))).deadline(WAIT_TIMEOUT).start().await.unwrap();
     // Each of them asks in the same poll.
-    drop(tokio::time::timeout(SHORT_TIMEOUT, ASKS.acquire_many(3)).await.unwrap());
+    drop(tokio::time::timeout(WAIT_TIMEOUT, ASKS.acquire_many(3)).await.unwrap());
     group.kill(2).await.unwrap();
     let error = waiting.await.unwrap_err();
     assert_eq!(error.cause().code(), Code::Unavailable, "{error}");
     assert!(error.to_string().contains("rank 2"), "{error}");
-    group.ready(&CallContext::within(SHORT_TIMEOUT)).await.map_err(Error::from).unwrap();
-    group.restart_failed_workers(&CallContext::within(SHORT_TIMEOUT)).await.unwrap();
+    group.ready(&CallContext::within(WAIT_TIMEOUT)).await.map_err(Error::from).unwrap();
+    group.restart_failed_workers(&CallContext::within(WAIT_TIMEOUT)).await.unwrap();
     let sums = sums(&group, "").await;
     assert_eq!(values(&sums), [10.0; 4]);
-    group.shutdown(SHORT_TIMEOUT).await.unwrap();
+    group.shutdown(WAIT_TIMEOUT).await.unwrap();
 }
 
 #[tokio::test]
@@ -131,7 +131,7 @@ async fn after_a_step_that_failed_the_same_ranks_meet_again() {
     assert_eq!(late.unwrap_err().cause().code(), Code::DeadlineExceeded);
     let after = sums(&group, "").await;
     assert_eq!((values(&after), after[0].1), (vec![10.0; 4], before));
-    group.shutdown(SHORT_TIMEOUT).await.unwrap();
+    group.shutdown(WAIT_TIMEOUT).await.unwrap();
 }
 
 #[tokio::test]
@@ -141,7 +141,7 @@ async fn a_rank_alone_says_whom_it_waited_for() {
     let error = alone.deadline(Duration::from_millis(300)).await.unwrap_err();
     assert_eq!(error.cause().code(), Code::DeadlineExceeded, "{error}");
     assert_eq!(values(&sums(&group, "").await), [10.0; 4], "the others are not harmed");
-    group.shutdown(SHORT_TIMEOUT).await.unwrap();
+    group.shutdown(WAIT_TIMEOUT).await.unwrap();
 }
 
 /// Has a parameter, and takes steps.
@@ -183,21 +183,21 @@ async fn a_rank_whose_step_failed_alone_gets_the_state_of_the_others() {
     let places = (0..3).map(|rank| RankPlace::on_one_node(rank, 3)).collect();
     let spec = LaunchSpec::new("policy", "stepping", serde_json::value::to_raw_value(&()).unwrap(), places);
     let options = GroupOptions::new(network.into()).on_restart(stepping::load, ());
-    let group = Group::start(&CallContext::within(SHORT_TIMEOUT), &ranks, spec, options).await.unwrap();
+    let group = Group::start(&CallContext::within(WAIT_TIMEOUT), &ranks, spec, options).await.unwrap();
     let step = async |absent: Option<Rank>| -> Vec<Rank> {
-        let marks = group.call(stepping::step, absent).deadline(SHORT_TIMEOUT).await.unwrap().into_values();
+        let marks = group.call(stepping::step, absent).deadline(WAIT_TIMEOUT).await.unwrap().into_values();
         StepMark::outdated(&(0..).zip(marks).collect::<Vec<_>>())
     };
     assert!(step(None).await.is_empty());
     let outdated = step(Some(1)).await;
     assert_eq!(outdated, [1]);
-    group.mark_stale(&CallContext::within(SHORT_TIMEOUT), outdated).await.unwrap();
+    group.mark_stale(&CallContext::within(WAIT_TIMEOUT), outdated).await.unwrap();
     assert!(step(None).await.is_empty());
     assert_eq!(group.worker_status().iter().map(|rank| rank.restarts_used).sum::<u32>(), 0);
-    group.shutdown(SHORT_TIMEOUT).await.unwrap();
+    group.shutdown(WAIT_TIMEOUT).await.unwrap();
     // A group that cannot prepare ranks says so.
     let group = supervised().await;
-    let error = group.mark_stale(&CallContext::within(SHORT_TIMEOUT), [1]).await.unwrap_err();
+    let error = group.mark_stale(&CallContext::within(WAIT_TIMEOUT), [1]).await.unwrap_err();
     assert!(error.code() == Code::FailedPrecondition && error.to_string().contains("on_restart"), "{error}");
-    group.shutdown(SHORT_TIMEOUT).await.unwrap();
+    group.shutdown(WAIT_TIMEOUT).await.unwrap();
 }

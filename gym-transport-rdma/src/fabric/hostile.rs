@@ -17,7 +17,7 @@ use crate::ucx::{
     Arrival, Context, Endpoint, EndpointKey, HEADER_ROOM, Outgoing, Protocol, Receiver, UnhandledIds, Worker,
 };
 
-const SHORT_TIMEOUT: Duration = Duration::from_secs(60);
+const WAIT_TIMEOUT: Duration = Duration::from_secs(60);
 
 fn fabric() -> Option<Fabric> {
     open(FabricOptions {
@@ -106,7 +106,7 @@ const PREFIX: [u8; 5] = [1, 0, 0, 0, 0];
 
 fn peer_worker(fabric: &Fabric) -> PeerWorker {
     let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
-    runtime.block_on(fabric.peer_worker(SHORT_TIMEOUT)).unwrap()
+    runtime.block_on(fabric.peer_worker(WAIT_TIMEOUT)).unwrap()
 }
 
 impl Intruder {
@@ -136,7 +136,7 @@ impl Intruder {
     }
 
     fn until(&self, what: &str, holds: impl Fn() -> bool) {
-        let deadline = Instant::now() + SHORT_TIMEOUT;
+        let deadline = Instant::now() + WAIT_TIMEOUT;
         while !holds() {
             self.worker.progress();
             assert!(Instant::now() < deadline, "{what}: it did not happen");
@@ -150,7 +150,7 @@ impl Intruder {
         // Process id 0 is not watched for its end.
         let peer = [&PREFIX, self.worker.address()].concat().into();
         let shared_memory = Some(WorkerPair { local: self.peer_worker.clone().unwrap(), remote: peer });
-        let expected = Expect { id, token: token.clone(), peer: own, shared_memory, within: SHORT_TIMEOUT };
+        let expected = Expect { id, token: token.clone(), peer: own, shared_memory, within: WAIT_TIMEOUT };
         let connection = fabric.expect(expected, Arc::<Seen>::clone(&seen)).unwrap();
         let prefix = MessagePrefix { receiver: id, sequence: 0, kind: MessageKind::Hello };
         self.send(prefix.encode(&hello(&token, own)), Bytes::new(), Protocol::Eager);
@@ -291,14 +291,14 @@ fn a_peer_worker_whose_peer_destroyed_its_own_is_not_kept_for_what_was_announced
     // Sent twice: for another connection it is ignored. Neither requires the intruder to make progress.
     intruder.send(message(ConnectionId::random(), 0, MessageKind::WorkerDestroyed), Bytes::new(), Protocol::Eager);
     intruder.send(message(id, 0, MessageKind::WorkerDestroyed), Bytes::new(), Protocol::Eager);
-    let deadline = Instant::now() + SHORT_TIMEOUT;
+    let deadline = Instant::now() + WAIT_TIMEOUT;
     while fabric.stats().peer_workers_closed == 0 {
         assert!(Instant::now() < deadline, "{:?}", fabric.stats());
         std::thread::yield_now();
     }
     assert!(seen.lost("the peer has aborted the connection"));
     assert_eq!(completed.load(Ordering::Relaxed), 1);
-    assert!(fabric.shutdown(SHORT_TIMEOUT));
+    assert!(fabric.shutdown(WAIT_TIMEOUT));
 }
 
 #[test]
@@ -346,7 +346,7 @@ fn messages_that_a_peer_does_not_take_end_the_connection() {
     let (_, connection, seen) = intruder.introduced(&fabric);
     let completed = Arc::new(AtomicUsize::new(0));
     let mut posted = 0;
-    let deadline = Instant::now() + SHORT_TIMEOUT;
+    let deadline = Instant::now() + WAIT_TIMEOUT;
     // The intruder makes no progress meanwhile.
     while !seen.lost("has not received 64 messages") {
         assert!(Instant::now() < deadline, "{posted} messages were taken");

@@ -19,7 +19,7 @@ use gym_transport_rdma::fabric::{
 };
 
 /// Timeout of all operations on a busy machine.
-pub(crate) const SHORT_TIMEOUT: Duration = Duration::from_secs(60);
+pub(crate) const WAIT_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Opens a fabric. Returns `None`, with a message on stderr, if there is no UCX and none is required.
 pub(crate) fn open(options: FabricOptions) -> Option<Fabric> {
@@ -179,7 +179,7 @@ pub(crate) fn recorder(hook: Option<Hook>) -> (Arc<Recorder>, Receiver<Event>) {
 
 impl EndOf {
     pub(crate) fn next(&self) -> Event {
-        self.events.recv_timeout(SHORT_TIMEOUT).expect("something happens soon")
+        self.events.recv_timeout(WAIT_TIMEOUT).expect("something happens soon")
     }
 
     pub(crate) fn opened(&self) -> Lanes {
@@ -216,7 +216,7 @@ pub(crate) fn active_message(header: impl Into<Bytes>, payload: impl Into<Bytes>
 
 /// Opens a peer worker of a fabric.
 pub(crate) fn peer_worker(fabric: &Fabric) -> Result<PeerWorker> {
-    block_on(fabric.peer_worker(SHORT_TIMEOUT))
+    block_on(fabric.peer_worker(WAIT_TIMEOUT))
 }
 
 pub(crate) fn block_on<T>(future: impl Future<Output = T>) -> T {
@@ -236,11 +236,11 @@ impl Names {
     }
 
     pub(crate) fn expect(&self, shared_memory: Option<WorkerPair>) -> Expect {
-        Expect { id: self.answerer, token: self.token.clone(), peer: self.caller, shared_memory, within: SHORT_TIMEOUT }
+        Expect { id: self.answerer, token: self.token.clone(), peer: self.caller, shared_memory, within: WAIT_TIMEOUT }
     }
 
     pub(crate) fn connect(&self, target: Target) -> Connect {
-        Connect { id: self.caller, token: self.token.clone(), peer: self.answerer, target, within: SHORT_TIMEOUT }
+        Connect { id: self.caller, token: self.token.clone(), peer: self.answerer, target, within: WAIT_TIMEOUT }
     }
 }
 

@@ -48,13 +48,13 @@ struct LimitedLog(Mutex<(Option<Instant>, u64)>);
 
 impl LimitedLog {
     /// Minimum time between two lines.
-    const WRITE_INTERVAL: Duration = Duration::from_secs(30);
+    const LOG_INTERVAL: Duration = Duration::from_secs(30);
 
     /// Returns the number of lines that were left out before this one; `None` if it is left out as well.
     fn next(&self) -> Option<u64> {
         let mut log = self.0.lock();
         let (last, left_out) = &mut *log;
-        if last.is_some_and(|last| last.elapsed() < Self::WRITE_INTERVAL) {
+        if last.is_some_and(|last| last.elapsed() < Self::LOG_INTERVAL) {
             *left_out += 1;
             return None;
         }

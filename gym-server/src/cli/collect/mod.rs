@@ -9,6 +9,7 @@ mod report;
 mod settings;
 mod summary;
 
+use std::collections::BTreeMap;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Duration;
@@ -17,14 +18,17 @@ use futures_util::FutureExt as _;
 use gym_client::ServerClient;
 use gym_client::collect::input::DEFAULT_KEY;
 use gym_client::collect::monitor::CollectionMonitor;
-use gym_client::collect::{CollectOptions, ExistingOutput, OutputFiles, RolloutCollector, ServerNames, connect_head};
-use gym_client::registry::RemoteRegistry;
+use gym_client::collect::{
+    CollectOptions, CollectSummary, ExistingOutput, OutputFiles, RolloutCollector, ServerNames, connect_head,
+};
+use gym_client::registry::{RemoteRegistry, WaitsListener};
 use gym_core::server::ServerKind;
 use gym_core::transport::TransportPolicy;
-use gym_core::{CancelToken, World};
+use gym_core::{CancelToken, Endpoint, World};
+use tokio::task::JoinHandle;
 
 use crate::cli::args::options::{CollectArgs, Starting};
-use crate::cli::collect::dispatch::PullPlan;
+use crate::cli::collect::dispatch::{PullPlan, PulledWork};
 use crate::cli::collect::report::CollectReport;
 use crate::cli::console::{self, Console};
 use crate::cli::exit::{FAILED, Failure, INCOMPLETE, Outcome, SUCCESS};
@@ -117,154 +121,91 @@ struct Collection<'a> {
     world: World,
 }
 
+/// What a collection calls, once its servers are known.
+struct Prepared {
+    client: ServerClient,
+    names: ServerNames,
+    /// How workers take the rollouts, if they do.
+    plan: Option<PullPlan>,
+}
+
+/// What watches a collection while it runs, apart from its files.
+struct Watched {
+    models: ModelWatch,
+    /// The responses that each endpoint had aborted before.
+    aborted: BTreeMap<(String, String), u64>,
+    tasks: [JoinHandle<()>; 2],
+    shown: JoinHandle<()>,
+    ended: CancelToken,
+    _waits: Option<WaitsListener>,
+    _monitored: Option<MonitorListener>,
+}
+
+impl Watched {
+    /// Ends what watches. The tasks only draw, so their errors are ignored.
+    async fn end(self) -> (ModelWatch, BTreeMap<(String, String), u64>) {
+        self.ended.cancel();
+        self.tasks.iter().for_each(JoinHandle::abort);
+        drop(self._waits);
+        let _ = self.shown.await;
+        (self.models, self.aborted)
+    }
+}
+
 impl Collection<'_> {
     async fn run(self) -> Outcome {
         let stop = StopSignals::listen()?;
+        let early = || Failure::Failed("stopped before the first rollout".to_owned());
         let mut stack = None;
         let prepared = tokio::select! {
             biased;
-            () = stop.graceful.cancelled() => Err(Failure::Failed("stopped before the first rollout".to_owned())),
+            () = stop.graceful.cancelled() => Err(early()),
             prepared = Box::pin(self.prepare(&mut stack)) => prepared,
         };
-        let Self { args, options, loaded, overrides, head_url_given, servers, console, world, .. } = self;
-        let (client, names, plan) = prepared?;
-        let (monitor, shown_by) = match &stack {
-            Some(stack) => (stack.monitor(), None),
-            None => {
-                let head = head_server::endpoint(args.head_url.as_deref(), head_url_given, overrides, &loaded.config)?;
-                let registry = RemoteRegistry::new(head.clone(), servers.transports(), world.clone());
-                (Some(Arc::new(registry) as Arc<dyn CollectionMonitor>), Some(head))
-            }
-        };
-        if let Some(head) =
-            stack.as_ref().and_then(|stack| stack.servers().iter().find(|server| server.kind == HEAD_NAME))
-        {
-            let servers = stack.as_ref().map_or(0, |stack| stack.servers().len() - 1);
-            console.line(&format!(
-                "started {servers} servers for this collection, head {0}; its page is {0}/ui",
-                head.url
-            ));
-        }
+        let prepared = prepared?;
+        self.say_stack(stack.as_ref());
         let metrics = stack.as_ref().map_or_else(Metrics::new, |stack| stack.metrics().clone());
-        let transports = client.transports().clone();
+        let transports = prepared.client.transports().clone();
         if stack.is_none() {
             metrics.with(|known| known.register_collector(Box::new(transports.metrics())));
         }
-        let names = plan.as_ref().map_or_else(|| names.clone(), |plan| plan.names(names.clone()));
-        let pulled = match &plan {
-            None => None,
-            Some(plan) => {
-                let weights = dispatch::weights(&args, &names)?;
-                let starting = dispatch::PulledWork::start(
-                    plan,
-                    weights,
-                    &client,
-                    &options.driver,
-                    stack.as_ref(),
-                    &metrics,
-                    &world,
-                    console,
-                );
-                tokio::select! {
-                    biased;
-                    () = stop.graceful.cancelled() => return Err(Failure::Failed("stopped before the first rollout".to_owned())),
-                    started = Box::pin(starting) => started?,
-                }
-            }
+        let pulled = tokio::select! {
+            biased;
+            () = stop.graceful.cancelled() => return Err(early()),
+            pulled = Box::pin(self.pull(&prepared, stack.as_ref(), &metrics)) => pulled?,
         };
-        if pulled.is_none() && !args.weights.is_empty() {
-            console.warn(
-                "--weight has no effect: the rollouts are sent to the servers by name, and not pulled by workers"
-                    .to_owned(),
-            );
-        }
-        // Workers have their own models.
-        let (models, others) = if pulled.is_some() { Default::default() } else { (names.models(), others(&names)) };
-        let models = ModelWatch::new(client.clone(), models).with_others(others);
-        let (waits_for, watching) = models.clone().watch();
-        let watching = tokio::spawn(watching.boxed());
-        let aborted = models.aborted().await;
-        let give_up = options.driver.give_up.clone();
-        let mut collector = RolloutCollector::new(client, names, world);
-        if let Some(monitor) = monitor {
-            collector = collector.reporting_to(monitor);
-        }
-        if let Some(pulled) = &pulled {
-            collector = collector.pulled_from(pulled.pool.clone());
-            if let Some(servers) = plan.and_then(|plan| plan.servers) {
-                collector = collector.pulling_only(servers);
-            }
-        }
-        let giving_up =
-            models.clone().give_up_after(stop.graceful.clone(), give_up, collector.progress(), console.clone());
-        let giving_up = tokio::spawn(giving_up.boxed());
-        let waits = report_waits(&transports, shown_by, stack.as_ref()).await;
-        metrics.watch_collection(collector.progress(), pulled.as_ref().map(|pulled| pulled.pool.clone()));
-        let _monitored = MonitorListener::start(&args.monitor, &metrics, console).await?;
+        let (collector, shown_by) = self.collector(&prepared, stack.as_ref(), pulled.as_ref())?;
+        let watched =
+            self.watch(&prepared, &collector, stack.as_ref(), pulled.as_ref(), shown_by, &metrics, &stop).await?;
         let began = tokio::time::Instant::now();
-        let ended = CancelToken::new();
-        let showing = progress::show(
-            collector.progress(),
-            waits_for,
-            args.progress,
-            console.clone(),
-            args.stop_grace,
-            stop.graceful.clone(),
-            ended.clone(),
-        );
-        let shown = tokio::spawn(showing.boxed());
         let collected = tokio::select! {
             biased;
             () = stop.immediate.cancelled() => None,
-            collected = Box::pin(collector.collect(options, stop.graceful.clone())) => Some(collected),
+            collected = Box::pin(collector.collect(self.options.clone(), stop.graceful.clone())) => Some(collected),
         };
-        ended.cancel();
-        // The tasks only draw, so their errors are ignored.
-        watching.abort();
-        giving_up.abort();
-        drop(waits);
-        let _ = shown.await;
-        let outcome = match collected {
-            None => {
-                console.line("stopped at once; recorded rollouts are kept, and --resume continues from them");
-                return Ok(ExitCode::from(FAILED));
-            }
-            Some(collected) => collected?,
+        let (models, aborted) = watched.end().await;
+        let Some(collected) = collected else {
+            self.console.line("stopped at once; recorded rollouts are kept, and --resume continues from them");
+            return Ok(ExitCode::from(FAILED));
         };
-        outcome.warnings.iter().for_each(|warning| console.warn(warning));
-        let exit_code = match (outcome.is_complete(), &outcome.aggregate_error) {
-            (_, Some(_)) => FAILED,
-            (true, None) => SUCCESS,
-            (false, None) => INCOMPLETE,
-        };
-        let used = summary::transports(&transports);
-        if args.json {
-            let report = CollectReport::new(&outcome, began.elapsed(), used.into_iter().collect(), exit_code);
-            let text = serde_json::to_string_pretty(&report).map_err(|error| Failure::Failed(error.to_string()))?;
-            console::print(&text);
-        } else {
-            console::print(&summary::text(&outcome, began.elapsed()));
-            if let Some(used) = summary::transports_line(&used) {
-                console::print(&used);
-            }
-        }
-        models.aborted_since(&aborted).await.iter().for_each(|line| console.line(line));
+        let outcome = collected?;
+        let exit_code = self.report(&outcome, began.elapsed(), summary::transports(&transports))?;
+        models.aborted_since(&aborted).await.iter().for_each(|line| self.console.line(line));
         if let Some(advice) = summary::advice(&outcome) {
-            console.line(&advice);
+            self.console.line(&advice);
         }
-        if let Some(pulled) = pulled {
-            tokio::select! {
-                biased;
-                () = stop.immediate.cancelled() => {}
-                () = Box::pin(pulled.end()) => {}
+        let ending = async {
+            if let Some(pulled) = pulled {
+                Box::pin(pulled.end()).await;
             }
-        }
-        if let Some(stack) = stack {
-            tokio::select! {
-                biased;
-                () = stop.immediate.cancelled() => {}
-                () = Box::pin(Stack::stop(stack)) => {}
+            if let Some(stack) = stack {
+                Box::pin(Stack::stop(stack)).await;
             }
+        };
+        tokio::select! {
+            biased;
+            () = stop.immediate.cancelled() => {}
+            () = ending => {}
         }
         match &outcome.aggregate_error {
             Some(error) => Err(Failure::Failed(format!(
@@ -275,22 +216,158 @@ impl Collection<'_> {
         }
     }
 
-    /// Returns the client, the names, and how workers take the rollouts, if they do.
-    async fn prepare(
+    fn say_stack(&self, stack: Option<&Stack>) {
+        let Some(stack) = stack else { return };
+        if let Some(head) = stack.servers().iter().find(|server| server.kind == HEAD_NAME) {
+            let servers = stack.servers().len() - 1;
+            self.console.line(&format!(
+                "started {servers} servers for this collection, head {0}; its page is {0}/ui",
+                head.url
+            ));
+        }
+    }
+
+    /// Lets workers take the rollouts, if the plan says so.
+    async fn pull(
         &self,
-        stack: &mut Option<Stack>,
-    ) -> Result<(ServerClient, ServerNames, Option<PullPlan>), Failure> {
-        let Self { args, options: collection, loaded, overrides, head_url_given, servers, console, serves, world } =
-            self;
+        prepared: &Prepared,
+        stack: Option<&Stack>,
+        metrics: &Metrics,
+    ) -> Result<Option<PulledWork>, Failure> {
+        let Self { args, options, console, world, .. } = self;
+        let Some(plan) = &prepared.plan else {
+            if !args.weights.is_empty() {
+                console.warn(
+                    "--weight has no effect: the rollouts are sent to the servers by name, and not pulled by workers"
+                        .to_owned(),
+                );
+            }
+            return Ok(None);
+        };
+        let weights = dispatch::weights(args, &prepared.names())?;
+        let client = &prepared.client;
+        Ok(PulledWork::start(plan, weights, client, &options.driver, stack, metrics, world, console).await?)
+    }
+
+    /// Returns the collector, and the head server that shows its waits, if it is not that of `stack`.
+    fn collector(
+        &self,
+        prepared: &Prepared,
+        stack: Option<&Stack>,
+        pulled: Option<&PulledWork>,
+    ) -> Result<(RolloutCollector, Option<Endpoint>), Failure> {
+        let mut collector = RolloutCollector::new(prepared.client.clone(), prepared.names(), self.world.clone());
+        let mut shown_by = None;
+        let monitor = match stack {
+            Some(stack) => stack.monitor(),
+            None => {
+                let head = self.head()?;
+                let registry = RemoteRegistry::new(head.clone(), self.servers.transports(), self.world.clone());
+                shown_by = Some(head);
+                Some(Arc::new(registry) as Arc<dyn CollectionMonitor>)
+            }
+        };
+        if let Some(monitor) = monitor {
+            collector = collector.reporting_to(monitor);
+        }
+        if let Some(pulled) = pulled {
+            collector = collector.pulled_from(pulled.pool.clone());
+            if let Some(servers) = prepared.plan.as_ref().and_then(|plan| plan.servers.clone()) {
+                collector = collector.pulling_only(servers);
+            }
+        }
+        Ok((collector, shown_by))
+    }
+
+    #[allow(clippy::too_many_arguments)] // The parts of one collection, used once.
+    async fn watch(
+        &self,
+        prepared: &Prepared,
+        collector: &RolloutCollector,
+        stack: Option<&Stack>,
+        pulled: Option<&PulledWork>,
+        shown_by: Option<Endpoint>,
+        metrics: &Metrics,
+        stop: &StopSignals,
+    ) -> Result<Watched, Failure> {
+        let Self { args, options, console, .. } = self;
+        let names = prepared.names();
+        // Workers have their own models.
+        let (models, others) = if pulled.is_some() { Default::default() } else { (names.models(), others(&names)) };
+        let models = ModelWatch::new(prepared.client.clone(), models).with_others(others);
+        let (waits_for, watching) = models.clone().watch();
+        let watching = tokio::spawn(watching.boxed());
+        let aborted = models.aborted().await;
+        let (graceful, give_up) = (stop.graceful.clone(), options.driver.give_up.clone());
+        let giving_up = models.clone().give_up_after(graceful, give_up, collector.progress(), (*console).clone());
+        let giving_up = tokio::spawn(giving_up.boxed());
+        let waits = report_waits(prepared.client.transports(), shown_by, stack).await;
+        metrics.watch_collection(collector.progress(), pulled.map(|pulled| pulled.pool.clone()));
+        let monitored = MonitorListener::start(&args.monitor, metrics, console).await?;
+        let ended = CancelToken::new();
+        let showing = progress::show(
+            collector.progress(),
+            waits_for,
+            args.progress,
+            (*console).clone(),
+            args.stop_grace,
+            stop.graceful.clone(),
+            ended.clone(),
+        );
+        Ok(Watched {
+            models,
+            aborted,
+            tasks: [watching, giving_up],
+            shown: tokio::spawn(showing.boxed()),
+            ended,
+            _waits: waits,
+            _monitored: monitored,
+        })
+    }
+
+    /// Prints the summary, and returns the exit code.
+    fn report(
+        &self,
+        outcome: &CollectSummary,
+        elapsed: Duration,
+        used: Vec<(&'static str, usize)>,
+    ) -> Result<u8, Failure> {
+        outcome.warnings.iter().for_each(|warning| self.console.warn(warning));
+        let exit_code = match (outcome.is_complete(), &outcome.aggregate_error) {
+            (_, Some(_)) => FAILED,
+            (true, None) => SUCCESS,
+            (false, None) => INCOMPLETE,
+        };
+        if self.args.json {
+            let report = CollectReport::new(outcome, elapsed, used.into_iter().collect(), exit_code);
+            let text = serde_json::to_string_pretty(&report).map_err(|error| Failure::Failed(error.to_string()))?;
+            console::print(&text);
+        } else {
+            console::print(&summary::text(outcome, elapsed));
+            if let Some(used) = summary::transports_line(&used) {
+                console::print(&used);
+            }
+        }
+        Ok(exit_code)
+    }
+
+    /// Returns the head server of running servers.
+    fn head(&self) -> Result<Endpoint, Failure> {
+        let Self { args, overrides, head_url_given, loaded, .. } = self;
+        head_server::endpoint(args.head_url.as_deref(), *head_url_given, overrides, &loaded.config)
+    }
+
+    async fn prepare(&self, stack: &mut Option<Stack>) -> Result<Prepared, Failure> {
+        let Self { args, options: collection, loaded, servers, console, serves, world, .. } = self;
         if *serves {
             let options = own_stack(loaded, &args.starting, args.concurrency.unwrap_or(0), console);
             let started = stack.insert(Stack::start(loaded.config.clone(), servers, world, options).await?);
             let (client, names) = (started.client().clone(), started.names().clone());
             ModelWatch::new(client.clone(), names.models()).at_start(args.starting.wait_for_model, console).await?;
             let plan = PullPlan::own(args, &loaded.config.head.host);
-            return Ok((client, names, plan));
+            return Ok(Prepared { client, names, plan });
         }
-        let head = head_server::endpoint(args.head_url.as_deref(), *head_url_given, overrides, &loaded.config)?;
+        let head = self.head()?;
         let policy = loaded.config.transport_policy.clone().unwrap_or_else(TransportPolicy::unconfigured);
         let transports = servers.transports().scoped(&policy, None);
         let (client, names) = connect_head(&head, transports, world).await.map_err(|error| {
@@ -301,11 +378,17 @@ impl Collection<'_> {
             ))
         })?;
         let plan = PullPlan::choose(args, collection, &client, &names, &head).await?;
-        if plan.is_some() {
-            return Ok((client, names, plan));
+        if plan.is_none() {
+            ModelWatch::new(client.clone(), names.models()).at_start(args.starting.wait_for_model, console).await?;
         }
-        ModelWatch::new(client.clone(), names.models()).at_start(args.starting.wait_for_model, console).await?;
-        Ok((client, names, None))
+        Ok(Prepared { client, names, plan })
+    }
+}
+
+impl Prepared {
+    /// Returns the names for the plan.
+    fn names(&self) -> ServerNames {
+        self.plan.as_ref().map_or_else(|| self.names.clone(), |plan| plan.names(self.names.clone()))
     }
 }
 

@@ -26,7 +26,7 @@ use crate::role::reply::health::{PROBE_QUERY, TRIAL_QUERY};
 const PROBE_TIMEOUT: Duration = Duration::from_secs(10);
 /// Interval of the probes while a command waits for endpoints, and of the health requests while rollouts run. A user sees a failure
 /// within two intervals.
-const WRITE_INTERVAL: Duration = Duration::from_secs(1);
+const PROBE_INTERVAL: Duration = Duration::from_secs(1);
 /// Time after which a server that does not answer is named.
 const SILENT_AFTER: Duration = Duration::from_secs(3);
 /// Interval of the lines while a command waits for endpoints.
@@ -119,7 +119,7 @@ impl ModelWatch {
             }
             let at = printed.as_ref().filter(|_| quiet).map_or_else(Instant::now, |(at, _)| *at);
             printed = Some((at, endpoints));
-            tokio::time::sleep(WRITE_INTERVAL.min(left)).await;
+            tokio::time::sleep(PROBE_INTERVAL.min(left)).await;
         }
     }
 
@@ -130,8 +130,8 @@ impl ModelWatch {
         let watching = async move {
             let mut silent: BTreeMap<String, Instant> = BTreeMap::new();
             while !sender.is_closed() {
-                tokio::time::sleep(WRITE_INTERVAL).await;
-                let (endpoints, awaited) = tokio::join!(self.request(None, WRITE_INTERVAL), self.awaited(&mut silent));
+                tokio::time::sleep(PROBE_INTERVAL).await;
+                let (endpoints, awaited) = tokio::join!(self.request(None, PROBE_INTERVAL), self.awaited(&mut silent));
                 let endpoints = endpoints.iter().filter_map(|endpoint| in_progress(&endpoint.server, &endpoint.report));
                 let silent = silent.iter().map(|(server, since)| (server, since.elapsed()));
                 let silent = silent.filter(|(_, silent)| *silent >= SILENT_AFTER).map(|(server, silent)| {
@@ -178,7 +178,7 @@ impl ModelWatch {
 
     /// Returns why none of the rollouts in flight runs; `None` if one may.
     async fn rest(&self, rollouts: u64) -> Option<String> {
-        let cx = CallContext::within(WRITE_INTERVAL);
+        let cx = CallContext::within(PROBE_INTERVAL);
         let listed = self.client.registry().list(&cx).await.unwrap_or_default();
         let addresses =
             listed.into_iter().map(Address::of).take(ASKED_MAX).chain(of_this_machine()).collect::<Vec<_>>();
@@ -201,7 +201,7 @@ impl ModelWatch {
 
     /// Returns the responses that each endpoint has aborted so far.
     pub(in crate::cli) async fn aborted(&self) -> BTreeMap<(String, String), u64> {
-        let endpoints = self.request(None, WRITE_INTERVAL).await.into_iter();
+        let endpoints = self.request(None, PROBE_INTERVAL).await.into_iter();
         endpoints.map(|ModelEndpoint { server, report }| ((server, report.url), report.aborted)).collect()
     }
 
@@ -221,7 +221,7 @@ impl ModelWatch {
     /// servers of one process report the same ones. Notes in `silent` since when servers do not answer.
     async fn awaited(&self, silent: &mut BTreeMap<String, Instant>) -> Vec<AwaitedServer> {
         let asked = self.others.iter().map(async |server| {
-            (server, self.client.get(&CallContext::within(WRITE_INTERVAL), server, "/health").await)
+            (server, self.client.get(&CallContext::within(PROBE_INTERVAL), server, "/health").await)
         });
         let mut told = Vec::new();
         for (server, answer) in join_all(asked).await {
@@ -232,7 +232,7 @@ impl ModelWatch {
                     silent.remove(server);
                 }
                 Err(error) if (error.code(), error.execution()) == (Code::DeadlineExceeded, Execution::Unknown) => {
-                    silent.entry(server.clone()).or_insert_with(|| Instant::now() - WRITE_INTERVAL);
+                    silent.entry(server.clone()).or_insert_with(|| Instant::now() - PROBE_INTERVAL);
                 }
                 Err(_) => drop(silent.remove(server)),
             }

@@ -19,7 +19,7 @@ use crate::cli::inspect::finding::Finding;
 pub(in crate::cli) use ranks::workers;
 
 /// Limit for one test: two processes start, connect, and call for less than a second.
-const END_TIMEOUT: Duration = Duration::from_secs(20);
+const TEST_TIMEOUT: Duration = Duration::from_secs(20);
 const TOPIC: &str = "self_test";
 
 /// What was measured over one way between two processes.
@@ -67,10 +67,10 @@ pub(super) async fn run(reports: &[TransportReport]) -> Vec<Tested> {
     let known = Transports::standard().known();
     let usable = reports.iter().filter(|report| report.usable).map(|report| report.transport);
     for transport in usable.filter(|transport| *transport != Transport::MEM && known.contains(transport)) {
-        tested.push(Tested::new(transport.as_str(), self_test(transport, END_TIMEOUT).await));
+        tested.push(Tested::new(transport.as_str(), self_test(transport, TEST_TIMEOUT).await));
     }
     #[cfg(feature = "groups")]
-    tested.push(Tested::new("all_reduce", ranks::all_reduce(END_TIMEOUT).await));
+    tested.push(Tested::new("all_reduce", ranks::all_reduce(TEST_TIMEOUT).await));
     tested
 }
 
