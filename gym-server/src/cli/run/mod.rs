@@ -187,8 +187,7 @@ impl Serving<'_> {
 
     fn stack_options(&self, loaded: &LoadedConfig, membership: &Membership) -> StackOptions {
         let Self { args, cluster, .. } = self;
-        let mut http = HttpConfig::default();
-        http.default_deadline = args.request_timeout;
+        let http = HttpConfig { default_deadline: args.request_timeout, ..HttpConfig::default() };
         let mut options = options(loaded, &args.starting, self.console);
         options.head = (!self.serves_head).then(|| self.head.clone());
         options.join.clone_from(&membership.joined);
