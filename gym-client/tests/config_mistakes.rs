@@ -156,6 +156,13 @@ fn what_the_loader_accepts_and_cannot_run_is_listed() {
             "",
         ),
         (format!("{MODEL}limits: 4\n"), "did you mean 'limit'?", ""),
+        (
+            format!("{MODEL}head_servr: {{port: 0}}\n"),
+            "head_servr: unknown key 'head_servr'\n  fix: did you mean 'head_server'?",
+            "",
+        ),
+        (format!("{MODEL}num_repeat: {{a: 3}}\n"), "did you mean 'num_repeats'?", ""),
+        (format!("{MODEL}colours: {{a: red}}\n"), "", ""),
         (format!("{MODEL}num_repeats: 0\n"), "main.yaml:6: num_repeats: 0 is out of range\n  fix: use 1 or more", ""),
         (format!("{MODEL}num_repeats: {{a: 0}}\n"), "main.yaml:6: num_repeats.a: 0 is out of range", ""),
         (format!("{MODEL}num_repeats: many\n"), "num_repeats: expected an integer, found a string", ""),

@@ -360,6 +360,25 @@ fn an_option_for_the_model_that_no_server_reads_is_an_error() {
     assert_eq!(output.status.code(), Some(0), "{}", texts(&output).1);
 }
 
+#[test]
+fn a_file_that_is_no_output_is_not_overwritten() {
+    let folder = folder();
+    let yaml = "policy_model: {responses_api_models: {scripted_model: {entrypoint: app.py}}}\n";
+    std::fs::write(folder.path().join("main.yaml"), yaml).unwrap();
+    std::fs::write(folder.path().join("t.jsonl"), "{\"responses_create_params\": {\"input\": \"x\"}}\n").unwrap();
+    let collect = ["collect", "--config", "main.yaml", "--input", "t.jsonl", "--overwrite", "--output"];
+    for arguments in [&["main.yaml"][..], &["o.jsonl", "--events", "main.yaml"]] {
+        let output = rgym(folder.path(), &[&collect[..], arguments].concat());
+        let (_, error) = texts(&output);
+        assert_eq!(output.status.code(), Some(2), "{error}");
+        assert!(
+            error.contains("main.yaml: this file is no output of a collection") && error.contains("fix: name"),
+            "{error}"
+        );
+        assert_eq!(std::fs::read_to_string(folder.path().join("main.yaml")).unwrap(), yaml);
+    }
+}
+
 /// What cannot run: a file, and what `config check` says of it.
 #[test]
 fn a_check_never_says_ok_of_what_cannot_run() {

@@ -22,14 +22,14 @@ pub trait Lender: Send + Sync + 'static {
 /// struct Owner(Mutex<Vec<BytesMut>>);
 /// impl Lender for Owner {
 ///     fn take_back(&self, _: usize, memory: BytesMut) {
-///         self.0.lock().push(memory);
+///         self.0.lock().unwrap().push(memory);
 ///     }
 /// }
 ///
 /// let owner = Arc::new(Owner(Mutex::default()));
 /// let segment = Loan::new(BytesMut::from("weights"), 0, owner.clone()).into_bytes();
 /// drop(segment);                    // what a transport does when it has sent the last byte
-/// assert_eq!(owner.0.lock()[0], "weights");
+/// assert_eq!(owner.0.lock().unwrap()[0], "weights");
 /// ```
 pub struct Loan {
     memory: BytesMut,

@@ -37,6 +37,7 @@ use std::time::Duration;
 
 use clap::FromArgMatches;
 use futures_util::FutureExt as _;
+use gym_client::config::nearest_name;
 use gym_core::transport::Transport;
 
 use crate::cli::args::aliases;
@@ -161,8 +162,19 @@ fn mistaken(error: &clap::Error, arguments: &[OsString]) -> Option<String> {
         ErrorKind::InvalidSubcommand => {
             let word = said(ContextKind::InvalidSubcommand)?;
             let meant = match command {
-                "new" => format!("{program} new environment {word}"),
-                "config" => format!("{program} config check {word}"),
+                "new" | "config" => {
+                    let (inner, usual) = match command {
+                        "new" => (&["environment"][..], "environment"),
+                        _ => (&["check", "roce", "schema", "show"][..], "check"),
+                    };
+                    let rest = words.iter().skip_while(|other| **other != word).skip(1).copied();
+                    // A word that is nearly a command is one; another word is the name or the file.
+                    let meant = match nearest_name(word, inner.iter().copied()) {
+                        Some(near) => [near].into_iter().chain(rest).collect::<Vec<_>>(),
+                        None => [usual, word].into_iter().chain(rest).collect(),
+                    };
+                    format!("{program} {command} {}", meant.join(" "))
+                }
                 _ if word == command => {
                     let meant = MEANT.iter().find(|(known, _)| *known == word)?.1;
                     format!("{program} {}", [&[meant], &words[1..]].concat().join(" "))
@@ -285,6 +297,9 @@ mod tests {
             (&["rgym", "check", "a.yaml"], "fix: rgym config check a.yaml"),
             (&["rgym", "config", "a.yaml"], "fix: rgym config check a.yaml"),
             (&["rgym", "new", "bank"], "fix: rgym new environment bank"),
+            (&["rgym", "new", "enviroment", "bank"], "fix: rgym new environment bank"),
+            (&["rgym", "config", "chek", "a.yaml"], "fix: rgym config check a.yaml"),
+            (&["rgym", "config", "schma"], "fix: rgym config schema"),
             (&["rgym", "run", "base.yaml"], "fix: rgym run --config base.yaml"),
             (&["rgym", "collect", "base.yaml", "--agent", "a"], "fix: rgym collect --config base.yaml --agent a"),
             (&["rgym", "collect", "-a", "a", "tasks.jsonl"], "fix: rgym collect -a a --input tasks.jsonl"),

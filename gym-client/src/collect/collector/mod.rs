@@ -119,7 +119,8 @@ impl CollectOptions {
     /// a file for writing; call this before servers start.
     ///
     /// # Errors
-    /// `InvalidArgument` if the input cannot be used, if two of the files are the same file, if an output exists and `existing` rejects that, or if the events file
+    /// `InvalidArgument` if the input cannot be used, if two of the files are the same file, if an output exists and `existing` rejects that, if a file of its
+    /// name is no output of a collection, or if the events file
     /// or the directory for TensorBoard cannot be written. The errors of
     /// the disk.
     pub async fn check_output(&self, disk: &dyn Files) -> Result<Vec<PathBuf>> {
@@ -136,11 +137,30 @@ impl CollectOptions {
         if let Some(folder) = &self.tensorboard {
             TensorBoardFile::check(folder, self.existing)?;
         }
+        for written in [Some(&files.rollouts), self.events.as_ref()].into_iter().flatten() {
+            check_is_output(written)?;
+        }
         let existing = files.existing(disk).await?;
         match (self.existing, existing.first()) {
             (ExistingOutput::Reject, Some(first)) => Err(output_exists(first)),
             _ => Ok(existing),
         }
+    }
+}
+
+/// Checks that a file, if it exists, may be one of an earlier collection: JSON lines. `--overwrite` is no leave to replace another file.
+fn check_is_output(path: &Path) -> Result<()> {
+    let mut begins = [0; 256];
+    let is_file = std::fs::metadata(path).is_ok_and(|found| found.is_file());
+    let Some(length) = is_file.then(|| File::open(path).ok()?.read(&mut begins).ok()).flatten() else { return Ok(()) };
+    // A file system may leave zeros at the end of a file after a crash.
+    let first = begins[..length].iter().find(|byte| !byte.is_ascii_whitespace() && **byte != 0);
+    match first {
+        None | Some(b'{') => Ok(()),
+        Some(_) => Err(Error::invalid(format!(
+            "{}: this file is no output of a collection: it does not begin with a JSON object\n  fix: name another file, or remove this one",
+            path.display()
+        ))),
     }
 }
 

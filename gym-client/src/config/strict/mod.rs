@@ -93,15 +93,17 @@ pub(crate) fn check(
             continue;
         }
         match node.as_map() {
-            Some(_) if of_command_line => warnings.push(override_without_effect(&key, node, servers)),
+            Some(_) if of_command_line && near_key(&key).is_none() => {
+                warnings.push(override_without_effect(&key, node, servers))
+            }
             // A reference to it is an error already.
             Some(map) if is_idle(map) && !referenced.contains(&key) => idle.push((key, node)),
+            Some(map) if !ServerKind::ALL.into_iter().any(|kind| map.contains(kind.as_str())) => {
+                mistakes.extend(near_key(&key).map(|near| unknown_key(&key, near, node)));
+            }
             Some(_) => {}
             None => match meant_key(&key) {
-                Some(meant) => mistakes.push(
-                    Problem::new(Mistake::Value, &node.origin, key.clone(), format!("unknown key '{key}'"))
-                        .fix(format!("did you mean '{meant}'?")),
-                ),
+                Some(meant) => mistakes.push(unknown_key(&key, meant, node)),
                 None if of_command_line => warnings.push(override_without_effect(&key, node, servers)),
                 None => unused.push((key, node)),
             },
@@ -154,6 +156,11 @@ const MEANT_KEYS: [(&str, &str); 10] = [
 fn meant_key(key: &str) -> Option<&'static str> {
     let synonym = MEANT_KEYS.iter().find(|(written, _)| *written == key).map(|(_, meant)| *meant);
     synonym.or_else(|| near_key(key))
+}
+
+fn unknown_key(key: &str, meant: &str, node: &Node) -> Problem {
+    Problem::new(Mistake::Value, &node.origin, key, format!("unknown key '{key}'"))
+        .fix(format!("did you mean '{meant}'?"))
 }
 
 /// Returns the warning about an override of a key that nothing reads.

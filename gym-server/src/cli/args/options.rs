@@ -454,7 +454,7 @@ pub(in crate::cli) struct CollectArgs {
     #[arg(long, value_name = "N", env = "NEMO_GYM_MAX_ROLLOUT_ATTEMPTS", value_parser = clap::value_parser!(u32).range(1..))]
     pub(in crate::cli) attempts: Option<u32>,
     /// Seconds allowed for one attempt
-    #[arg(long, value_name = "SECS", default_value = "7200", value_parser = seconds)]
+    #[arg(long, value_name = "SECS", default_value = "7200", value_parser = some_seconds)]
     pub(in crate::cli) attempt_timeout: Duration,
     /// Rollouts whose last model response was cut off: keep their reward, or fail without one
     #[arg(long, value_enum, default_value_t = Truncated::Score, value_name = "HOW")]
@@ -520,7 +520,7 @@ pub(in crate::cli) struct PlanArgs {
     #[arg(long, value_name = "SECS", default_value = "20", value_parser = seconds)]
     pub(in crate::cli) seconds: Duration,
     /// Seconds allowed for one attempt
-    #[arg(long, value_name = "SECS", default_value = "7200", value_parser = seconds)]
+    #[arg(long, value_name = "SECS", default_value = "7200", value_parser = some_seconds)]
     pub(in crate::cli) attempt_timeout: Duration,
     /// Print JSON
     #[arg(long)]
@@ -709,6 +709,12 @@ pub(in crate::cli) enum ShowFormat {
 fn seconds(text: &str) -> Result<Duration, String> {
     let seconds: f64 = text.parse().map_err(|_| "write seconds, such as 30 or 0.5".to_owned())?;
     Duration::try_from_secs_f64(seconds).map_err(|_| "use a number from 0".to_owned())
+}
+
+/// Parses a number of seconds that is not zero.
+fn some_seconds(text: &str) -> Result<Duration, String> {
+    let seconds = seconds(text)?;
+    if seconds.is_zero() { Err("use more than 0".to_owned()) } else { Ok(seconds) }
 }
 
 /// Parses the weight of a server.

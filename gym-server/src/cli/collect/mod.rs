@@ -21,6 +21,7 @@ use gym_client::collect::monitor::CollectionMonitor;
 use gym_client::collect::{
     CollectOptions, CollectSummary, ExistingOutput, OutputFiles, RolloutCollector, ServerNames, connect_head,
 };
+use gym_client::config::Problem;
 use gym_client::registry::{RemoteRegistry, WaitsListener};
 use gym_core::server::ServerKind;
 use gym_core::transport::TransportPolicy;
@@ -67,6 +68,12 @@ pub(super) async fn collect(
     }
     prepare_transports(&loaded, servers, console);
     loaded.config.warnings.iter().chain(&loaded.config.mistakes).for_each(|warning| console.warn(warning));
+    // Each agent rejects such a request.
+    let of_params =
+        |mistake: &&Problem| mistake.key.as_deref().is_some_and(|key| key.starts_with("responses_create_params"));
+    if let Some(mistake) = loaded.config.mistakes.iter().find(of_params) {
+        return Err(Failure::Usage(mistake.to_string()));
+    }
     let options = settings::read(&args, &loaded, overrides, |warning| console.warn(warning))?;
     let world = World::real();
     // Before servers start, which may take minutes.
@@ -75,12 +82,6 @@ pub(super) async fn collect(
         names.check_target(agent).map_err(|error| Failure::Usage(error.message().to_owned()))?;
     }
     let existing = options.check_output(&*world.files).await?;
-    if let (ExistingOutput::Overwrite, Some(first)) = (options.existing, existing.first()) {
-        console.line(&format!(
-            "{}: this run replaces the results of an earlier one; with --resume, it would continue them",
-            first.display()
-        ));
-    }
     if options.existing == ExistingOutput::Resume && existing.is_empty() {
         let output = options.output.display();
         if let Some(near) = OutputFiles::beside(&options.output).misspelled_of() {
@@ -94,6 +95,12 @@ pub(super) async fn collect(
     }
     if serves {
         options.check_rows(&ServerNames::of_config(&loaded.config)).await?;
+    }
+    if let (ExistingOutput::Overwrite, Some(first)) = (options.existing, existing.first()) {
+        console.line(&format!(
+            "{}: this run replaces the results of an earlier one; with --resume, it would continue them",
+            first.display()
+        ));
     }
     #[cfg(feature = "ray")]
     let (loaded, ray) = match serves {

@@ -1,6 +1,6 @@
 //! Tables of text, which some people have their tasks in: recognized, with the way to JSON lines.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 /// Columns that a message names.
 const COLUMNS_MAX: usize = 8;
@@ -11,6 +11,13 @@ const TASK_COLUMNS: [&str; 7] = ["input", "prompt", "question", "problem", "inst
 
 /// Returns the problem of a file that begins like a table of text, with the fix; `None` for all others.
 pub(super) fn problem(file: &Path, begins: &[u8]) -> Option<String> {
+    if begins.starts_with(&[0xFF, 0xFE]) || begins.starts_with(&[0xFE, 0xFF]) {
+        return Some(format!(
+            "the input is UTF-16; it must be UTF-8\n  fix: convert it: iconv -f UTF-16 -t UTF-8 {} > {}",
+            file.display(),
+            converted(file).display()
+        ));
+    }
     let text = String::from_utf8_lossy(begins);
     let text = text.strip_prefix('\u{FEFF}').unwrap_or(&text);
     let mut lines = text.lines();
@@ -19,9 +26,11 @@ pub(super) fn problem(file: &Path, begins: &[u8]) -> Option<String> {
     if header.trim().is_empty() || header.trim_start().starts_with(json) {
         return None;
     }
-    let (separator, kind) = match header.contains('\t') {
-        true => ('\t', "tab-separated"),
-        false => (',', "comma-separated"),
+    let count = |separator| header.matches(separator).count();
+    let (separator, kind, delimiter) = match (count('\t'), count(';')) {
+        (1.., _) => ('\t', "tab-separated", ", delimiter=\"\\t\""),
+        (0, semicolons) if semicolons > count(',') => (';', "semicolon-separated", ", delimiter=\";\""),
+        _ => (',', "comma-separated", ""),
     };
     let columns: Vec<&str> = header.split(separator).map(|column| column.trim().trim_matches('"')).collect();
     let second = lines.next().map(|line| line.split(separator).count());
@@ -35,9 +44,8 @@ pub(super) fn problem(file: &Path, begins: &[u8]) -> Option<String> {
     let usual = TASK_COLUMNS.into_iter().find(|usual| columns.iter().any(|column| column.eq_ignore_ascii_case(usual)));
     let of_task = usual.and_then(|usual| columns.iter().find(|column| column.eq_ignore_ascii_case(usual)));
     let of_task = of_task.or(columns.first()).copied().unwrap_or_default();
-    let delimiter = if separator == '\t' { ", delimiter=\"\\t\"" } else { "" };
     let name = file.display();
-    let lines = file.with_extension("jsonl");
+    let lines = converted(file);
     Some(format!(
         "the input is a table of {kind} values ({shown}{more}); it must be JSON lines: an object for each task, in which \
          responses_create_params.input has the text of the task, and the environment reads the other keys\n  fix: convert it; if \
@@ -45,6 +53,16 @@ pub(super) fn problem(file: &Path, begins: &[u8]) -> Option<String> {
          {{\"input\": row.pop(\"{of_task}\")}}, **row}})) for row in csv.DictReader(open(sys.argv[1]){delimiter})]' {name} > {}",
         lines.display()
     ))
+}
+
+/// Returns the name of the file for the converted rows, which is not that of the input.
+fn converted(file: &Path) -> PathBuf {
+    let lines = file.with_extension("jsonl");
+    if lines != file {
+        return lines;
+    }
+    let stem = file.file_stem().unwrap_or_default().to_string_lossy();
+    file.with_file_name(format!("{stem}-rows.jsonl"))
 }
 
 fn is_named(file: &Path) -> bool {
