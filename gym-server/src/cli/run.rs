@@ -161,7 +161,11 @@ async fn serve(serving: Serving, overrides: &[String], servers: &Servers, consol
         recovery: cluster.worker_timeout,
         only: args.serve,
         stop_grace: args.stop_grace,
-        http: HttpConfig { default_deadline: args.request_timeout, ..HttpConfig::default() },
+        http: {
+            let mut config = HttpConfig::default();
+            config.default_deadline = args.request_timeout;
+            config
+        },
         ..options(&loaded, &args.starting, console)
     };
     let stop = StopSignals::listen()?;
@@ -189,8 +193,8 @@ async fn serve(serving: Serving, overrides: &[String], servers: &Servers, consol
     let pulled_from = pulled_from.or_else(|| (joins && stack.servers().iter().any(runs)).then(|| head.clone()));
     let puller = pulled_from.map(|head| {
         let registry: Arc<dyn Registry> = Arc::new(head_registry(head, servers, &world));
-        let mut options =
-            WorkPullerOptions { capacity: args.pull_capacity, ..WorkPullerOptions::of_this_process(&world) };
+        let mut options = WorkPullerOptions::of_this_process(&world);
+        options.capacity = args.pull_capacity;
         if let Some(worker) = &worker {
             options.name.clone_from(&worker.name);
             // Other workers of the cluster may have other servers.

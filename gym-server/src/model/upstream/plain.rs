@@ -32,13 +32,11 @@ impl PlainClient {
         connect_timeout: Duration,
     ) -> Result<Self> {
         let mut metadata = Metadata::new();
-        let mut config = HttpConfig {
-            connections_max,
-            connect_timeout,
-            // A generation has no side effects.
-            repeats_on_new_connection: true,
-            ..HttpConfig::default()
-        };
+        let mut config = HttpConfig::default();
+        config.connections_max = connections_max;
+        config.connect_timeout = connect_timeout;
+        // A generation has no side effects.
+        config.repeats_on_new_connection = true;
         for (name, value) in headers {
             let value = value
                 .to_str()

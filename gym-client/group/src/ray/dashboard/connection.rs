@@ -50,7 +50,9 @@ impl Connection {
                 ),
             ));
         }
-        let connector = HttpConnector::new(HttpConfig { connect_timeout: CONNECT_TIME, ..HttpConfig::default() });
+        let mut config = HttpConfig::default();
+        config.connect_timeout = CONNECT_TIME;
+        let connector = HttpConnector::new(config);
         Ok(Self::Plain {
             endpoint: Endpoint::parse(dashboard)?,
             connector: Box::new(connector),

@@ -96,7 +96,9 @@ impl ExportSetup {
     }
 
     async fn send_all(mut self, ended: CancelToken) {
-        let connector = HttpConnector::new(HttpConfig { connections_max: 1, ..HttpConfig::default() });
+        let mut config = HttpConfig::default();
+        config.connections_max = 1;
+        let connector = HttpConnector::new(config);
         let service = std::env::var("OTEL_SERVICE_NAME").unwrap_or_else(|_| "gym".to_owned());
         let resource = [("service.name", service), ("process.pid", std::process::id().to_string())];
         let mut warned = false;
