@@ -141,7 +141,8 @@ fn servers() -> Servers {
 /// An error if the configuration is invalid, or if a server does not start.
 pub async fn start(config: &str, only: &str) -> Result<Stack> {
     let only = if only == "all" { Vec::new() } else { vec![only.to_owned()] };
-    let options = StackOptions { only, ..StackOptions::default() };
+    let mut options = StackOptions::default();
+    options.only = only;
     Ok(Stack::start(load(config)?, &servers(), &World::real(), options).await?)
 }
 
@@ -234,7 +235,8 @@ pub async fn all_in_one(config: &str, concurrency: usize) -> Result<(Stack, Roll
     let world = World::real();
     let config = load(config)?;
     let names = ServerNames::of_config(&config);
-    let mut options = StackOptions { in_process_calls_max: concurrency.max(16_384), ..StackOptions::default() };
+    let mut options = StackOptions::default();
+    options.in_process_calls_max = concurrency.max(16_384);
     options.http.requests_max = options.in_process_calls_max;
     let stack = Stack::start(config, &servers(), &world, options).await?;
     let collector = RolloutCollector::new(stack.client().clone(), names, world);

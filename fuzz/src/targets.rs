@@ -11,8 +11,7 @@ use gym_transport_rdma::fuzzing;
 use crate::Target;
 
 /// Small, so that inputs of a few hundred bytes reach every limit.
-const LIMITS: frame::MessageLimits =
-    frame::MessageLimits { head_bytes_max: 1 << 10, segments_max: 16, message_bytes_max: 4 << 10 };
+const LIMITS: frame::MessageLimits = frame::MessageLimits::new(1 << 10, 16, 4 << 10);
 
 /// The strings of an error, and the fixed cost of a call.
 const FIXED_BYTES: usize = 2 << 10;
@@ -166,11 +165,9 @@ fn ucx_requests(input: &Bytes) {
 
 /// Passes active messages to a calling end of UCX: complete or chunked responses, and failures, while callers start and disconnect.
 fn ucx_responses(input: &Bytes) {
-    let limits = mux::ConnectionLimits {
-        head_bytes_max: LIMITS.head_bytes_max,
-        segments_max: LIMITS.segments_max,
-        message_bytes_max: LIMITS.message_bytes_max,
-        ..mux::ConnectionLimits::default()
-    };
+    let mut limits = mux::ConnectionLimits::default();
+    limits.head_bytes_max = LIMITS.head_bytes_max;
+    limits.segments_max = LIMITS.segments_max;
+    limits.message_bytes_max = LIMITS.message_bytes_max;
     let _ = fuzzing::take_responses(input, &limits);
 }

@@ -14,7 +14,7 @@ use gym_core::rollout::TaskKey;
 use gym_core::server::ServerKind;
 use gym_core::testing::{Faults, SimFiles, SimNet};
 use gym_core::transport::{handler_fn, serve};
-use gym_core::{CallContext, CancelToken, Endpoint, Incarnation, RawObject, Request, Response, Result, World};
+use gym_core::{CallContext, CancelToken, Endpoint, RawObject, Request, Response, Result, World};
 
 const OUTPUT: &str = "rollouts.jsonl";
 
@@ -30,16 +30,13 @@ async fn collect(latency_max: Duration, options: DriverOptions) -> (Result<RunEn
     let answer = Arc::new(answer);
     host.spawn(serve(listener, answer, CancelToken::new(), Duration::from_secs(100_000)).map(drop));
     let registry = Arc::new(MemoryRegistry::default());
-    let registration = Registration {
-        name: "env".to_owned(),
-        replica: Some(0),
-        kind: ServerKind::Environment,
-        implementation: String::new(),
-        endpoints: vec![Endpoint::parse("sim://env/gym").expect("the test sets it up right")],
-        incarnation: Incarnation(1),
-        ttl: Duration::from_secs(100_000),
-        labels: Default::default(),
-    };
+    let mut registration = Registration::new(
+        "env",
+        ServerKind::Environment,
+        [Endpoint::parse("sim://env/gym").expect("the test sets it up right")],
+    );
+    registration.replica = Some(0);
+    registration.ttl = Duration::from_secs(100_000);
     registry.register(&CallContext::default(), registration).await.expect("the test sets it up right");
     let files = SimFiles::new(1);
     let world = World::new(Arc::new(files.clone()), 1, Duration::ZERO);
@@ -76,12 +73,10 @@ async fn a_disk_that_stands_still_for_minutes_holds_the_run_up_and_does_not_end_
 #[tokio::test(start_paused = true)]
 async fn a_rollout_whose_superseded_attempt_is_recorded_late_counts_once() {
     // Superseded after 20 s, recorded after that: its last attempt is over, and has completed the rollout all the same.
-    let options = DriverOptions {
-        attempts_max: 1,
-        attempt_timeout: Duration::from_secs(10),
-        record_timeout: Duration::from_secs(10),
-        ..DriverOptions::default()
-    };
+    let mut options = DriverOptions::default();
+    options.attempts_max = 1;
+    options.attempt_timeout = Duration::from_secs(10);
+    options.record_timeout = Duration::from_secs(10);
     let mut late = 0;
     for latency in 5..20 {
         let (ended, counted, written) = collect(Duration::from_secs(latency), options.clone()).await;

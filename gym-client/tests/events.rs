@@ -8,8 +8,8 @@ use parking_lot::Mutex;
 use std::path::Path;
 use std::sync::Arc;
 
+use gym_client::collect::ExistingOutput;
 use gym_client::collect::monitor::{AttemptId, CollectionMonitor, CollectionReport, ReportReply, WantedRow};
-use gym_client::collect::{CollectOptions, ExistingOutput};
 use gym_core::{CallContext, CancelToken, Code, Error};
 use serde_json::{Value, json};
 
@@ -91,18 +91,22 @@ async fn a_resumed_run_appends_and_a_new_one_asks_before_it_replaces() {
     let ground = Ground::new(&[json!([{"reward": 1.0}]), json!([{"_ng_no_persist": true}])]);
     ground.collect(ground.options()).await.unwrap();
     let first = lines(&ground.events()).len();
-    let resumed = CollectOptions { existing: ExistingOutput::Resume, ..ground.options() };
+    let mut resumed = ground.options();
+    resumed.existing = ExistingOutput::Resume;
     ground.collect(resumed).await.unwrap();
     let all = lines(&ground.events());
     assert_eq!(attempts(&all[first..], &[]), [json!([["started", 1, 0], []]), json!([["unrecorded", 1, 0], []])]);
     let began = &all[first];
     assert_eq!((&began["resumed"], &began["already_completed"]), (&json!(true), &json!(1)));
     // Another output, so that only the events file exists.
-    let elsewhere = CollectOptions { output: ground.folder.path().join("other.jsonl"), ..ground.options() };
+    let mut elsewhere = ground.options();
+    elsewhere.output = ground.folder.path().join("other.jsonl");
     let refused = ground.collect(elsewhere.clone()).await.unwrap_err().to_string();
     assert!(refused.contains("events.jsonl") && refused.contains("--overwrite"), "{refused}");
     assert_eq!(lines(&ground.events()).len(), all.len());
-    ground.collect(CollectOptions { existing: ExistingOutput::Overwrite, ..elsewhere }).await.unwrap();
+    let mut options = elsewhere;
+    options.existing = ExistingOutput::Overwrite;
+    ground.collect(options).await.unwrap();
     assert_eq!(lines(&ground.events()).len(), first);
 }
 
@@ -112,7 +116,9 @@ async fn an_events_file_that_cannot_be_written_is_refused_before_a_file_of_an_ea
     ground.collect(ground.options()).await.unwrap();
     let recorded = std::fs::read(ground.options().output).unwrap();
     for (events, says) in [(ground.folder.path().to_owned(), "is a directory"), (ground.options().input, "same file")] {
-        let options = CollectOptions { existing: ExistingOutput::Overwrite, events: Some(events), ..ground.options() };
+        let mut options = ground.options();
+        options.existing = ExistingOutput::Overwrite;
+        options.events = Some(events);
         let refused = ground.collect(options).await.unwrap_err().to_string();
         assert!(refused.contains(says), "{refused}");
         assert_eq!(std::fs::read(ground.options().output).unwrap(), recorded);
@@ -135,7 +141,9 @@ async fn tensorboards_own_reader_finds_every_scalar() {
         json!([{"_ng_no_persist": true}, {"reward": 1.0}]),
     ]);
     let folder = ground.folder.path().join("scalars");
-    let mut options = CollectOptions { tensorboard: Some(folder.clone()), events: None, ..ground.options() };
+    let mut options = ground.options();
+    options.tensorboard = Some(folder.clone());
+    options.events = None;
     options.materialize.limit = Some(3);
     ground.collect(options.clone()).await.unwrap();
     // The file of a resumed run belongs to the same curve.

@@ -18,8 +18,7 @@ use gym_core::server::ServerKind;
 use gym_core::testing::{Faults, SimFiles, SimNet};
 use gym_core::transport::{handler_fn, serve};
 use gym_core::{
-    CallContext, CancelToken, Endpoint, Error, Execution, Incarnation, Message, RawObject, Request, Response, Result,
-    Status, World,
+    CallContext, CancelToken, Endpoint, Error, Execution, Message, RawObject, Request, Response, Result, Status, World,
 };
 use serde_json::{Value, json};
 
@@ -49,16 +48,10 @@ impl Ground {
         }));
         host.spawn(serve(listener, answer, CancelToken::new(), ENDLESS_TIMEOUT).map(drop));
         let registry = Arc::new(MemoryRegistry::default());
-        let registration = Registration {
-            name: "env".to_owned(),
-            replica: Some(0),
-            kind: ServerKind::Environment,
-            implementation: String::new(),
-            endpoints: vec![Endpoint::parse("sim://env/gym").unwrap()],
-            incarnation: Incarnation(1),
-            ttl: ENDLESS_TIMEOUT,
-            labels: Default::default(),
-        };
+        let mut registration =
+            Registration::new("env", ServerKind::Environment, [Endpoint::parse("sim://env/gym").unwrap()]);
+        registration.replica = Some(0);
+        registration.ttl = ENDLESS_TIMEOUT;
         registry.register(&CallContext::default(), registration).await.unwrap();
         let files = SimFiles::new(1);
         let world = World::new(Arc::new(files.clone()), 1, Duration::from_secs(1_763_845_564));
@@ -100,7 +93,11 @@ fn rows(count: u32) -> Vec<RolloutRow> {
 }
 
 fn options(concurrency: usize, fail_fast: FailFast) -> DriverOptions {
-    DriverOptions { concurrency, fail_fast, attempts_max: 1, ..DriverOptions::default() }
+    let mut options = DriverOptions::default();
+    options.concurrency = concurrency;
+    options.fail_fast = fail_fast;
+    options.attempts_max = 1;
+    options
 }
 
 fn scored(row: &RawObject) -> Result<Response> {
@@ -212,8 +209,9 @@ async fn every_failed_row() -> Vec<Value> {
         rows[at].row = rows[at].row.edit().set("_ng_rollout_id", id).to_object().unwrap();
     }
     rows.push(RolloutRow { server: "nobody".into(), ..row(1_000) });
-    let options =
-        DriverOptions { lost_max: 1, attempt_timeout: Duration::from_secs(60), ..options(64, FailFast::Never) };
+    let mut options = options(64, FailFast::Never);
+    options.lost_max = 1;
+    options.attempt_timeout = Duration::from_secs(60);
     let (_, counted) = ground.run(rows, options).await;
     let mut failures = ground.failures();
     assert_eq!((failures.len() as u32, counted.completed), (count + 1, 0));

@@ -126,7 +126,9 @@ fn one_column_at_a_time_gives_the_same_statistics() {
     for case in cases().into_iter().filter(|case| case.expected.is_some()) {
         let body = case.request.to_string();
         let mut rows = BodyRows::parse(body.as_bytes()).unwrap();
-        let narrow = Aggregation::compute(&mut rows, AggregateOptions { column_bytes_max: 1 }).unwrap();
+        let mut options = AggregateOptions::default();
+        options.column_bytes_max = 1;
+        let narrow = Aggregation::compute(&mut rows, options).unwrap();
         let mut reply = Vec::new();
         narrow.write_reply(&mut rows, &mut reply).unwrap();
         assert_eq!(reply, aggregate_metrics(body.as_bytes(), usize::MAX).unwrap(), "{}", case.name);

@@ -88,16 +88,9 @@ impl Bench {
         });
         serve(&host, Fenced::new(Incarnation(1), answer));
         let endpoint = format!("sim://{name}{rank}/gym");
-        let registration = Registration {
-            name: name.to_owned(),
-            replica: Some(rank),
-            kind,
-            implementation: String::new(),
-            endpoints: vec![Endpoint::parse(&endpoint).expect("an endpoint")],
-            incarnation: Incarnation(1),
-            ttl: Duration::from_secs(60),
-            labels: Default::default(),
-        };
+        let mut registration = Registration::new(name, kind, [Endpoint::parse(&endpoint).expect("an endpoint")]);
+        registration.replica = Some(rank);
+        registration.ttl = Duration::from_secs(60);
         self.registry.register(&CallContext::default(), registration).await.expect("a new server");
     }
 
@@ -112,16 +105,11 @@ impl Bench {
             Ok(Response::json(life.to_string()))
         });
         serve(&host, Fenced::new(life, answer));
-        let registration = Registration {
-            name: "agent".to_owned(),
-            replica: Some(0),
-            kind: ServerKind::Agent,
-            implementation: String::new(),
-            endpoints: vec![Endpoint::parse("sim://agent/gym").expect("an endpoint")],
-            incarnation: life,
-            ttl: Duration::from_secs(60),
-            labels: Default::default(),
-        };
+        let mut registration =
+            Registration::new("agent", ServerKind::Agent, [Endpoint::parse("sim://agent/gym").expect("an endpoint")]);
+        registration.replica = Some(0);
+        registration.incarnation = life;
+        registration.ttl = Duration::from_secs(60);
         self.registry.register(&CallContext::default(), registration).await.expect("a newer life");
     }
 

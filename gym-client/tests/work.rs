@@ -59,7 +59,9 @@ fn host_pool(net: &SimNet, options: WorkPoolOptions, world: &World) -> WorkPool 
 }
 
 fn options(name: &str, capacity: u32, world: &World) -> WorkPullerOptions {
-    WorkPullerOptions { capacity, ..WorkPullerOptions::new(name, world) }
+    let mut options = WorkPullerOptions::new(name, world);
+    options.capacity = capacity;
+    options
 }
 
 fn pull(client: ServerClient, options: WorkPullerOptions, world: &World) -> WorkPuller {
@@ -161,8 +163,11 @@ fn counting(runs: &Arc<Mutex<BTreeMap<(u32, u32), u32>>>, takes: Duration) -> Ar
 }
 
 fn quick() -> WorkPoolOptions {
-    let queue = WorkQueueOptions { silence_max: Duration::from_secs(2), ..WorkQueueOptions::default() };
-    WorkPoolOptions { queue, ..WorkPoolOptions::default() }
+    let mut queue = WorkQueueOptions::default();
+    queue.silence_max = Duration::from_secs(2);
+    let mut options = WorkPoolOptions::default();
+    options.queue = queue;
+    options
 }
 
 /// Collects 200 rollouts of a second each over three workers of 8; `disturb` runs after 3 s.
@@ -178,7 +183,8 @@ async fn disturbed(
         let client = serve_env(&net, name, counting(&runs, Duration::from_secs(1)), &world).await;
         workers.push(pull(client, options(name, 8, &world), &world));
     }
-    let options = DriverOptions { attempts_max: 1, ..DriverOptions::default() };
+    let mut options = DriverOptions::default();
+    options.attempts_max = 1;
     let began = tokio::time::Instant::now();
     let driving = drive(Arc::new(pool.clone()), 200, options, &world);
     tokio::pin!(driving);
@@ -234,7 +240,8 @@ async fn a_row_that_kills_its_workers_is_given_up() {
     }));
     let client = serve_env(&net, "w1", handler, &world).await;
     let _worker = pull(client, options("w1", 8, &world), &world);
-    let options = DriverOptions { lost_max: 3, ..DriverOptions::default() };
+    let mut options = DriverOptions::default();
+    options.lost_max = 3;
     let (_, progress) = drive(Arc::new(pool.clone()), 1, options, &world).await;
     assert_eq!((progress.given_up, progress.failures[&FailureClass::WorkerLost]), (1, 3), "{progress:?}");
     assert_eq!(deaths.load(Ordering::Relaxed), 3);
@@ -318,8 +325,11 @@ async fn a_deadline_says_whether_the_rollout_has_begun() {
 #[tokio::test(start_paused = true)]
 async fn a_full_pool_rejects_a_rollout_before_it_begins() {
     let world = world(7);
-    let queue = WorkQueueOptions { items_max: 1, ..WorkQueueOptions::default() };
-    let pool = WorkPool::new(WorkPoolOptions { queue, ..WorkPoolOptions::default() }, &world);
+    let mut queue = WorkQueueOptions::default();
+    queue.items_max = 1;
+    let mut options = WorkPoolOptions::default();
+    options.queue = queue;
+    let pool = WorkPool::new(options, &world);
     let (first, second) = (post("/run", "{}"), post("/run", "{}"));
     let waiting = pool.submit(WorkKind::Rollout, "env", &first);
     tokio::pin!(waiting);
@@ -393,8 +403,10 @@ async fn over_a_network_that_loses_and_resets_every_rollout_is_recorded_once() {
         };
         // The call of a worker's own server may be lost too.
         let attempt_timeout = Duration::from_secs(60);
-        let options =
-            DriverOptions { lost_max: 1_000, attempts_max: 1_000, attempt_timeout, ..DriverOptions::default() };
+        let mut options = DriverOptions::default();
+        options.lost_max = 1_000;
+        options.attempts_max = 1_000;
+        options.attempt_timeout = attempt_timeout;
         let driving = drive(Arc::new(pool.clone()), 60, options, &world);
         let (rows, progress) = tokio::select! {
             ended = tokio::time::timeout(Duration::from_secs(7_200), driving) => ended.unwrap_or_else(|_| panic!("seed {seed}: {:?}", pool.snapshot())),
@@ -413,12 +425,20 @@ async fn two_workers_of_one_name_do_not_share_items() {
     let runs = Arc::default();
     let older = pull(
         serve_env(&net, "w1", counting(&runs, Duration::from_secs(1)), &world).await,
-        WorkPullerOptions { incarnation: Incarnation(1), ..options("w", 4, &world) },
+        {
+            let mut options = options("w", 4, &world);
+            options.incarnation = Incarnation(1);
+            options
+        },
         &world,
     );
     let newer = pull(
         serve_env(&net, "w2", counting(&runs, Duration::from_secs(1)), &world).await,
-        WorkPullerOptions { incarnation: Incarnation(2), ..options("w", 4, &world) },
+        {
+            let mut options = options("w", 4, &world);
+            options.incarnation = Incarnation(2);
+            options
+        },
         &world,
     );
     let (_, progress) = drive(Arc::new(pool.clone()), 20, DriverOptions::default(), &world).await;
@@ -552,10 +572,8 @@ impl Cluster {
         spec.servers = vec![MemberServer::new("env", ServerKind::Environment, [endpoint])];
         let joined = self.head.join(&CallContext::default(), spec).await.unwrap();
         self.heartbeats.insert(name, Heartbeats::begin(self.head.clone(), joined.lease));
-        let options = WorkPullerOptions {
-            member: Some(PullingMember { incarnation: Incarnation(1), timing }),
-            ..options(name, 4, &self.world)
-        };
+        let mut options = options(name, 4, &self.world);
+        options.member = Some(PullingMember { incarnation: Incarnation(1), timing });
         self.workers.push(pull(client, options, &self.world));
         tokio::time::sleep(Duration::from_millis(100)).await;
     }
@@ -743,7 +761,8 @@ async fn a_pool_that_other_machines_reach_gives_work_only_to_members() {
     let client = serve_env(&cluster.net, "stranger", handler, &cluster.world).await;
     let mut stranger = pull(client.clone(), options("stranger", 4, &cluster.world), &cluster.world);
     let claims = PullingMember { incarnation: Incarnation(1), timing: TIMING };
-    let liar = WorkPullerOptions { member: Some(claims), ..options("liar", 4, &cluster.world) };
+    let mut liar = options("liar", 4, &cluster.world);
+    liar.member = Some(claims);
     let _liar = pull(client.clone(), liar, &cluster.world);
     assert!(tokio::time::timeout(Duration::from_secs(30), cluster.run()).await.is_err());
     assert!(cluster.pool.snapshot().workers.is_empty() && stranger.has_ended());

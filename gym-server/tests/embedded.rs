@@ -138,7 +138,8 @@ async fn a_rollout_that_succeeds_after_failed_attempts_is_one_item() {
     assert!(rollout.duration >= Duration::from_millis(200), "{:?}", rollout.duration);
     assert!(rollouts.next().await.is_none());
     calls.store(0, Ordering::Relaxed);
-    let options = DriverOptions { attempts_max: 2, ..DriverOptions::default() };
+    let mut options = DriverOptions::default();
+    options.attempts_max = 2;
     let mut rollouts = stack.rollouts_with("flaky", [task("4")], options).unwrap();
     let rollout = rollouts.next().await.unwrap().unwrap();
     assert_eq!(rollout.outcome.unwrap_err().class(), Some(FailureClass::AgentRequestFailed));
@@ -170,7 +171,8 @@ async fn an_episode_whose_call_did_not_start_runs_once() {
             .start()
             .await
             .unwrap();
-        let options = DriverOptions { attempts_max: 1, ..DriverOptions::default() };
+        let mut options = DriverOptions::default();
+        options.attempts_max = 1;
         let mut rollouts = stack.rollouts_with("passes_on", [task("4")], options).unwrap();
         let rollout = rollouts.next().await.unwrap().unwrap();
         assert_eq!(rollout.outcome.unwrap_err().class(), Some(class), "{server}");
@@ -207,7 +209,8 @@ async fn a_program_that_takes_no_rollouts_holds_the_others_up() {
         .start()
         .await
         .unwrap();
-    let options = DriverOptions { concurrency: 4, ..DriverOptions::default() };
+    let mut options = DriverOptions::default();
+    options.concurrency = 4;
     let mut rollouts = stack.rollouts_with("quick", (0..100).map(|_| task("4")), options).unwrap();
     tokio::time::sleep(Duration::from_secs(100_000)).await;
     // Four rollouts wait in the stream, and four wait for space in it.
@@ -354,7 +357,10 @@ fn row(input: &str) -> RawObject {
 const ATTEMPT: Duration = Duration::from_secs(3);
 
 fn one_attempt() -> DriverOptions {
-    DriverOptions { attempts_max: 1, attempt_timeout: ATTEMPT, ..DriverOptions::default() }
+    let mut options = DriverOptions::default();
+    options.attempts_max = 1;
+    options.attempt_timeout = ATTEMPT;
+    options
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -2,6 +2,8 @@
 
 #[path = "layers/documents.rs"]
 mod documents;
+#[path = "layers/examples.rs"]
+mod examples;
 #[path = "layers/modules.rs"]
 mod modules;
 
@@ -230,6 +232,42 @@ fn decisions_are_few_short_and_listed() {
         assert!(text.lines().count() <= 40, "0{name} has more than 40 lines");
         assert!(list.contains(&format!("(0{name})")), "decisions/README.md does not list 0{name}");
     }
+}
+
+/// A reader of a prelude's page finds a small program for each name.
+#[test]
+fn every_item_of_a_prelude_has_an_example() {
+    const FOLDERS: [&str; 4] = ["gym-core/src", "gym-client/src", "gym-client/group/src", "gym-server/src"];
+    let mut examples: BTreeMap<String, bool> = BTreeMap::new();
+    for folder in FOLDERS {
+        for (name, has_one) in examples::definitions(&workspace().join(folder)) {
+            *examples.entry(name).or_default() |= has_one;
+        }
+    }
+    let (mut missing, mut checked) = (Vec::new(), 0);
+    for folder in FOLDERS {
+        let prelude = std::fs::read_to_string(workspace().join(folder).join("prelude.rs")).unwrap();
+        for name in examples::names(&prelude) {
+            checked += 1;
+            match examples.get(&name) {
+                Some(true) => {}
+                Some(false) => missing.push(format!("{folder}: {name}")),
+                None => panic!("{folder}/prelude.rs re-exports {name}, whose definition this test does not find"),
+            }
+        }
+    }
+    assert!(checked > 50, "the preludes have {checked} names; was their form changed?");
+    assert!(missing.is_empty(), "without an example: {missing:?}; fix: add a block of code to the documentation");
+}
+
+#[test]
+fn the_names_of_a_prelude_and_the_examples_of_definitions_are_found() {
+    assert_eq!(examples::names("pub use a::*;\npub use b::{\n    C, d,\n};\npub use e::F;\n"), ["C", "d", "F"]);
+    let folder = tempfile::tempdir().unwrap();
+    let text = "/// One.\n///\n/// ```\n/// ```\n#[derive(Debug)]\npub struct A;\n\n/// Two.\npub enum B {}\n";
+    std::fs::write(folder.path().join("room.rs"), text).unwrap();
+    let expected = [("A", true), ("B", false), ("room", false)].map(|(name, has_one)| (name.to_owned(), has_one));
+    assert_eq!(examples::definitions(folder.path()), BTreeMap::from(expected));
 }
 
 fn cargo(arguments: &[&str]) -> String {

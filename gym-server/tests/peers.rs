@@ -122,7 +122,10 @@ where
 
 fn attempts(attempts_max: u32, seconds: u64) -> DriverOptions {
     let attempt_timeout = Duration::from_secs(seconds);
-    DriverOptions { attempts_max, attempt_timeout, ..DriverOptions::default() }
+    let mut options = DriverOptions::default();
+    options.attempts_max = attempts_max;
+    options.attempt_timeout = attempt_timeout;
+    options
 }
 
 async fn all(mut rollouts: Rollouts) -> Vec<Rollout> {
@@ -217,7 +220,8 @@ async fn nemo_gym_3302_a_late_outcome_of_an_older_attempt_does_not_count() {
 #[tokio::test(start_paused = true)]
 async fn nemo_gym_burst_all_rollouts_begin_at_once() {
     let stack = stack().await;
-    let options = DriverOptions { concurrency: 2_000, ..DriverOptions::default() };
+    let mut options = DriverOptions::default();
+    options.concurrency = 2_000;
     let began = Instant::now();
     let ended = all(stack.rollouts_with("agent", (0..2_000).map(|n| task(n, Fate::Scored)), options).unwrap()).await;
     assert!(ended.len() == 2_000 && ended.iter().all(|rollout| rollout.reward() == Some(1.0)));
@@ -330,7 +334,8 @@ async fn areal_1345_the_limit_holds_while_attempts_are_given_up() {
         }
     })
     .await;
-    let options = DriverOptions { concurrency: 4, ..attempts(2, 5) };
+    let mut options = attempts(2, 5);
+    options.concurrency = 4;
     let ended = all(stack.rollouts_with("agent", (0..60).map(|n| task(n, Fate::Scored)), options).unwrap()).await;
     assert_eq!(ended.iter().filter(|rollout| rollout.reward() == Some(1.0)).count(), 40);
     assert_eq!((most.load(Ordering::Relaxed), running.load(Ordering::Relaxed)), (4, 0));

@@ -12,11 +12,20 @@ use crate::http1::{HttpConfig, HttpConnector, HttpListener};
 
 /// Calls and listens over HTTP, and over frames if order is required: over TCP on the same port, and over Unix sockets.
 #[derive(Clone, Debug, Default)]
+#[non_exhaustive]
 pub struct HttpBackend {
     /// Limits and timeouts of HTTP. Default: [`HttpConfig::default`].
     pub http: HttpConfig,
     /// Limits and timeouts of frames. Default: [`FramesConfig::default`].
     pub frames: FramesConfig,
+}
+
+impl HttpBackend {
+    /// Creates a backend with these limits and timeouts.
+    #[must_use]
+    pub fn new(http: HttpConfig, frames: FramesConfig) -> Self {
+        Self { http, frames }
+    }
 }
 
 #[async_trait]

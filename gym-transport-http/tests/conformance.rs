@@ -11,17 +11,22 @@ use gym_transport_http::frames::{FramesConfig, FramesConnector, UnixListener};
 use gym_transport_http::http1::{HttpConfig, HttpConnector, HttpListener};
 
 fn http_pair(setup: TransportSetup) -> TransportPair {
-    let config = HttpConfig { connections_max: setup.calls_max, ..HttpConfig::default() };
+    let mut config = HttpConfig::default();
+    config.connections_max = setup.calls_max;
     let listener = HttpListener::bind(([127, 0, 0, 1], 0).into(), config.clone()).expect("a free port");
     (Box::new(HttpConnector::new(config)), Box::new(listener))
 }
 
 fn frames_config(setup: TransportSetup) -> FramesConfig {
     let TransportSetup { calls_max, request_bytes_in_flight_max, .. } = setup;
-    FramesConfig {
-        limits: ConnectionLimits { calls_max, request_bytes_in_flight_max, ..ConnectionLimits::default() },
-        ..FramesConfig::default()
-    }
+    let mut config = FramesConfig::default();
+    config.limits = {
+        let mut limits = ConnectionLimits::default();
+        limits.calls_max = calls_max;
+        limits.request_bytes_in_flight_max = request_bytes_in_flight_max;
+        limits
+    };
+    config
 }
 
 /// A listener that offers only its frames endpoint.
@@ -41,7 +46,8 @@ impl Listener for FramesAlone {
 
 fn frames_pair(setup: TransportSetup) -> TransportPair {
     let frames = frames_config(setup);
-    let config = HttpConfig { frames: frames.clone(), ..HttpConfig::default() };
+    let mut config = HttpConfig::default();
+    config.frames = frames.clone();
     let listener = HttpListener::bind(([127, 0, 0, 1], 0).into(), config).expect("a free port");
     (Box::new(FramesConnector::tcp(frames)), Box::new(FramesAlone(listener)))
 }

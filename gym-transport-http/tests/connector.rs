@@ -109,7 +109,8 @@ async fn a_reused_connection_that_breaks_is_replaced_for_requests_that_may_arriv
     for (verb, repeatable, all, begun, again) in table {
         let case = format!("{verb} {repeatable} {all} {begun:?}");
         let (address, heads) = closing_second(begun, Some(ANSWER)).await;
-        let config = HttpConfig { repeats_on_new_connection: all, ..HttpConfig::default() };
+        let mut config = HttpConfig::default();
+        config.repeats_on_new_connection = all;
         let channel = channel_to(address, config).await;
         channel.call(Request::post(within(), "/", "{}")).await.unwrap();
         let mut request = Request::post(within(), "/", "{}");
@@ -147,7 +148,9 @@ async fn a_repetition_that_did_not_start_says_nothing_of_the_first_request() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_burst_shares_the_connections_there_are() {
     let server = echo_server();
-    let channel = channel_to(server.address, HttpConfig { connections_max: 4, ..HttpConfig::default() }).await;
+    let mut config = HttpConfig::default();
+    config.connections_max = 4;
+    let channel = channel_to(server.address, config).await;
     let calls: Vec<_> = (0..500)
         .map(|call| {
             let channel = channel.clone();
@@ -231,7 +234,8 @@ async fn a_peer_that_closes_unused_connections_is_not_noticed() {
 #[tokio::test]
 async fn an_unused_connection_is_closed_after_its_time() {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let config = HttpConfig { idle_timeout: Duration::from_millis(50), ..HttpConfig::default() };
+    let mut config = HttpConfig::default();
+    config.idle_timeout = Duration::from_millis(50);
     let channel = channel_to(listener.local_addr().unwrap(), config).await;
     let served = async {
         let mut client = Client(listener.accept().await.unwrap().0);
@@ -362,10 +366,9 @@ async fn a_request_has_host_length_and_the_time_that_is_left() {
 
 #[tokio::test]
 async fn a_large_request_to_a_server_that_refuses_it_gets_the_refusal() {
-    let server = Server::start(
-        HttpConfig { request_bytes_max: 1_000, ..HttpConfig::default() },
-        handler_fn(|_| async { Ok(Response::json("{}")) }),
-    );
+    let mut config = HttpConfig::default();
+    config.request_bytes_max = 1_000;
+    let server = Server::start(config, handler_fn(|_| async { Ok(Response::json("{}")) }));
     let channel = channel_to(server.address, HttpConfig::default()).await;
     let answer = soon(channel.call(Request::post(within(), "/", "x".repeat(20 << 20)))).await.unwrap();
     assert_eq!(answer.status, Status(413));

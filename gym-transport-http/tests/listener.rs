@@ -81,7 +81,8 @@ async fn a_connection_serves_many_calls_and_may_be_idle_longer_than_clients_keep
 #[tokio::test]
 async fn an_idle_connection_ends_after_its_time() {
     // The used connection is in use within this time.
-    let config = HttpConfig { keep_alive_timeout: Duration::from_secs(2), ..HttpConfig::default() };
+    let mut config = HttpConfig::default();
+    config.keep_alive_timeout = Duration::from_secs(2);
     let server = Server::start(config, echo());
     let mut unused = server.client().await;
     let mut used = server.client().await;
@@ -141,7 +142,8 @@ async fn a_frame_that_is_none_gets_400() {
 
 #[tokio::test]
 async fn a_slow_head_is_cut_off_and_an_idle_connection_is_not() {
-    let config = HttpConfig { head_timeout: SHORT, ..HttpConfig::default() };
+    let mut config = HttpConfig::default();
+    config.head_timeout = SHORT;
     let server = Server::start(config, echo());
     let mut idle = server.client().await;
     let mut slow = server.client().await;
@@ -155,7 +157,8 @@ async fn a_slow_head_is_cut_off_and_an_idle_connection_is_not() {
 
 #[tokio::test]
 async fn a_silent_body_is_answered_with_the_name_of_its_timeout() {
-    let config = HttpConfig { body_timeout: SHORT, ..HttpConfig::default() };
+    let mut config = HttpConfig::default();
+    config.body_timeout = SHORT;
     let server = Server::start(config, echo());
     let mut client = server.client().await;
     client.write("POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 10\r\n\r\n{").await;
@@ -167,7 +170,8 @@ async fn a_silent_body_is_answered_with_the_name_of_its_timeout() {
 
 #[tokio::test]
 async fn a_body_above_the_limit_gets_413_and_the_name_of_the_limit() {
-    let config = HttpConfig { request_bytes_max: 100, ..HttpConfig::default() };
+    let mut config = HttpConfig::default();
+    config.request_bytes_max = 100;
     let server = Server::start(config, echo());
     let large = "x".repeat(5 << 20);
     let mut client = server.client().await;
@@ -196,7 +200,8 @@ async fn a_body_above_the_limit_gets_413_and_the_name_of_the_limit() {
 
 #[tokio::test]
 async fn a_body_above_the_limit_is_refused_before_it_arrives_and_its_rest_is_read() {
-    let config = HttpConfig { request_bytes_max: 100, ..HttpConfig::default() };
+    let mut config = HttpConfig::default();
+    config.request_bytes_max = 100;
     let server = Server::start(config, echo());
     let chunk = format!("65\r\n{}\r\n", "x".repeat(101));
     for (head, rest) in [
@@ -224,8 +229,9 @@ async fn a_body_above_the_limit_is_refused_before_it_arrives_and_its_rest_is_rea
 
 #[tokio::test]
 async fn a_client_that_never_sends_the_rest_of_a_refused_body_is_closed() {
-    let config =
-        HttpConfig { request_bytes_max: 100, head_timeout: Duration::from_millis(50), ..HttpConfig::default() };
+    let mut config = HttpConfig::default();
+    config.request_bytes_max = 100;
+    config.head_timeout = Duration::from_millis(50);
     let server = Server::start(config, echo());
     for sent in ["", "x"] {
         let mut client = server.client().await;
@@ -351,7 +357,8 @@ async fn a_method_that_no_verb_names_gets_405() {
 #[tokio::test]
 async fn the_callers_time_is_the_calls_time() {
     let (handler, mut started, _release, _dropped) = held();
-    let config = HttpConfig { default_deadline: Duration::from_secs(7), ..HttpConfig::default() };
+    let mut config = HttpConfig::default();
+    config.default_deadline = Duration::from_secs(7);
     let server = Server::start(config, handler);
     let mut client = server.client().await;
     client.write("GET / HTTP/1.1\r\nhost: a\r\nx-gym-timeout-ms: 0\r\n\r\n").await;
@@ -370,7 +377,8 @@ async fn the_callers_time_is_the_calls_time() {
 #[tokio::test]
 async fn calls_beyond_the_bound_wait_and_are_not_refused() {
     let (handler, mut started, release, _dropped) = held();
-    let config = HttpConfig { requests_max: 2, ..HttpConfig::default() };
+    let mut config = HttpConfig::default();
+    config.requests_max = 2;
     let server = Server::start(config, handler);
     let mut clients = Vec::new();
     for _ in 0..6 {
@@ -395,7 +403,8 @@ async fn calls_beyond_the_bound_wait_and_are_not_refused() {
 
 #[tokio::test]
 async fn connections_beyond_the_bound_wait_to_be_accepted() {
-    let config = HttpConfig { accepted_max: Some(1), ..HttpConfig::default() };
+    let mut config = HttpConfig::default();
+    config.accepted_max = Some(1);
     let server = Server::start(config, echo());
     let mut first = server.client().await;
     let mut second = server.client().await;

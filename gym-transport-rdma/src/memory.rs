@@ -18,6 +18,7 @@ use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous, munmap};
 
 /// Limits of a pool.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct PoolOptions {
     /// Maximum bytes in the pool, in use or free. Beyond it, buffers are plain memory.
     pub bytes_max: usize,

@@ -19,7 +19,10 @@ const EDGE: usize = 16 << 10;
 
 /// Opens two fabrics that send payloads of at least [`EDGE`] bytes by rendezvous. `None` without UCX.
 fn fabrics(way: Way) -> Option<(Fabric, Fabric)> {
-    let edge = |options| FabricOptions { rendezvous_bytes: Some(EDGE), ..options };
+    let edge = |mut options: FabricOptions| {
+        options.rendezvous_bytes = Some(EDGE);
+        options
+    };
     Some((open(edge(way.calling()))?, open(edge(way.answering()))?))
 }
 
@@ -231,7 +234,10 @@ fn messages_arrive_at_a_fabric_that_sleeps_whenever_it_can() {
             tick: Duration::from_millis(1),
             idle_tick: Duration::from_millis(100),
         };
-        let quiet = |options| FabricOptions { driver, ..options };
+        let quiet = |mut options: FabricOptions| {
+            options.driver = driver;
+            options
+        };
         let (Some(caller), Some(answerer)) = (open(quiet(way.calling())), open(quiet(way.answering()))) else {
             return;
         };

@@ -15,7 +15,6 @@ use gym_core::transport::mux::ConnectionLimits;
 use gym_core::transport::{ConnectOptions, Connector, InProcess, Listener, handler_fn};
 use gym_core::{CallContext, Channel, Code, Endpoint, Error, Execution, Handler, Request, Response, Result, Status};
 use gym_transport_rdma::UcxConfig;
-use gym_transport_rdma::transport::FabricOptions;
 use gym_transport_rdma::transport::{UcxConnector, UcxStats};
 use tokio::task::JoinHandle;
 
@@ -167,8 +166,9 @@ async fn what_is_unknown_to_a_bootstrap_goes_on_to_the_server() {
 async fn ten_thousand_calls_dropped_anywhere_leave_nothing_running_and_the_pools_whole() {
     for &way in Way::all() {
         let storm = Storm::default();
-        let limits =
-            ConnectionLimits { calls_max: 64, request_bytes_in_flight_max: 4 << 20, ..ConnectionLimits::default() };
+        let mut limits = ConnectionLimits::default();
+        limits.calls_max = 64;
+        limits.request_bytes_in_flight_max = 4 << 20;
         let Some(both) = Both::open(way, limits, storm.handler()).await else { return };
         storm.run(&both.channel).await;
         // All capacity is available again.
@@ -190,7 +190,8 @@ async fn ten_thousand_calls_dropped_anywhere_leave_nothing_running_and_the_pools
 
 #[tokio::test]
 async fn a_peer_that_says_nothing_of_shared_memory_leaves_time_for_the_network() {
-    let fabric = FabricOptions { transports: Some("tcp,posix,self".to_owned()), ..common::calling_network() };
+    let mut fabric = common::calling_network();
+    fabric.transports = Some("tcp,posix,self".to_owned());
     // Reports a missing UCX.
     let Some(_) = common::open(fabric.clone()) else { return };
     let names = InProcess::new();
@@ -214,7 +215,9 @@ async fn a_peer_that_says_nothing_of_shared_memory_leaves_time_for_the_network()
             tokio::spawn(incoming.serve(bootstrap.clone(), Default::default()));
         }
     });
-    let config = UcxConfig { fabric, connect_timeout: Duration::from_secs(10), ..UcxConfig::default() };
+    let mut config = UcxConfig::default();
+    config.fabric = fabric;
+    config.connect_timeout = Duration::from_secs(10);
     let connector = UcxConnector::new(Arc::new(names), config);
     let connected =
         soon(connector.connect(&CallContext::within(LONG_TIMEOUT), &endpoint, &ConnectOptions::default())).await;

@@ -16,8 +16,7 @@ use common::{
 };
 use gym_core::{Code, Error};
 use gym_transport_rdma::fabric::{
-    ActiveMessage, CloseReason, Connect, ConnectionId, Delivery, Disposition, Expect, Fabric, FabricOptions, Target,
-    Token, WorkerPair,
+    ActiveMessage, CloseReason, Connect, ConnectionId, Delivery, Disposition, Expect, Fabric, Target, Token, WorkerPair,
 };
 
 const BIG: usize = 1 << 20;
@@ -128,9 +127,9 @@ fn breaking_off_is_seen_by_the_peer() {
 fn a_queue_that_is_full_of_messages_still_takes_an_end() {
     for &way in Way::all() {
         for how in ["close", "goodbye", "drop"] {
-            let (Some(caller), Some(answerer)) =
-                (open(way.calling()), open(FabricOptions { commands_max: 2, ..way.answering() }))
-            else {
+            let mut options = way.answering();
+            options.commands_max = 2;
+            let (Some(caller), Some(answerer)) = (open(way.calling()), open(options)) else {
                 return;
             };
             let (entered, enters) = mpsc::sync_channel(8);
@@ -234,7 +233,8 @@ fn rubbish_in_place_of_a_worker_address_is_an_error() {
 
 #[test]
 fn peers_on_this_host_beyond_the_bound_are_refused_until_one_leaves() {
-    let options = FabricOptions { shared_memory_peers_max: 1, ..common::shared_memory() };
+    let mut options = common::shared_memory();
+    options.shared_memory_peers_max = 1;
     let Some(fabric) = open(options) else { return };
     let first = peer_worker(&fabric).unwrap();
     let error = peer_worker(&fabric).unwrap_err();
@@ -252,7 +252,8 @@ fn peers_on_this_host_beyond_the_bound_are_refused_until_one_leaves() {
 /// After the worker is destroyed, its address would refer to other memory, which a late peer would overwrite.
 #[test]
 fn an_advertised_address_keeps_its_worker_until_no_peer_may_connect_to_it() {
-    let options = FabricOptions { shared_memory_peers_max: 1, ..common::shared_memory() };
+    let mut options = common::shared_memory();
+    options.shared_memory_peers_max = 1;
     let Some(fabric) = open(options) else { return };
     let told = peer_worker(&fabric).unwrap();
     let _ = told.address();
@@ -298,7 +299,8 @@ fn without_shared_memory_there_is_no_peer_worker() {
 
 #[test]
 fn unidentified_peers_beyond_the_bound_are_refused() {
-    let answering = FabricOptions { unidentified_peers_max: 0, ..Way::Network.answering() };
+    let mut answering = Way::Network.answering();
+    answering.unidentified_peers_max = 0;
     let (Some(answerer), Some(caller)) = (open(answering), open(Way::Network.calling())) else { return };
     let here = connect(&caller, Meeting::new(Way::Network, &caller, &answerer).connect());
     assert_eq!(lost(here.ended()).code(), Code::Unavailable);

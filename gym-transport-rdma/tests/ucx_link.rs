@@ -48,8 +48,9 @@ async fn a_pulled_cable_ends_calls_within_their_deadlines_and_a_new_connection_w
         return;
     };
     let Some(ends) = Ends::open(Way::Network).await else { return };
-    let (connector, mut listener) =
-        ends.pair(ConnectionLimits { silence_max: SILENCE_TIMEOUT, ..ConnectionLimits::default() }).await;
+    let mut limits = ConnectionLimits::default();
+    limits.silence_max = SILENCE_TIMEOUT;
+    let (connector, mut listener) = ends.pair(limits).await;
     let endpoint = listener.endpoints()[0].clone();
     let handler = Arc::new(answering());
     tokio::spawn(async move {

@@ -35,7 +35,9 @@ const NOTICED: Duration = Duration::from_secs(45);
 const PEERS: usize = 5;
 
 fn limits() -> ConnectionLimits {
-    ConnectionLimits { silence_max: SILENCE_MAX, ..ConnectionLimits::default() }
+    let mut limits = ConnectionLimits::default();
+    limits.silence_max = SILENCE_MAX;
+    limits
 }
 
 /// A serving process. Its bootstrap uses standard input and output, with one line per request and response.
@@ -131,7 +133,10 @@ impl Link for Ask {
 /// Body of the peer process until it is killed or its parent has ended. It echoes requests, but never responds to
 /// `/hold`.
 async fn be_peer(way: Way) {
-    let ucx = Ucx::new(UcxConfig { fabric: way.answering(), limits: limits(), ..UcxConfig::default() });
+    let mut config = UcxConfig::default();
+    config.fabric = way.answering();
+    config.limits = limits();
+    let ucx = Ucx::new(config);
     let mut listener = UcxListener::open(ucx, &[Endpoint::parse("pipes://child").unwrap()]).await.unwrap();
     let bootstrap = listener.bootstrap(Arc::new(handler_fn(|_| std::future::pending())));
     let handler = Arc::new(handler_fn(|request: Request| async move {
@@ -175,7 +180,10 @@ async fn peers_that_get(test: &'static str, signal: &'static str, rounds: usize)
         if open(way.calling()).is_none() {
             return;
         }
-        let ucx = Ucx::new(UcxConfig { fabric: way.calling(), limits: limits(), ..UcxConfig::default() });
+        let mut config = UcxConfig::default();
+        config.fabric = way.calling();
+        config.limits = limits();
+        let ucx = Ucx::new(config);
         let bystander = Peer::start(test, way);
         let beside = bystander.connect(&ucx).await;
         for round in 0..rounds {

@@ -81,7 +81,10 @@ impl ConnectionEvents for Judge {
 }
 
 fn fabrics(way: Way) -> Option<(Fabric, Fabric)> {
-    let edge = |options| FabricOptions { rendezvous_bytes: Some(8192), ..options };
+    let edge = |mut options: FabricOptions| {
+        options.rendezvous_bytes = Some(8192);
+        options
+    };
     Some((open(edge(way.calling()))?, open(edge(way.answering()))?))
 }
 
@@ -215,7 +218,10 @@ fn headers_posted_from_within_events_while_connecting_arrive_whole() {
 /// UCX's listener never negotiates shared memory, whatever the settings allow. The reported lanes must show that.
 #[test]
 fn a_listener_gives_network_lanes_even_where_shared_memory_is_allowed() {
-    let all = |options| FabricOptions { transports: Some("posix,cma,self,tcp".to_owned()), ..options };
+    let all = |mut options: FabricOptions| {
+        options.transports = Some("posix,cma,self,tcp".to_owned());
+        options
+    };
     if Way::all().len() < 2 {
         return;
     }

@@ -41,7 +41,8 @@ async fn collect(rollouts: u32, concurrency: usize, pulled: bool) -> Result<()> 
         let world = World::real();
         let pool = WorkPool::new(WorkPoolOptions::default(), &world);
         let host = PoolHost::start(pool.clone(), "collector", "127.0.0.1", stack.client(), &world).await?;
-        let options = WorkPullerOptions { capacity: 256, ..WorkPullerOptions::of_this_process(&world) };
+        let mut options = WorkPullerOptions::of_this_process(&world);
+        options.capacity = 256;
         let worker = WorkPuller::start(host.endpoints(), stack.client().clone(), options, &world);
         collector = collector.pulled_from(pool);
         working = Some((host, worker));

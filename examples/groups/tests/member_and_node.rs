@@ -138,12 +138,18 @@ async fn member(name: &str, head: &Endpoint, gate: PathBuf) {
     let node = NodeAgent::listen(workers(), node).await.expect("the node listens");
     let timing =
         MemberTiming { heartbeat: Duration::from_secs(1), timeout: Duration::from_secs(30), ..MemberTiming::default() };
-    let worker = JoinOptions { timing, pulls: true, node: Some(node.member_node()), ..JoinOptions::new(name) };
-    let options = StackOptions { head: Some(head.clone()), join: Some(worker), ..StackOptions::default() };
+    let mut worker = JoinOptions::new(name);
+    worker.timing = timing;
+    worker.pulls = true;
+    worker.node = Some(node.member_node());
+    let mut options = StackOptions::default();
+    options.head = Some(head.clone());
+    options.join = Some(worker);
     let agent = Gated { gate, member: name.to_owned() };
     let stack =
         Stack::builder().agent(AGENT, move |_| agent).options(options).start().await.expect("the worker starts");
-    let pull = WorkPullerOptions { capacity: CAPACITY, ..WorkPullerOptions::new(name, &World::real()) };
+    let mut pull = WorkPullerOptions::new(name, &World::real());
+    pull.capacity = CAPACITY;
     let pulled = stack.take_work(Arc::new(registry(head)), pull);
     stack.draining().expect("it is a member").cancelled().await;
     pulled.drain(LONG).await;
@@ -159,7 +165,8 @@ fn start_member(name: &str, head: &Endpoint, gate: &Path) -> Child {
 }
 
 async fn start_head() -> (Stack, Endpoint) {
-    let options = StackOptions { only: vec![HEAD_NAME.to_owned()], ..StackOptions::default() };
+    let mut options = StackOptions::default();
+    options.only = vec![HEAD_NAME.to_owned()];
     let head = Stack::builder().set("+head_server.port=0").options(options).start().await.expect("the head starts");
     let endpoint = Endpoint::parse(&head.servers()[0].url).expect("an endpoint");
     (head, endpoint)

@@ -9,8 +9,12 @@ use gym_own_transport::QuicBackend;
 
 async fn pair(setup: TransportSetup) -> TransportPair {
     let TransportSetup { calls_max, request_bytes_in_flight_max, .. } = setup;
-    let limits = ConnectionLimits { calls_max, request_bytes_in_flight_max, ..ConnectionLimits::default() };
-    let backend = QuicBackend::new("conformance", FramesConfig { limits, ..FramesConfig::default() }).expect("a key");
+    let mut limits = ConnectionLimits::default();
+    limits.calls_max = calls_max;
+    limits.request_bytes_in_flight_max = request_bytes_in_flight_max;
+    let mut config = FramesConfig::default();
+    config.limits = limits;
+    let backend = QuicBackend::new("conformance", config).expect("a key");
     let unused = std::sync::Arc::new(handler_fn(|_: Request| async { Err(Error::internal("not served")) }));
     let options = ListenOptions::default().at("127.0.0.1", 0);
     let bound = backend.listen(&options, unused).await.expect("a free port").expect("an address");

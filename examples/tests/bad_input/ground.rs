@@ -69,13 +69,13 @@ impl Ground {
         let config = folder.path().join("bad.yaml");
         std::fs::write(&config, servers::configuration(&upstream.address().to_string())).unwrap();
         let files = [examples().join("configs/quickstart.yaml"), config];
-        let http = HttpConfig {
-            request_bytes_max: BODY_BYTES_MAX,
-            head_timeout: SILENCE_MAX,
-            body_timeout: SILENCE_MAX,
-            ..HttpConfig::default()
-        };
-        let options = StackOptions { http, stop_grace: Duration::from_secs(1), ..StackOptions::default() };
+        let mut http = HttpConfig::default();
+        http.request_bytes_max = BODY_BYTES_MAX;
+        http.head_timeout = SILENCE_MAX;
+        http.body_timeout = SILENCE_MAX;
+        let mut options = StackOptions::default();
+        options.http = http;
+        options.stop_grace = Duration::from_secs(1);
         let (stack, head) = support::start(&files, &[], &servers::servers(), options).await;
         let addresses = stack.servers().iter().map(|row| (row.name.clone(), row.url.replace("http://", ""))).collect();
         let world = World::real();

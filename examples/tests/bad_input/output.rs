@@ -46,7 +46,9 @@ fn damaged(name: &'static str, result: &'static str, says: &'static [&'static st
             let before = std::fs::read(&output).unwrap();
             damage(&files);
             let damaged = std::fs::read(&output).unwrap();
-            let got = outcome(ground.run(CollectOptions { existing: ExistingOutput::Resume, ..options }).await);
+            let mut options = options;
+            options.existing = ExistingOutput::Resume;
+            let got = outcome(ground.run(options).await);
             let after = std::fs::read(&output).unwrap();
             if got.outcome.starts_with("refused") {
                 assert_eq!(after, damaged, "what is there is left as it is");

@@ -190,7 +190,8 @@ async fn without_repetition_the_items_of_a_lost_rank_fail_and_no_others() {
 #[tokio::test(start_paused = true)]
 async fn an_item_that_breaks_its_rank_takes_few_others_along() {
     let (_group, balancer) = verifiers(4, 1).await;
-    let budgets = RetryBudgets { infrastructure_attempts: 8, ..RetryBudgets::default() };
+    let mut budgets = RetryBudgets::default();
+    budgets.infrastructure_attempts = 8;
     let balancer = balancer.again(budgets);
     let mut items = items(400, 1_000);
     items[200].breaks_the_rank = true;
@@ -209,7 +210,9 @@ async fn a_list_waits_for_a_rank_that_comes_back() {
     let (group, balancer) = verifiers(1, 1).await;
     // Only the rank ends the pause: it is longer than the deadline.
     let pause = Duration::from_secs(3_600);
-    let budgets = RetryBudgets { backoff_min: pause, backoff_max: pause, ..RetryBudgets::default() };
+    let mut budgets = RetryBudgets::default();
+    budgets.backoff_min = pause;
+    budgets.backoff_max = pause;
     let balancer = balancer.again(budgets);
     group.kill(0).unwrap();
     let (results, ()) = tokio::join!(check(&balancer, items(30, 1_000)), async {

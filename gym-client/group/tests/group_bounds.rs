@@ -116,7 +116,9 @@ impl WorkerGroup for GatedGroup {
 
 impl WorkerGroupExt for GatedGroup {
     fn call_support(&self) -> CallSupport {
-        CallSupport { gate: Some(Arc::new(ClosedGate)), ..CallSupport::default() }
+        let mut support = CallSupport::default();
+        support.gate = Some(Arc::new(ClosedGate));
+        support
     }
 }
 

@@ -22,6 +22,18 @@ impl ServerClient {
 }
 
 /// The calls of one episode. From its first response on, each server is represented by one replica, with a jar of cookies.
+///
+/// ```
+/// use gym_client::ServerClient;
+/// use gym_core::{CallContext, Response, Result};
+///
+/// async fn two_calls(client: &ServerClient, cx: &CallContext) -> Result<Response> {
+///     let mut session = client.session();
+///     session.post(cx, "shop", "/seed_session", "{}").await?.into_result()?;
+///     // To the same replica, with the cookies of the first response.
+///     session.post(cx, "shop", "/list", "{}").await?.into_result()
+/// }
+/// ```
 #[derive(Debug)]
 pub struct Session {
     client: ServerClient,

@@ -62,6 +62,7 @@ pub enum Mistake {
 
 /// One mistake with its location and fix.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Problem {
     /// The class of the mistake.
     pub mistake: Mistake,

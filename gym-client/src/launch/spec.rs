@@ -18,6 +18,7 @@ pub(super) const DEFAULT_PATH: &str = "/usr/local/bin:/usr/bin:/bin";
 
 /// Number and delays of the restarts of a child that exits; the default is five in ten minutes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct RestartPolicy {
     /// Maximum number of restarts within `window`; 0 means never. Default: 5.
     pub max_restarts: u32,
@@ -53,6 +54,7 @@ impl Default for RestartPolicy {
 
 /// The specification of a child program; [`ChildSpec::new`] sets the defaults.
 #[derive(Debug, Clone)]
+#[non_exhaustive]
 pub struct ChildSpec {
     /// Name of the child, unique among the running children of a launcher; prefixes log lines.
     pub name: String,

@@ -84,7 +84,8 @@ async fn renew(registry: Arc<dyn Registry>, registration: Registration, mut leas
             continue;
         }
         // The same number if it is free. If another server has taken it and no number was requested, another one.
-        let same = Registration { replica: Some(lease.replica), ..registration.clone() };
+        let mut same = registration.clone();
+        same.replica = Some(lease.replica);
         let again = match registry.register(&cx, same).await {
             Err(error) if error.code() == Code::AlreadyExists && registration.replica.is_none() => {
                 registry.register(&cx, registration.clone()).await

@@ -34,6 +34,7 @@ const JITTER: f64 = 0.5;
 pub type HealthCheck = Arc<dyn Fn() -> BoxFuture<'static, Result<()>> + Send + Sync>;
 
 /// What a member does besides its heartbeats.
+#[non_exhaustive]
 pub struct MemberOptions {
     /// The time for which an unreachable head server is tried at the start. Default: 5 minutes.
     pub join_within: Duration,

@@ -27,15 +27,21 @@ use gym_core::transport::{
 };
 use gym_core::{CallContext, Channel, Code, Endpoint, Error, Handler, Request, Response, Result, Route};
 
-pub use exposition::{ProcessMetrics, metrics_response, open_metrics};
+pub use exposition::metrics_response;
+// Hidden, because their signatures and traits have types of prometheus-client, whose next version may break them.
+#[doc(hidden)]
+pub use exposition::{ProcessMetrics, open_metrics};
 #[cfg(feature = "http")]
 pub use gym_transport_http as http;
 #[cfg(feature = "rdma")]
 pub use gym_transport_rdma as rdma;
-pub use metrics::{PathMetrics, UCX_METRICS, UcxMetric};
+#[doc(hidden)]
+pub use metrics::PathMetrics;
+pub use metrics::{UCX_METRICS, UcxMetric};
 pub use paths::{PeerPath, Refusal};
 pub use peer::ReconnectingPeer;
 #[cfg(feature = "rdma")]
+#[doc(hidden)]
 pub use ucx::metrics::UcxMetrics;
 
 use connectors::{ConnectOnly, Connectors, SchemeConnector};
@@ -59,6 +65,14 @@ const DIAGNOSE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The backends of one program, and the policy that selects among them. Cheap to clone; clones share the records of the peers
 /// ([`Transports::paths`]).
+///
+/// ```
+/// use gym_client::Transports;
+/// use gym_core::transport::{InProcess, Transport};
+///
+/// let transports = Transports::from(InProcess::new());
+/// assert_eq!(transports.known(), [Transport::MEM]);
+/// ```
 #[derive(Clone, Debug, Default)]
 pub struct Transports {
     backends: Arc<Vec<Arc<dyn Backend>>>,
@@ -314,6 +328,7 @@ impl Transports {
     }
 
     /// Returns the same data as [`Transports::paths`], for a registry's `register_collector`.
+    #[doc(hidden)]
     #[must_use]
     pub fn metrics(&self) -> PathMetrics {
         PathMetrics::of(&self.paths)
@@ -321,6 +336,7 @@ impl Transports {
 
     /// Returns the metrics of UCX in this process, for a registry's `register_collector`. Empty before UCX is used, or without it.
     #[cfg(feature = "rdma")]
+    #[doc(hidden)]
     #[must_use]
     pub fn ucx_metrics(&self) -> UcxMetrics {
         UcxMetrics::of(self.get::<rdma::UcxBackend>().map(|backend| backend.ucx().clone()))

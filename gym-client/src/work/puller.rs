@@ -48,6 +48,7 @@ const POOL_LOOKUP_INTERVAL: Duration = Duration::from_millis(250);
 
 /// Settings of a worker.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct WorkPullerOptions {
     /// The worker's name: unique among the workers of a pool.
     pub name: String,

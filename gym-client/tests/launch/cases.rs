@@ -279,12 +279,11 @@ async fn a_killed_watchdog_is_replaced_and_knows_the_old_children() {
 async fn exit_at_start_gives_up_with_the_last_words() {
     let lines = Lines::default();
     let launcher = launcher(&lines);
-    let policy = RestartPolicy {
-        max_restarts: 2,
-        backoff_min: Duration::from_millis(1),
-        backoff_max: Duration::from_millis(5),
-        window: LONG,
-    };
+    let mut policy = RestartPolicy::default();
+    policy.max_restarts = 2;
+    policy.backoff_min = Duration::from_millis(1);
+    policy.backoff_max = Duration::from_millis(5);
+    policy.window = LONG;
     let script = "echo one >&2; echo unrelated; printf 'boom\\377' >&2; exit 3";
     let child = launcher.spawn(sh("broken", script).restart(policy)).await.expect("starts");
     let ChildState::GaveUp(report) = last(&child).await else { panic!("gives up") };
@@ -302,12 +301,11 @@ async fn restarts_count_and_the_child_comes_back() {
     let folder = tempfile::tempdir().expect("folder");
     let lines = Lines::default();
     let launcher = launcher(&lines);
-    let policy = RestartPolicy {
-        max_restarts: 5,
-        backoff_min: Duration::from_millis(1),
-        backoff_max: Duration::from_millis(5),
-        window: LONG,
-    };
+    let mut policy = RestartPolicy::default();
+    policy.max_restarts = 5;
+    policy.backoff_min = Duration::from_millis(1);
+    policy.backoff_max = Duration::from_millis(5);
+    policy.window = LONG;
     // Dies once by a signal, then stays.
     let script = "if [ -e seen ]; then echo again $$; exec sleep 1000; fi; touch seen; echo first $$; kill -9 $$";
     let child = launcher.spawn(sh("math", script).cwd(folder.path()).restart(policy)).await.expect("starts");
@@ -478,7 +476,11 @@ async fn interrupt_comes_once_and_first() {
 async fn stop_during_backoff_is_immediate() {
     let lines = Lines::default();
     let launcher = launcher(&lines);
-    let policy = RestartPolicy { max_restarts: 1, backoff_min: 9 * LONG, backoff_max: 9 * LONG, window: LONG };
+    let mut policy = RestartPolicy::default();
+    policy.max_restarts = 1;
+    policy.backoff_min = 9 * LONG;
+    policy.backoff_max = 9 * LONG;
+    policy.window = LONG;
     let child = launcher.spawn(sh("gone", "exit 4").restart(policy)).await.expect("starts");
     let mut events = child.events();
     let waiting = |state: &ChildState| matches!(state, ChildState::Backoff { .. });

@@ -13,6 +13,15 @@ use std::task::{Context, Poll, Waker};
 
 /// A signal that fires once: a caller has cancelled its call, or a server is asked to drain or stop. Clones are the same token. A child
 /// fires when its parent does; a parent does not fire when its child does.
+///
+/// ```
+/// use gym_core::CancelToken;
+///
+/// let stop = CancelToken::new();
+/// let call = stop.child_token();
+/// stop.cancel();
+/// assert!(call.is_cancelled());
+/// ```
 #[derive(Clone, Default)]
 pub struct CancelToken(Arc<Node>);
 

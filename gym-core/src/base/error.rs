@@ -12,9 +12,27 @@ use serde::{Deserialize, Serialize};
 use crate::base::failure::FailureClass;
 
 /// The result type of the SDK.
+///
+/// ```
+/// use gym_core::{Error, Result};
+///
+/// fn port(text: &str) -> Result<u16> {
+///     text.parse::<u16>().map_err(|error| Error::invalid(format!("`{text}` is not a port")).caused_by(error))
+/// }
+/// assert_eq!(port("7000").ok(), Some(7000));
+/// assert!(port("70000").unwrap_err().to_string().starts_with("`70000` is not a port: "));
+/// ```
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// An error: what failed, on which subject, and whether the peer may have acted on it. One pointer wide.
+///
+/// ```
+/// use gym_core::{Code, Error};
+///
+/// let error = Error::not_started(Code::Unavailable, "connection refused").about("connect to policy");
+/// assert_eq!(error.to_string(), "connect to policy: connection refused");
+/// assert!(error.may_resend(false), "the peer has not seen the request");
+/// ```
 pub struct Error(Box<Inner>);
 
 struct Inner {
@@ -29,6 +47,13 @@ struct Inner {
 }
 
 /// The kind of an error; the codes are those of gRPC.
+///
+/// ```
+/// use gym_core::Code;
+///
+/// let code = Code::DeadlineExceeded;
+/// assert_eq!((code.as_str(), code.status()), ("deadline_exceeded", 504));
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[non_exhaustive]
 pub enum Code {

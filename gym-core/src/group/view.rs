@@ -14,6 +14,14 @@ use crate::message::Incarnation;
 use crate::transport::Channel;
 
 /// A group of ranks. Implemented by backends, object-safe, and called through `WorkerGroupExt`.
+///
+/// ```
+/// use gym_core::group::WorkerGroup;
+///
+/// fn describe(group: &dyn WorkerGroup) -> String {
+///     format!("{} has {} ranks", group.name(), group.layout().size())
+/// }
+/// ```
 pub trait WorkerGroup: fmt::Debug + Send + Sync + 'static {
     /// Returns the name of the group, for logs and errors. Every call keeps it for its errors.
     fn name(&self) -> &Arc<str>;

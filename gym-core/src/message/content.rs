@@ -49,6 +49,15 @@ impl ContentType {
 }
 
 /// A message head and binary segments, never joined into one buffer. Cheap to clone.
+///
+/// ```
+/// use bytes::Bytes;
+/// use gym_core::Message;
+///
+/// let mut message = Message::json(r#"{"rows": 2}"#);
+/// message.segments.push(Bytes::from_static(&[1, 0]));
+/// assert_eq!(message.len(), 13);
+/// ```
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Message {
     /// The media type of the head.

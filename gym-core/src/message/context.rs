@@ -41,6 +41,17 @@ pub const DEFAULT_CALL_TIMEOUT: Duration = Duration::from_secs(600);
 pub const DEFAULT_REPLY_BYTES_MAX: usize = 256 << 20;
 
 /// The context of a call, passed as the first argument to every function that waits.
+///
+/// ```
+/// use std::time::Duration;
+///
+/// use gym_core::CallContext;
+///
+/// let cx = CallContext::within(Duration::from_secs(60));
+/// // A call on behalf of this one, which ends with it or earlier.
+/// let part = cx.child().at_most(Duration::from_secs(5));
+/// assert!(part.deadline < cx.deadline);
+/// ```
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct CallContext {

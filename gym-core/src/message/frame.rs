@@ -21,6 +21,7 @@ pub const FRAME_MEDIA_TYPE: &str = "application/x-gym-frame";
 
 /// Limits on a received message.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct MessageLimits {
     /// Maximum bytes of the head. A head is readable text; a rollout with images in base64 stays below this limit. The default is
     /// 256 MiB.
@@ -29,6 +30,14 @@ pub struct MessageLimits {
     pub segments_max: usize,
     /// Maximum bytes of head and segments together. The default is 16 GiB.
     pub message_bytes_max: usize,
+}
+
+impl MessageLimits {
+    /// Creates limits from the bytes of the head, the number of segments, and the bytes of head and segments together.
+    #[must_use]
+    pub const fn new(head_bytes_max: usize, segments_max: usize, message_bytes_max: usize) -> Self {
+        Self { head_bytes_max, segments_max, message_bytes_max }
+    }
 }
 
 impl Default for MessageLimits {

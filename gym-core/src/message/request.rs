@@ -105,6 +105,13 @@ impl fmt::Display for Route {
 }
 
 /// A request to a handler.
+///
+/// ```
+/// use gym_core::{CallContext, Request};
+///
+/// let request = Request::post(CallContext::default(), "/verify?strict=1", r#"{"answer": "4"}"#);
+/// assert_eq!((request.route.path(), request.route.query()), ("/verify", Some("strict=1")));
+/// ```
 #[derive(Clone, Debug)]
 pub struct Request {
     /// The HTTP method.

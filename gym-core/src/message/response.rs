@@ -35,6 +35,14 @@ pub const EXECUTION_METADATA: &str = "x-gym-execution";
 pub const CODE_METADATA: &str = "x-gym-code";
 
 /// A complete response with any status, including 404 and 500.
+///
+/// ```
+/// use gym_core::{Code, Error, Response};
+///
+/// let response = Response::from_error(&Error::not_started(Code::ResourceExhausted, "the queue is full"));
+/// assert_eq!(response.status.0, 429);
+/// assert_eq!(response.into_result().unwrap_err().code(), Code::ResourceExhausted);
+/// ```
 #[derive(Clone, Debug)]
 pub struct Response {
     /// The HTTP status.

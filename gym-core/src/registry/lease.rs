@@ -18,6 +18,7 @@ pub const DEFAULT_TTL: Duration = Duration::from_secs(30);
 
 /// A server's request to be listed in the registry.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct Registration {
     /// The instance name of the configuration; replicas share it.
     pub name: String,

@@ -164,6 +164,7 @@ impl MemberServer {
 
 /// A process that joins a cluster.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct MemberSpec {
     /// The name, unique in the cluster; by default the name of the host.
     pub name: String,

@@ -24,6 +24,12 @@ pub const IDLE_MAX: Duration = Duration::from_secs(4 * 3_600);
 pub const SCORED_MAX: usize = 4_096;
 
 /// Identifies the episode of a call: equal for all calls that carry the same session cookie.
+///
+/// ```
+/// use gym_core::SessionId;
+///
+/// assert_eq!(SessionId::new("episode-1").as_str(), "episode-1");
+/// ```
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct SessionId(Arc<str>);
 
@@ -73,6 +79,21 @@ pub struct Sessions<T> {
 }
 
 /// A table of sessions with any type of state. Implemented by [`Sessions`]; called by the server that serves the environment.
+///
+/// ```
+/// use gym_core::SessionId;
+/// use gym_core::server::{SessionTable, Sessions};
+///
+/// fn end(table: &dyn SessionTable, session: &SessionId) -> u64 {
+///     table.end(session);
+///     table.counts().open
+/// }
+///
+/// let (carts, session) = (Sessions::<u32>::default(), SessionId::new("a"));
+/// carts.begin(&session, || 0)?;
+/// assert_eq!(end(&carts, &session), 0);
+/// # Ok::<(), gym_core::Error>(())
+/// ```
 pub trait SessionTable: Send + Sync {
     /// Closes a session. Does nothing if there is no such session.
     fn end(&self, session: &SessionId);
@@ -83,6 +104,7 @@ pub trait SessionTable: Send + Sync {
 
 /// The counts of a [`SessionTable`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct SessionCounts {
     /// Sessions that are open.
     pub open: u64,
@@ -90,6 +112,14 @@ pub struct SessionCounts {
     pub closed: u64,
     /// Sessions that expired, or were dropped because the table was full, since the start.
     pub expired: u64,
+}
+
+impl SessionCounts {
+    /// Creates counts of open, closed and expired sessions.
+    #[must_use]
+    pub fn new(open: u64, closed: u64, expired: u64) -> Self {
+        Self { open, closed, expired }
+    }
 }
 
 #[derive(Debug)]

@@ -18,6 +18,14 @@ use crate::transport::Transport;
 
 /// The address of a peer: a scheme, and a part that only the transport of that scheme interprets, such as
 /// `http://127.0.0.1:11000` or `mem://policy_model`.
+///
+/// ```
+/// use gym_core::Endpoint;
+///
+/// let head = Endpoint::parse("http://10.0.0.7:11000")?;
+/// assert_eq!((head.scheme(), head.address()), ("http", "10.0.0.7:11000"));
+/// # Ok::<(), gym_core::Error>(())
+/// ```
 #[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Endpoint {
     text: Arc<str>,

@@ -17,6 +17,21 @@ use crate::transport::INCARNATION_METADATA;
 ///   The position in the queue must not depend on polling the returned future.
 /// - **Cancellation.** Dropping the returned future cancels the call.
 /// - **Errors.** Every transport sends an `Err` to the caller as [`Response::from_error`].
+///
+/// ```
+/// use std::pin::Pin;
+///
+/// use gym_core::{Handler, Request, Response, Result};
+///
+/// #[derive(Debug)]
+/// struct Health;
+///
+/// impl Handler for Health {
+///     fn handle(&self, _: Request) -> Pin<Box<dyn Future<Output = Result<Response>> + Send>> {
+///         Box::pin(async { Ok(Response::text("ok")) })
+///     }
+/// }
+/// ```
 pub trait Handler: fmt::Debug + Send + Sync + 'static {
     /// Accepts one call and returns the future of its response.
     fn handle(&self, request: Request) -> BoxFuture<'static, Result<Response>>;

@@ -12,6 +12,7 @@ use crate::message::CallContext;
 
 /// Limits on the number and the frequency of attempts.
 #[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct RetryPolicy {
     /// Maximum number of attempts, the first included. The default is 5.
     pub attempts_max: u32,
@@ -30,6 +31,12 @@ impl Default for RetryPolicy {
 }
 
 impl RetryPolicy {
+    /// Returns a policy without a limit on the attempts: the deadline of the call, or its caller, ends them.
+    #[must_use]
+    pub const fn endless(backoff_min: Duration, backoff_max: Duration) -> Self {
+        Self { attempts_max: u32::MAX, backoff_min, backoff_max }
+    }
+
     /// Returns a policy of one attempt.
     #[must_use]
     pub fn never() -> Self {

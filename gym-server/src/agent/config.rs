@@ -13,6 +13,7 @@ use crate::role::settings::{Seconds, ServerRef};
 /// The keys of a `simple_agent` block.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 #[cfg_attr(feature = "schemars", derive(schemars::JsonSchema))]
+#[non_exhaustive]
 pub struct SimpleAgentConfig {
     /// The resources server: holds the state and the tools of the episode, and scores it. Required by `/run`.
     #[serde(default)]
@@ -61,6 +62,7 @@ impl SimpleAgentConfig {
 /// The keys of a `gymnasium_agent` block.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 #[cfg_attr(feature = "schemars", derive(schemars::JsonSchema))]
+#[non_exhaustive]
 pub struct GymnasiumAgentConfig {
     /// The resources server: plays the other side of the conversation, and scores it.
     pub resources_server: ServerRef,

@@ -201,7 +201,7 @@ async fn a_servers_tools_are_offered_to_the_model_unless_the_row_has_tools() {
         assert!(status == Status(422) && body.to_string().contains(text), "{status:?} {body}");
     }
     tokio::time::sleep(Duration::from_secs(1)).await;
-    assert_eq!(counts(&counter), SessionCounts { open: 0, closed: 6, expired: 0 });
+    assert_eq!(counts(&counter), SessionCounts::new(0, 6, 0));
 }
 
 /// The prompt of a row can be rendered again only if the row has the tools that the model was offered.
@@ -468,12 +468,12 @@ async fn an_environment_replies_as_a_user_up_to_the_limit() {
         "info": {},
     });
     assert_eq!((status, &result), (Status(200), &expected), "{result}");
-    assert_eq!(SessionTable::counts(&*env.0), SessionCounts { open: 0, closed: 1, expired: 0 });
+    assert_eq!(SessionTable::counts(&*env.0), SessionCounts::new(0, 1, 0));
 
     // A cancelled episode is also closed.
     let slow = json!({"responses_create_params": {"input": "start"}, "first": "wait 1"});
     let left = tokio::time::timeout(Duration::from_millis(500), servers.run(CallContext::default(), "player", &slow));
     assert!(left.await.is_err());
     tokio::time::sleep(Duration::from_millis(100)).await;
-    assert_eq!(SessionTable::counts(&*env.0), SessionCounts { open: 0, closed: 2, expired: 0 });
+    assert_eq!(SessionTable::counts(&*env.0), SessionCounts::new(0, 2, 0));
 }

@@ -32,6 +32,7 @@ const VERIFY_ROUTE: &str = "/verify";
 /// The keys of a `pool` block of an environment server.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 #[cfg_attr(feature = "schemars", derive(schemars::JsonSchema))]
+#[non_exhaustive]
 pub struct PoolConfig {
     /// The agent that runs the rollouts, on each worker.
     pub agent_server: ServerRef,
@@ -55,6 +56,7 @@ pub struct PoolConfig {
 /// The keys of a `pool` block of a resources server.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 #[cfg_attr(feature = "schemars", derive(schemars::JsonSchema))]
+#[non_exhaustive]
 pub struct VerifierPoolConfig {
     /// The resources server that verifies, on each worker. It must not need a session.
     pub resources_server: ServerRef,
@@ -135,7 +137,8 @@ fn queue(
     timeout: Option<Seconds>,
     context: &ServerContext,
 ) -> WorkPool {
-    let mut options = WorkPoolOptions { weights, ..WorkPoolOptions::default() };
+    let mut options = WorkPoolOptions::default();
+    options.weights = weights;
     options.queue.wait_max = POLL_WAIT_MAX;
     if let Some(items_max) = items_max {
         options.queue.items_max = items_max.get();
@@ -254,12 +257,10 @@ mod tests {
             };
             network.serve(server, handler_fn(answer));
         }
-        let options = WorkPullerOptions {
-            capacity: 1,
-            wait: Duration::from_secs(1),
-            servers: Some(vec!["agent".to_owned(), "math".to_owned()]),
-            ..WorkPullerOptions::new(name, &world())
-        };
+        let mut options = WorkPullerOptions::new(name, &world());
+        options.capacity = 1;
+        options.wait = Duration::from_secs(1);
+        options.servers = Some(vec!["agent".to_owned(), "math".to_owned()]);
         let endpoint = [Endpoint::parse("mem://pool").unwrap()];
         (WorkPuller::start(&endpoint, network.client(&["agent", "math"]), options, &world()), network)
     }

@@ -41,6 +41,7 @@ pub(super) const HOP_BY_HOP: &[&str] = &[
 /// The keys of a `legacy_agent` block.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 #[cfg_attr(feature = "schemars", derive(schemars::JsonSchema))]
+#[non_exhaustive]
 pub struct RelayConfig {
     /// The agent that receives all requests.
     pub agent_server: ServerRef,

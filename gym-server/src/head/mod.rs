@@ -507,16 +507,13 @@ mod tests {
     use crate::testing::{TestNetwork, world};
 
     fn registration(name: &str, port: u16, incarnation: u64) -> Registration {
-        Registration {
-            name: name.to_owned(),
-            replica: None,
-            kind: ServerKind::Agent,
-            implementation: "simple_agent".to_owned(),
-            endpoints: vec![Endpoint::parse(&format!("http://127.0.0.1:{port}")).unwrap()],
-            incarnation: Incarnation(incarnation),
-            ttl: Duration::from_secs(30),
-            labels: BTreeMap::from([("pid".to_owned(), "77".to_owned())]),
-        }
+        let mut registration =
+            Registration::new(name, ServerKind::Agent, [Endpoint::parse(&format!("http://127.0.0.1:{port}")).unwrap()]);
+        registration.implementation = "simple_agent".to_owned();
+        registration.incarnation = Incarnation(incarnation);
+        registration.ttl = Duration::from_secs(30);
+        registration.labels = BTreeMap::from([("pid".to_owned(), "77".to_owned())]);
+        registration
     }
 
     fn head() -> HeadServer {
@@ -581,7 +578,8 @@ mod tests {
         let head = head();
         let settings = |version: &str| MemberTuning::new([("NCCL".to_owned(), version.to_owned())]);
         let joined = async |name: &str, tuning: Option<MemberTuning>| {
-            let spec = MemberSpec { tuning, ..MemberSpec::new(name, Incarnation(1)) };
+            let mut spec = MemberSpec::new(name, Incarnation(1));
+            spec.tuning = tuning;
             let (status, joined) = post(&head, "/cluster/join", &spec).await;
             (status, joined["warnings"][0].as_str().map(str::to_owned))
         };
@@ -630,10 +628,8 @@ mod tests {
         assert_eq!(instances[0]["process_name"], "a");
         assert_eq!((&instances[0]["host"], &instances[0]["port"]), (&json!("127.0.0.1"), &json!(7001)));
         assert_eq!(instances[0]["pid"], 77);
-        let later = Registration {
-            labels: BTreeMap::from([(START_TIME_LABEL.to_owned(), "1700000000.25".to_owned())]),
-            ..registration("b", 7002, 1)
-        };
+        let mut later = registration("b", 7002, 1);
+        later.labels = BTreeMap::from([(START_TIME_LABEL.to_owned(), "1700000000.25".to_owned())]);
         assert_eq!(post(&head, "/registry/register", &later).await.0, 200);
         let (_, instances) = get(&head, "/server_instances").await;
         assert_eq!(instances[1]["start_time"], 1_700_000_000.25, "its own, not that of the head server");
@@ -720,7 +716,11 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn a_second_server_of_the_same_name_and_rank_is_refused_unless_it_is_a_newer_life() {
         let head = head();
-        let at = |port, incarnation| Registration { replica: Some(0), ..registration("a", port, incarnation) };
+        let at = |port, incarnation| {
+            let mut registration = registration("a", port, incarnation);
+            registration.replica = Some(0);
+            registration
+        };
         assert_eq!(post(&head, "/registry/register", &at(7001, 5)).await.0, 200);
         assert_eq!(post(&head, "/registry/register", &at(7001, 5)).await.0, 200, "a replay is not a second server");
         let (status, why) = post(&head, "/registry/register", &at(7002, 4)).await;
@@ -752,7 +752,8 @@ mod tests {
         let (status, body) = post(&head, "/registry/register", &json!({"name": 5})).await;
         assert_eq!(status, 422);
         assert!(body["detail"][0]["msg"].as_str().unwrap().contains("invalid type"), "{body}");
-        let none = Registration { endpoints: Vec::new(), ..registration("a", 1, 1) };
+        let mut none = registration("a", 1, 1);
+        none.endpoints = Vec::new();
         let (status, body) = post(&head, "/registry/register", &none).await;
         assert_eq!(status, 422);
         assert!(body.to_string().contains("at least one endpoint"), "{body}");

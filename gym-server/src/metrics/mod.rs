@@ -1,6 +1,7 @@
 //! Prometheus metrics of one process: requests by server and route, and resource usage.
 
 mod collection;
+mod own;
 mod pools;
 
 use parking_lot::{Mutex, MutexGuard};
@@ -27,11 +28,24 @@ use prometheus_client::registry::{Registry, Unit};
 use tokio::time::Instant;
 
 pub use gym_core::base::process::{process_cpu, resident_bytes};
+pub use own::{OwnCounter, OwnGauge};
 
 use crate::metrics::collection::CollectionMetrics;
 use crate::metrics::pools::PoolMetrics;
 
 /// The metrics of one process; `GET /metrics` of each of its servers prints them. Cheap to clone.
+///
+/// ```
+/// use gym_server::metrics::Metrics;
+///
+/// // Of a stack: `stack.metrics()`.
+/// let metrics = Metrics::new();
+/// let documents = metrics.counter("shop_documents_read", "Documents that the shop has read");
+/// let stock = metrics.gauge("shop_items_in_stock", "Items in stock");
+/// documents.add(3);
+/// stock.set(12.0);
+/// assert!(metrics.text().contains("shop_documents_read_total 3"));
+/// ```
 #[derive(Clone)]
 pub struct Metrics {
     registry: Arc<Mutex<Registry>>,
@@ -112,8 +126,24 @@ impl Metrics {
         metrics
     }
 
-    /// Calls `register` with the registry, to add metrics of your own.
-    pub fn with<T>(&self, register: impl FnOnce(&mut Registry) -> T) -> T {
+    /// Adds a counter of the program's own, from 0. It is printed as `NAME_total`. Use each name once.
+    #[must_use]
+    pub fn counter(&self, name: &str, help: &str) -> OwnCounter {
+        let counter = OwnCounter::default();
+        self.with(|registry| registry.register(name, help, counter.0.clone()));
+        counter
+    }
+
+    /// Adds a gauge of the program's own, which is 0 until it is set. Use each name once.
+    #[must_use]
+    pub fn gauge(&self, name: &str, help: &str) -> OwnGauge {
+        let gauge = OwnGauge::default();
+        self.with(|registry| registry.register(name, help, gauge.0.clone()));
+        gauge
+    }
+
+    /// Calls `register` with the registry.
+    pub(crate) fn with<T>(&self, register: impl FnOnce(&mut Registry) -> T) -> T {
         register(&mut self.registry.lock())
     }
 
@@ -308,7 +338,8 @@ impl SessionMetrics {
     fn update(&self) {
         self.lock().retain_mut(|watched| {
             let (labels, last, now) = (&watched.labels, watched.last, (watched.counts)());
-            let ended = SessionCounts { open: 0, ..last };
+            let mut ended = last;
+            ended.open = 0;
             let counts = now.unwrap_or(ended);
             let difference = counts.open.cast_signed() - last.open.cast_signed();
             self.open.get_or_create(labels).inc_by(difference);

@@ -72,6 +72,7 @@ impl ScriptedItem {
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 #[cfg_attr(feature = "schemars", derive(schemars::JsonSchema))]
 #[serde(default)]
+#[non_exhaustive]
 pub struct ScriptedModelConfig {
     /// The `model` of the responses, which shows readers of the rollouts that no model wrote them. `scripted_model` by default.
     pub model: String,

@@ -12,6 +12,7 @@ use crate::stack::servers::Servers;
 
 /// A server of a stack.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct RunningServer {
     /// The instance's name.
     pub name: String,
@@ -51,16 +52,11 @@ pub(super) fn registration(
     for reference in instance.references.iter().filter(|reference| ROUTED.contains(&&*reference.field)) {
         labels.insert(reference.field.clone(), reference.name.clone());
     }
-    Registration {
-        name: instance.name.clone(),
-        replica: None,
-        kind: instance.kind,
-        implementation: instance.implementation.clone(),
-        endpoints,
-        incarnation,
-        ttl: gym_core::registry::DEFAULT_TTL,
-        labels,
-    }
+    let mut registration = Registration::new(instance.name.clone(), instance.kind, endpoints);
+    registration.implementation = instance.implementation.clone();
+    registration.incarnation = incarnation;
+    registration.labels = labels;
+    registration
 }
 
 pub(super) fn unknown_implementation(instance: &InstanceConfig, servers: &Servers) -> Error {

@@ -27,6 +27,7 @@ const HEALTH_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// How a process takes part in a cluster.
 #[derive(Clone, Debug)]
+#[non_exhaustive]
 pub struct JoinOptions {
     /// The name of the member, unique in the cluster.
     pub name: String,
@@ -80,7 +81,7 @@ pub(super) async fn find_address(options: &JoinOptions, head: &Endpoint) -> Resu
 pub(super) fn head_config(head: &Endpoint) -> Result<HeadConfig> {
     let (host, port) = head.address().rsplit_once(':').unwrap_or((head.address(), ""));
     let port = port.parse().map_err(|_| Error::invalid(format!("the head server {head} has no port")))?;
-    Ok(HeadConfig { host: bare_host(host).to_owned(), port })
+    Ok(HeadConfig::new(bare_host(host), port))
 }
 
 /// Moves the servers that would listen on loopback to the address of this worker.
@@ -151,11 +152,9 @@ pub(super) fn join<'a>(
         spec.tuning.clone_from(&options.tuning);
         spec.servers = own.iter().map(|server| member_server(server, options.pulls)).collect();
         let names: Vec<String> = own.into_iter().map(|server| server.name).collect();
-        let member = MemberOptions {
-            join_within: options.join_within,
-            health: check(client, names),
-            ..MemberOptions::default()
-        };
+        let mut member = MemberOptions::default();
+        member.join_within = options.join_within;
+        member.health = check(client, names);
         MemberKeeper::join(Arc::new(registry.cluster.clone()), &cx, spec, member, world).await
     })
 }

@@ -18,9 +18,11 @@ use crate::stack::join::JoinOptions;
 /// ```
 /// use gym_server::StackOptions;
 ///
-/// let options = StackOptions { only: vec!["math".to_owned()], ..StackOptions::default() };
+/// let mut options = StackOptions::default();
+/// options.only = vec!["math".to_owned()];
 /// ```
 #[derive(Clone)]
+#[non_exhaustive]
 pub struct StackOptions {
     /// Serves only these instances; `head_server` is the head server. Empty by default, which serves all of them.
     pub only: Vec<String>,

@@ -35,6 +35,30 @@ use crate::stack::servers::{Build, Made, Servers};
 use gym_core::transport::serve;
 
 /// The running servers of a configuration. [`Stack::stop`] stops them in order; dropping the stack aborts them.
+///
+/// ```
+/// use gym_server::prelude::*;
+/// use gym_server::{agent::SimpleAgent, model::ScriptedModel};
+///
+/// # struct Right;
+/// # impl ResourcesServer for Right {
+/// #     type Task = serde_json::Value;
+/// #     async fn verify(&self, _: &CallContext, _: &SessionId, _: Self::Task, _: &ModelResponse) -> Result<Verdict> { Ok(Verdict::correct(true)) }
+/// # }
+/// # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<()> {
+/// # let model = ScriptedModel::with_default_policy(Default::default(), &World::real());
+/// let stack = Stack::embedded()
+///     .resources("right", Right)
+///     .model("policy", model)
+///     .agent("right_agent", |client| SimpleAgent::between("policy", "right", client))
+///     .start()
+///     .await?;
+/// let row = RawObject::parse(r#"{"responses_create_params": {"input": "2 + 2"}}"#)?;
+/// let mut rollouts = stack.rollouts("right_agent", [row])?;
+/// assert_eq!(rollouts.next().await.unwrap()?.reward(), Some(1.0));
+/// stack.stop().await;
+/// # Ok(()) }
+/// ```
 #[derive(Debug)]
 pub struct Stack {
     client: ServerClient,
@@ -190,7 +214,7 @@ impl Stack {
         let all = options.transports.clone().unwrap_or_else(|| {
             let all = servers.transports();
             let frames = all.get::<HttpBackend>().map(|backend| backend.frames.clone()).unwrap_or_default();
-            all.with(in_process.clone()).with(HttpBackend { http: options.http.clone(), frames })
+            all.with(in_process.clone()).with(HttpBackend::new(options.http.clone(), frames))
         });
         policy.check(&all.known())?;
         let transports = all.scoped(&policy, Some(ucx_address(&wanted)));
@@ -343,7 +367,7 @@ impl Stack {
         let head = head.expecting(options.expected_workers).sharing(shared).following(transports);
         let handler: Arc<dyn Handler> = Arc::new(head.clone());
         // Over HTTP only, regardless of the policy: clients find all other servers through the head server.
-        let http = HttpBackend { http: options.http.clone(), ..HttpBackend::default() };
+        let http = HttpBackend::new(options.http.clone(), Default::default());
         let mut place = ListenOptions::default().at(config.head.host.clone(), config.head.port);
         if is_unspecified(&config.head.host) {
             place = place.advertised_as(self.own_host.clone());

@@ -23,6 +23,29 @@ use crate::role::{RoleServer, ServerContext};
 use crate::stack::schema::{self, Implementation, SettingsSchema};
 
 /// The input of a factory: one instance of the configuration.
+///
+/// ```
+/// use gym_server::prelude::*;
+///
+/// /// Asks a server whose name is in the block of the agent.
+/// struct Asks(ServerClient, String);
+///
+/// #[derive(serde::Deserialize)]
+/// struct Settings {
+///     judge: String,
+/// }
+///
+/// impl AgentServer for Asks {
+///     async fn run(&self, cx: &CallContext, _: &SessionId, row: &RawObject) -> Result<Response> {
+///         self.0.post(cx, &self.1, "/run", row.text().clone(), CallOptions::default()).await
+///     }
+/// }
+///
+/// let servers = Servers::stock().agent("asks", |build: &Build<'_>| {
+///     let settings: Settings = build.settings()?;
+///     Ok(Asks(build.client.clone(), settings.judge))
+/// });
+/// ```
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct Build<'a> {

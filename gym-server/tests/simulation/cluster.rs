@@ -90,13 +90,16 @@ impl Worker {
         {
             serves(Box::new(network.listen(server).expect("a new process listens nowhere")), handler);
             let endpoint = Endpoint::parse(&format!("mem://{server}")).expect("an endpoint");
-            let registration = Registration { incarnation, ttl: LONG, ..Registration::new(server, kind, [endpoint]) };
+            let mut registration = Registration::new(server, kind, [endpoint]);
+            registration.incarnation = incarnation;
+            registration.ttl = LONG;
             own.register(&CallContext::default(), registration).await.expect("the registry of a process has no limits");
         }
         if turns {
             // As a configuration names the endpoint of an engine.
             let (kind, endpoint) = policy();
-            let registration = Registration { ttl: LONG, ..Registration::new(POLICY, kind, [endpoint]) };
+            let mut registration = Registration::new(POLICY, kind, [endpoint]);
+            registration.ttl = LONG;
             own.register(&CallContext::default(), registration).await.expect("the registry of a process has no limits");
         }
         serves(Box::new(host.listen("agent").expect("a new process listens nowhere")), &agent);
@@ -118,12 +121,10 @@ impl Worker {
                 Err(_) => tokio::time::sleep(Duration::from_millis(500)).await,
             }
         };
-        let options = WorkPullerOptions {
-            capacity: cluster.capacity,
-            servers: Some(vec!["agent".to_owned()]),
-            member: Some(PullingMember { incarnation, timing: spec.timing }),
-            ..WorkPullerOptions::new(name, &world)
-        };
+        let mut options = WorkPullerOptions::new(name, &world);
+        options.capacity = cluster.capacity;
+        options.servers = Some(vec!["agent".to_owned()]);
+        options.member = Some(PullingMember { incarnation, timing: spec.timing });
         let _pulling = cluster.pull.then(|| PoolWatch::start(remote.clone(), client(), options, &world));
         keeper.draining().cancelled().await;
         audit.violation(format_args!("{name} was asked to end"));
@@ -153,8 +154,11 @@ pub(crate) struct RunPool {
 
 impl CollectorPools {
     pub(crate) async fn start(&self) -> Result<RunPool> {
-        let queue = WorkQueueOptions { silence_max: self.silence_max, ..WorkQueueOptions::default() };
-        let pool = WorkPool::new(WorkPoolOptions { queue, ..WorkPoolOptions::default() }, &self.world);
+        let mut queue = WorkQueueOptions::default();
+        queue.silence_max = self.silence_max;
+        let mut options = WorkPoolOptions::default();
+        options.queue = queue;
+        let pool = WorkPool::new(options, &self.world);
         // Of this life of the host, at this time.
         let service = format!("work-{}", self.world.now().as_millis());
         let listener = self.host.listen(&service)?;

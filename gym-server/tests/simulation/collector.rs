@@ -9,7 +9,7 @@ use bytes::Bytes;
 use futures_util::stream;
 use gym_client::ServerClient;
 use gym_client::collect::ledger::{JsonlLedger, OpenMode, RecoveryReport};
-use gym_client::collect::{Driver, DriverOptions, OutputFiles, RolloutRow, RunEnd, write_new_file};
+use gym_client::collect::{Driver, OutputFiles, RolloutRow, RunEnd, write_new_file};
 use gym_core::base::Files as _;
 use gym_core::rollout::{KeyState, Ledger, TaskKey};
 use gym_core::testing::{SimFiles, SimNet};
@@ -117,12 +117,9 @@ impl Collector {
             LateCheck::Off => ledger.without_late_check(),
         };
         let ledger = Arc::new(AuditedLedger { ledger, audit: self.audit.clone() });
-        let driver = Driver::new(
-            self.client.clone(),
-            Arc::clone(&ledger) as Arc<dyn Ledger>,
-            &self.world,
-            DriverOptions { concurrency: self.plan.concurrency as usize, ..self.plan.options.clone() },
-        );
+        let mut options = self.plan.options.clone();
+        options.concurrency = self.plan.concurrency as usize;
+        let driver = Driver::new(self.client.clone(), Arc::clone(&ledger) as Arc<dyn Ledger>, &self.world, options);
         let pool = match &self.pools {
             None => None,
             Some(pools) => match pools.start().await {

@@ -442,16 +442,11 @@ impl Deployment {
         };
         let handler = AuditedIncarnation { life, handler, audit: self.audit.clone() };
         let endpoint = self.serve(host, Arc::new(Fenced::new(life, handler)));
-        let registration = Registration {
-            name: name.to_owned(),
-            replica: Some(replica),
-            kind,
-            implementation: "small".to_owned(),
-            endpoints: vec![endpoint],
-            incarnation: life,
-            ttl,
-            labels: Default::default(),
-        };
+        let mut registration = Registration::new(name, kind, [endpoint]);
+        registration.replica = Some(replica);
+        registration.implementation = "small".to_owned();
+        registration.incarnation = life;
+        registration.ttl = ttl;
         host.spawn(stay_registered(registry, registration));
     }
 

@@ -6,6 +6,7 @@ use gym_core::transport::mux::ConnectionLimits;
 
 /// Limits and timeouts of framed connections.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct FramesConfig {
     /// Limit for connecting, including the handshake. Default: 10 s.
     pub connect_timeout: Duration,

@@ -6,6 +6,7 @@ use crate::frames::config::FramesConfig;
 
 /// Limits and timeouts of a connector or a listener. `HttpConfig::default()` fits both ends of a NeMo Gym deployment.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct HttpConfig {
     /// Maximum number of connections that one channel opens to its peer; further calls wait for one until their deadline.
     /// Default: 1,024. Some systems have a fixed limit of 20,000 file descriptors, and 16,000 calls over 1,024 connections finish

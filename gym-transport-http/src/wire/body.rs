@@ -170,7 +170,7 @@ impl BodyFormat {
     pub(crate) fn message(self, body: Bytes, segments_max: usize) -> Result<Message, FrameError> {
         if self.framed {
             // The body is in memory, within its limit: only the number of segments still needs a limit.
-            let limits = MessageLimits { head_bytes_max: body.len(), segments_max, message_bytes_max: body.len() };
+            let limits = MessageLimits::new(body.len(), segments_max, body.len());
             decode(body, &limits, self.head)
         } else {
             Ok(Message { content_type: self.head, head: body.into(), segments: Vec::new() })

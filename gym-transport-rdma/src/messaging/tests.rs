@@ -406,7 +406,8 @@ fn what_lands_for_nobody_is_bounded_in_number_and_in_bytes() {
 #[tokio::test]
 async fn answers_and_refusals_that_the_network_does_not_take_are_bounded() {
     let recorder = Recorder::default();
-    let limits = mux::ConnectionLimits { calls_max: 4, ..mux::ConnectionLimits::default() };
+    let mut limits = mux::ConnectionLimits::default();
+    limits.calls_max = 4;
     let handler = Arc::new(handler_fn(|_| async { Ok(Response::new(Status::OK, message(&[2, 5_000]))) }));
     let calls = Arc::new(Semaphore::new(9));
     let (theirs, peer) = (Handshake::of(&limits), PeerInfo::default());
@@ -490,8 +491,9 @@ impl Calling {
 
 #[test]
 fn an_answer_that_is_given_up_is_forgotten_and_keeps_its_room_until_it_has_landed() {
-    let calling =
-        Calling::new(mux::ConnectionLimits { reply_bytes_in_flight_max: 1 << 20, ..mux::ConnectionLimits::default() });
+    let mut limits = mux::ConnectionLimits::default();
+    limits.reply_bytes_in_flight_max = 1 << 20;
+    let calling = Calling::new(limits);
     let reply = calling.start().expect("there is room").unwrap();
     let (key, bytes) = calling.begin(1, 5_000);
     drop(reply);

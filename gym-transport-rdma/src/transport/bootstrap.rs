@@ -208,7 +208,8 @@ mod tests {
             (number, token, within_ms) in any::<(u64, [u8; 32], u64)>(), host in ".{0,30}",
             worker in prop::option::of(prop::collection::vec(any::<u8>(), 1..400)), port in any::<u16>(),
         ) {
-            let limits = ConnectionLimits { calls_max: 3, ..ConnectionLimits::default() };
+            let mut limits = ConnectionLimits::default();
+            limits.calls_max = 3;
             let (worker, within) = (worker.map(Bytes::from), Duration::from_millis(within_ms));
             let ask = BootstrapRequest::new(ConnectionId(number), &limits, host.clone(), within, worker.clone());
             let ask = BootstrapRequest::read(ask.write().as_bytes()).unwrap();

@@ -18,6 +18,7 @@ use crate::messaging::send_queue::{ConnectionWatch, UcxSendQueue};
 
 /// Limits, timeouts and fabric options of UCX connections.
 #[derive(Clone, Debug)]
+#[non_exhaustive]
 pub struct UcxConfig {
     /// The library, the transports, and the waiting strategy of the thread.
     ///

@@ -39,8 +39,10 @@ pub(crate) fn open(options: FabricOptions) -> Option<Fabric> {
 pub(crate) fn network() -> FabricOptions {
     let ip = variable("GYM_UCX_ADDRESS").map_or(Ipv4Addr::LOCALHOST.into(), |text| text.parse::<IpAddr>().unwrap());
     let devices = variable("GYM_UCX_LISTEN_DEVICES");
-    let calling = calling_network();
-    FabricOptions { devices: devices.or(calling.devices), listen: Some(SocketAddr::new(ip, 0)), ..calling }
+    let mut options = calling_network();
+    options.devices = devices.or(options.devices);
+    options.listen = Some(SocketAddr::new(ip, 0));
+    options
 }
 
 /// Opens a network fabric that only connects (`GYM_UCX_TRANSPORTS`, `GYM_UCX_DEVICES`), over the other device of a
@@ -48,11 +50,10 @@ pub(crate) fn network() -> FabricOptions {
 pub(crate) fn calling_network() -> FabricOptions {
     let transports = variable("GYM_UCX_TRANSPORTS");
     let devices = variable("GYM_UCX_DEVICES").or_else(|| transports.is_none().then(|| "lo".to_owned()));
-    FabricOptions {
-        transports: Some(transports.unwrap_or_else(|| "tcp".to_owned())),
-        devices,
-        ..FabricOptions::default()
-    }
+    let mut options = FabricOptions::default();
+    options.transports = Some(transports.unwrap_or_else(|| "tcp".to_owned()));
+    options.devices = devices;
+    options
 }
 
 fn variable(name: &str) -> Option<String> {
@@ -61,7 +62,9 @@ fn variable(name: &str) -> Option<String> {
 
 /// Opens a fabric for shared memory on one host.
 pub(crate) fn shared_memory() -> FabricOptions {
-    FabricOptions { transports: Some("posix,cma,self".to_owned()), ..FabricOptions::default() }
+    let mut options = FabricOptions::default();
+    options.transports = Some("posix,cma,self".to_owned());
+    options
 }
 
 /// Transport to a peer.

@@ -26,7 +26,11 @@ impl Ends {
     pub(crate) async fn open(way: Way) -> Option<Self> {
         // Reports a missing UCX.
         drop(open(way.calling())?);
-        let ucx = |fabric| Ucx::new(UcxConfig { fabric, ..UcxConfig::default() });
+        let ucx = |fabric| {
+            let mut config = UcxConfig::default();
+            config.fabric = fabric;
+            Ucx::new(config)
+        };
         Some(Self { way, caller: ucx(way.calling()), server: ucx(way.answering()), names: InProcess::new() })
     }
 
@@ -51,7 +55,9 @@ impl Ends {
 
     pub(crate) async fn conformance_pair(&self, setup: TransportSetup) -> TransportPair {
         let TransportSetup { calls_max, request_bytes_in_flight_max, .. } = setup;
-        let limits = ConnectionLimits { calls_max, request_bytes_in_flight_max, ..ConnectionLimits::default() };
+        let mut limits = ConnectionLimits::default();
+        limits.calls_max = calls_max;
+        limits.request_bytes_in_flight_max = request_bytes_in_flight_max;
         let (connector, listener) = self.pair(limits).await;
         (Box::new(connector), Box::new(listener))
     }

@@ -13,7 +13,7 @@ use bytes::Bytes;
 use gym_core::testing::figures::RoundTrips;
 use gym_transport_rdma::fabric::{
     ActiveMessage, CloseReason, Connect, Connection, ConnectionEvents, ConnectionId, Delivery, Disposition, Driver,
-    Expect, Fabric, FabricOptions, Lanes, Payload, PeerWorker, Target, Token, WorkerPair,
+    Expect, Fabric, Lanes, Payload, PeerWorker, Target, Token, WorkerPair,
 };
 use serde::{Deserialize, Serialize};
 use tokio::time::Instant;
@@ -39,7 +39,10 @@ struct Greeting {
 
 fn open(way: Way, driver: Driver, listen: bool) -> Result<Fabric> {
     let listen = (listen && way == Way::Tcp).then(|| ([127, 0, 0, 1], 0).into());
-    Ok(Fabric::open(FabricOptions { driver, listen, ..way.fabric() })?)
+    let mut options = way.fabric();
+    options.driver = driver;
+    options.listen = listen;
+    Ok(Fabric::open(options)?)
 }
 
 /// Echoes short messages, and receives long ones.

@@ -32,7 +32,10 @@ const WAIT_TIMEOUT: Duration = Duration::from_secs(600);
 fn ucx(way: Way, listen: bool) -> Ucx {
     let mut fabric = way.fabric();
     fabric.listen = (listen && way == Way::Tcp).then(|| ([127, 0, 0, 1], 0).into());
-    Ucx::new(UcxConfig { fabric, limits: ConnectionLimits::default(), ..UcxConfig::default() })
+    let mut config = UcxConfig::default();
+    config.fabric = fabric;
+    config.limits = ConnectionLimits::default();
+    Ucx::new(config)
 }
 
 /// Runs the answering process.

@@ -55,11 +55,10 @@ impl Way {
     }
 
     pub(crate) fn fabric(self) -> FabricOptions {
-        FabricOptions {
-            transports: Some(self.transports().to_owned()),
-            devices: self.device().map(str::to_owned),
-            ..FabricOptions::default()
-        }
+        let mut options = FabricOptions::default();
+        options.transports = Some(self.transports().to_owned());
+        options.devices = self.device().map(str::to_owned);
+        options
     }
 
     /// Returns the maximum ratio of a message's round trip to twice `ucx_perftest`'s latency. Over shared memory, that latency is

@@ -122,8 +122,9 @@ async fn score() -> anyhow::Result<()> {
     let solutions =
         SOLUTIONS.map(|(_, interpreter, code)| Solution { interpreter: interpreter.to_owned(), code: code.to_owned() });
     // What one rank cannot run, another one may: twice here, so that this example ends soon.
-    let again =
-        RetryBudgets { infrastructure_attempts: 2, backoff_min: Duration::from_millis(50), ..RetryBudgets::default() };
+    let mut again = RetryBudgets::default();
+    again.infrastructure_attempts = 2;
+    again.backoff_min = Duration::from_millis(50);
     let begin = Instant::now();
     let balancer = group.balancer()?.again(again);
     let arguments = |batch| (tests.to_vec(), batch);

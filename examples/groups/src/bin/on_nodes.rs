@@ -118,8 +118,13 @@ async fn member(name: &str, host: &str) -> anyhow::Result<()> {
     let head = head()?.context("set HEAD_SERVER_URL: a member joins a head server")?;
     let node = NodeAgent::listen(workers(), node_options(name, host)?).await?;
     let (host, member_node) = (Some(host.to_owned()), Some(node.member_node()));
-    let worker = JoinOptions { host, pulls: true, node: member_node, ..JoinOptions::new(name) };
-    let options = StackOptions { head: Some(head.clone()), join: Some(worker), ..StackOptions::default() };
+    let mut worker = JoinOptions::new(name);
+    worker.host = host;
+    worker.pulls = true;
+    worker.node = member_node;
+    let mut options = StackOptions::default();
+    options.head = Some(head.clone());
+    options.join = Some(worker);
     let stack = Stack::builder().agent("content", |_| Content).options(options).start().await?;
     let (world, grace) = (World::real(), Duration::from_secs(10));
     let registry = RemoteRegistry::new(head, Transports::standard(), world.clone());

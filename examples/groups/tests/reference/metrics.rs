@@ -185,7 +185,8 @@ async fn of_servers() -> String {
     let file = examples.join("configs/quickstart.yaml").display().to_string();
     let config = ConfigLoader::new(&examples).environment(|_| None).load(&[file], &overrides).unwrap();
     let servers = gym_examples::servers::servers();
-    let options = StackOptions { expected_workers: 1, ..StackOptions::default() };
+    let mut options = StackOptions::default();
+    options.expected_workers = 1;
     let stack = Stack::start(config, &servers, &World::real(), options).await.unwrap();
     stack.metrics().watch_collection(Arc::default(), None);
     let registry = stack.client().registry().clone();
@@ -314,7 +315,7 @@ async fn the_page_on_metrics_is_the_generated_one() {
         "Metrics",
         "Prometheus metrics; [monitoring.md](../monitoring.md) has rules and a dashboard. `GET /metrics` of each server prints those of \
          its process, in the format of OpenMetrics if the request accepts it and otherwise in that of Prometheus; a program \
-         adds its own with `stack.metrics().with(|registry| …)`. The samples of a histogram have the suffixes `_bucket`, `_sum` and \
+         adds its own with `stack.metrics().counter(name, help)` or `gauge(name, help)`. The samples of a histogram have the suffixes `_bucket`, `_sum` and \
          `_count`. A metric without a sample is left out until it has one.",
     );
     let row = |(name, metric): (&String, &Metric)| {

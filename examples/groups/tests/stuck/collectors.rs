@@ -88,9 +88,13 @@ pub(crate) fn be_collector(stall: &str) {
     runtime.block_on(async {
         let (transports, world) = (Transports::from_features(InProcess::new()), World::real());
         let _waits = WaitsListener::start(&transports, None, Vec::new()).await.expect("listens");
-        let mut options = DriverOptions { fail_fast: FailFast::Alike, concurrency: 40, ..DriverOptions::default() };
+        let mut options = DriverOptions::default();
+        options.fail_fast = FailFast::Alike;
+        options.concurrency = 40;
         let hour = Duration::from_secs(3_600);
-        let slow = RetryPolicy { backoff_min: hour, backoff_max: hour, ..RetryPolicy::default() };
+        let mut slow = RetryPolicy::default();
+        slow.backoff_min = hour;
+        slow.backoff_max = hour;
         let pool = WorkPool::new(WorkPoolOptions::default(), &world);
         let dispatch: Arc<dyn Dispatch> = match stall {
             "queue" => Arc::new(pool.clone()),

@@ -18,6 +18,27 @@ use crate::call::reach::is_silent;
 const LATE_SHOWN: usize = 3;
 
 /// The error of a group call. Failed calls are not retried; [`GroupError::may_resend`] reports whether a caller may retry.
+///
+/// ```
+/// use gym_group::prelude::*;
+/// # struct Scorer;
+/// # worker! {
+/// #     impl Worker for Scorer as scorer {
+/// #         fn start(_: WorkerEnv, _: ()) -> Result<Self> { Ok(Self) }
+/// #         shared(idempotent) async fn score(&self, _: &CallContext, call: Payload<f32>) -> Result<Payload<f32>> {
+/// #             if call.value < 0.0 { return Err(Error::invalid("a negative length")); }
+/// #             Ok((call.value * 2.0).into())
+/// #         }
+/// #     }
+/// # }
+///
+/// # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<()> {
+/// let group = InProcessGroup::start::<Scorer>("scorers", RankLayout::line(2)?, ()).await?;
+/// let error = group.call(scorer::score, -1.0).await.unwrap_err();
+/// assert!(error.to_string().contains("a negative length"));
+/// assert!(!error.may_resend());
+/// # Ok(()) }
+/// ```
 pub struct GroupError(Box<Inner>);
 
 struct Inner {

@@ -47,6 +47,26 @@ use gym_core::{Code, Error, Execution, Result};
 
 /// The typed calls of a group. A group of one's own has them by `impl WorkerGroupExt for Mine {}`, unless it [adds](WorkerGroupExt::call_support) to its
 /// calls. `Arc<dyn WorkerGroupExt>` holds any group.
+///
+/// ```
+/// use gym_group::prelude::*;
+/// # struct Scorer;
+/// # worker! {
+/// #     impl Worker for Scorer as scorer {
+/// #         fn start(_: WorkerEnv, _: ()) -> Result<Self> { Ok(Self) }
+/// #         shared(idempotent) async fn score(&self, _: &CallContext, call: Payload<f32>) -> Result<Payload<f32>> {
+/// #             if call.value < 0.0 { return Err(Error::invalid("a negative length")); }
+/// #             Ok((call.value * 2.0).into())
+/// #         }
+/// #     }
+/// # }
+///
+/// # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<()> {
+/// let group = InProcessGroup::start::<Scorer>("scorers", RankLayout::line(2)?, ()).await?;
+/// assert_eq!(group.call(scorer::score, 1.5).await?.into_values(), [3.0, 3.0]);
+/// assert_eq!(group.call_each(scorer::score, vec![1.0, 2.0]).await?.into_values(), [2.0, 4.0]);
+/// # Ok(()) }
+/// ```
 pub trait WorkerGroupExt: WorkerGroup {
     /// Returns the additions of the group to its calls: admission, submitted calls, and a monitor of its ranks. The default adds nothing. A group that wraps
     /// another one returns those of the wrapped group.

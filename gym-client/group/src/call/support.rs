@@ -8,6 +8,7 @@ use crate::call::monitor::RankMonitor;
 
 /// The additions of a group to its calls: admission, submitted calls, and a monitor of its ranks. The default adds nothing.
 #[derive(Clone, Debug, Default)]
+#[non_exhaustive]
 pub struct CallSupport {
     /// Admits each call before it is sent to any rank. `None`: every call is admitted. For groups that share bundles.
     pub gate: Option<Arc<dyn Gate>>,

@@ -69,6 +69,7 @@ fn origin_of_cause(error: &(dyn StdError + 'static)) -> Option<FailureOrigin> {
 
 /// Limits on the attempts of one piece of work, by the origin of its failures.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct RetryBudgets {
     /// Attempts that may fail because of the infrastructure. The default is 5.
     pub infrastructure_attempts: u32,

@@ -4,6 +4,7 @@ use gym_core::group::RankState;
 
 /// Limits of the health state machine. Each is at least 1, except `restarts_max`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct HealthPolicy {
     /// Consecutive failures after which a replica is dead. The default is 3.
     pub unhealthy_after: u32,

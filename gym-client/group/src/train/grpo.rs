@@ -13,6 +13,7 @@ use crate::train::{EnvironmentInterface, GenerationInterface, PolicyInterface, c
 /// Settings of a training run. The names are those of NeMo RL.
 #[derive(Clone, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
 #[serde(deny_unknown_fields, default)]
+#[non_exhaustive]
 pub struct GrpoConfig {
     /// Number of answers to each prompt; their rewards form the baseline of each other. Default: 16.
     pub num_generations_per_prompt: usize,
@@ -48,6 +49,7 @@ pub struct Grpo {
 
 /// The result of a step.
 #[derive(Clone, Debug)]
+#[non_exhaustive]
 pub struct GrpoStep<S> {
     /// Number of the step, from 1.
     pub number: u64,
@@ -70,6 +72,7 @@ pub struct GrpoStep<S> {
 
 /// Durations of a step's phases. The fields are NeMo RL's timer labels.
 #[derive(Clone, Copy, Debug, Default)]
+#[non_exhaustive]
 pub struct StepDurations {
     /// Transfer of the weights to the generation engine; zero if the engine had them.
     pub prepare_for_generation: Duration,

@@ -12,6 +12,7 @@ use crate::usage::gpu::GpuSampler;
 /// Usage of a worker with all processes that it started, as last sampled. These are the processes that end with the worker, including those that left its
 /// session and whose parents have ended (daemons).
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct ProcessUsage {
     /// CPU time since the previous sample, in percent of one core: 250 is two and a half cores. `None` in the first sample.
     pub cpu_percent: Option<f64>,

@@ -38,7 +38,11 @@ const LEASE: Duration = Duration::from_secs(3);
 fn node_options(name: &str) -> NodeOptions {
     let mut options = NodeOptions::new(SECRET);
     options.name = name.to_owned();
-    options.resources = NodeResources { cpus: Some(4), ..NodeResources::new(name, 4, Vec::new()) };
+    options.resources = {
+        let mut resources = NodeResources::new(name, 4, Vec::new());
+        resources.cpus = Some(4);
+        resources
+    };
     options.lines = Arc::new(|_, _, _| {});
     options
 }

@@ -101,8 +101,9 @@ pub(super) fn answers(count: usize) -> Vec<Answer> {
 }
 
 pub(super) async fn check(group: &Arc<Group>, table: &Table, answers: Vec<Answer>) -> Vec<Result<Checked, ItemError>> {
-    let budgets =
-        RetryBudgets { infrastructure_attempts: 9, backoff_min: Duration::from_millis(50), ..RetryBudgets::default() };
+    let mut budgets = RetryBudgets::default();
+    budgets.infrastructure_attempts = 9;
+    budgets.backoff_min = Duration::from_millis(50);
     let balancer = group.balancer().expect("no weights").again(budgets);
     let reference = table.0.reference().clone();
     let cx = CallContext::within(2 * LONG);

@@ -26,8 +26,7 @@ const ASK_TIMEOUT: Duration = Duration::from_secs(2);
 const ASKED_MAX: usize = 8;
 
 /// The pauses between two questions: one process asks a server about six times in the first second, and later once in one to two seconds.
-const PAUSES: RetryPolicy =
-    RetryPolicy { attempts_max: u32::MAX, backoff_min: Duration::from_millis(50), backoff_max: Duration::from_secs(2) };
+const PAUSES: RetryPolicy = RetryPolicy::endless(Duration::from_millis(50), Duration::from_secs(2));
 
 impl ServerClient {
     /// Waits for these servers also before this client has reached them: a configuration names them.

@@ -59,6 +59,16 @@ const REJECTIONS_MAX: u32 = 2;
 const NEAR_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Calls servers by name. Cheap to clone; clones share channels and counters.
+///
+/// ```
+/// use gym_client::{CallOptions, ServerClient};
+/// use gym_core::{CallContext, Response, Result};
+///
+/// async fn ask(client: &ServerClient, cx: &CallContext) -> Result<Response> {
+///     let body = r#"{"input": "2 + 2"}"#;
+///     client.post(cx, "policy_model", "/v1/responses", body, CallOptions::idempotent()).await?.into_result()
+/// }
+/// ```
 #[derive(Clone, Debug)]
 pub struct ServerClient {
     pub(super) inner: Arc<ClientState>,
@@ -103,7 +113,16 @@ enum ResolveMiss {
 }
 
 /// Options of a call.
+///
+/// ```
+/// use gym_client::CallOptions;
+///
+/// // The client may send the message again, although the server may have run it.
+/// assert!(CallOptions::idempotent().idempotent);
+/// assert!(!CallOptions::default().idempotent);
+/// ```
 #[derive(Clone, Copy, Debug, Default)]
+#[non_exhaustive]
 pub struct CallOptions {
     /// Repeats the message even if the server may have executed it. Off by default. A `/run` with a call id is repeated without it, once, if a reused
     /// connection broke and the server joins equal runs ([`JOINS_RUNS_LABEL`](crate::JOINS_RUNS_LABEL)).

@@ -45,7 +45,16 @@ const BUFFER_BYTES: usize = 128 << 10;
 const OPEN_TIMEOUT: Duration = Duration::from_secs(600);
 
 /// The input, output and settings of one collection.
+///
+/// ```
+/// use gym_client::collect::{CollectOptions, ExistingOutput};
+///
+/// let mut options = CollectOptions::new("tasks.jsonl", "results/shop.jsonl");
+/// options.existing = ExistingOutput::Resume;
+/// options.driver.concurrency = 256;
+/// ```
 #[derive(Clone, Debug)]
+#[non_exhaustive]
 pub struct CollectOptions {
     /// The tasks: a JSONL file with one JSON object per line; or, with the feature `parquet`, a Parquet file, a directory with Parquet files, or a
     /// pattern such as `data/train-*.parquet`. Shards are read in the order of their names.
@@ -192,6 +201,7 @@ const CHECKED_ROWS: u64 = 1_000;
 
 /// The result of a collection.
 #[derive(Clone, Debug)]
+#[non_exhaustive]
 pub struct CollectSummary {
     /// The files that were written.
     pub files: OutputFiles,
@@ -217,6 +227,23 @@ pub struct CollectSummary {
 }
 
 impl CollectSummary {
+    /// Creates the summary of a run without agents and warnings.
+    #[must_use]
+    pub fn new(files: OutputFiles, ended: RunEnd, snapshot: ProgressSnapshot) -> Self {
+        Self {
+            files,
+            ended,
+            snapshot,
+            agents: BTreeMap::new(),
+            incomplete_tasks: BTreeMap::new(),
+            attempts_max: 0,
+            lost_max: 0,
+            warnings: Vec::new(),
+            aggregate_error: None,
+            events_dropped: 0,
+        }
+    }
+
     /// Returns `true` if every rollout has a scored row, from this run or an earlier one.
     #[must_use]
     pub fn is_complete(&self) -> bool {
@@ -225,6 +252,16 @@ impl CollectSummary {
 }
 
 /// Collects rollouts from the servers of a head server or of a stack in this process.
+///
+/// ```
+/// use gym_client::collect::{CollectOptions, RolloutCollector};
+/// use gym_core::{CancelToken, Result};
+///
+/// async fn collect(collector: &RolloutCollector) -> Result<bool> {
+///     let options = CollectOptions::new("tasks.jsonl", "results/shop.jsonl");
+///     Ok(collector.collect(options, CancelToken::new()).await?.is_complete())
+/// }
+/// ```
 #[derive(Debug)]
 pub struct RolloutCollector {
     client: ServerClient,

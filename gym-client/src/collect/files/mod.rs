@@ -21,6 +21,15 @@ const LINKS_MAX: usize = 40;
 const PART_CHARS_MIN: usize = 3;
 
 /// What a collection does if its output exists.
+///
+/// ```
+/// use gym_client::collect::ExistingOutput;
+///
+/// fn of_a_restart(restarted: bool) -> ExistingOutput {
+///     if restarted { ExistingOutput::Resume } else { ExistingOutput::default() }
+/// }
+/// assert_eq!(of_a_restart(false), ExistingOutput::Reject);
+/// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum ExistingOutput {
     /// The collection is rejected before it opens a file for writing.

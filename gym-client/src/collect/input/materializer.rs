@@ -54,6 +54,7 @@ impl AgentNames for NoAgentNames {
 
 /// The result of a materialization.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct MaterializeSummary {
     /// Number of input rows read.
     pub rows_read: u64,

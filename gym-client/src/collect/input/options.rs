@@ -33,6 +33,7 @@ pub enum Routing {
 
 /// Options that turn input rows into rollouts; [`MaterializeOptions::new`] sets the defaults.
 #[derive(Clone, Debug)]
+#[non_exhaustive]
 pub struct MaterializeOptions {
     /// Name of the input in error messages.
     pub input_name: String,

@@ -26,6 +26,7 @@ const BUFFER_BYTES: usize = 128 << 10;
 
 /// What the files of a collection say about its agents.
 #[derive(Clone, Debug, Default, PartialEq)]
+#[non_exhaustive]
 pub struct RecordedSummary {
     /// The figures of each agent.
     pub agents: BTreeMap<Arc<str>, AgentSummary>,

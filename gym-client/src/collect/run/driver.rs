@@ -32,6 +32,7 @@ use crate::work::Dispatch;
 
 /// Concurrency, attempts and deadlines of a collection; [`DriverOptions::default`] sets the defaults.
 #[derive(Clone, Debug)]
+#[non_exhaustive]
 pub struct DriverOptions {
     /// Maximum number of rollouts in flight. Default: 1,024.
     pub concurrency: usize,
@@ -74,7 +75,11 @@ impl Default for DriverOptions {
             give_up: CancelToken::new(),
             fail_fast: FailFast::default(),
             truncated: TruncatedRollouts::default(),
-            backoff: RetryPolicy { backoff_min: Duration::from_millis(200), ..RetryPolicy::default() },
+            backoff: {
+                let mut policy = RetryPolicy::default();
+                policy.backoff_min = Duration::from_millis(200);
+                policy
+            },
             sampled: false,
         }
     }

@@ -12,6 +12,17 @@ use crate::collect::run::outcome::{failure_message, reward_of};
 use crate::collect::run::row::RolloutRow;
 
 /// A rollout that has ended: scored, or failed after its last attempt.
+///
+/// ```
+/// use gym_client::collect::Rollout;
+///
+/// fn line(rollout: &Rollout) -> String {
+///     match &rollout.outcome {
+///         Ok(reward) => format!("{}: {reward:?}", rollout.key),
+///         Err(error) => format!("{} failed after {} attempts: {error}", rollout.key, rollout.attempts),
+///     }
+/// }
+/// ```
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Rollout {
@@ -37,6 +48,15 @@ impl Rollout {
 }
 
 /// The reason why a rollout has no scored row.
+///
+/// ```
+/// use gym_client::collect::RolloutError;
+/// use gym_core::rollout::FailureClass;
+///
+/// let error = RolloutError::Failed { class: FailureClass::ModelError, message: "no answer".to_owned() };
+/// assert_eq!(error.to_string(), "model_error: no answer");
+/// assert_eq!(RolloutError::Unrecorded.class(), None);
+/// ```
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum RolloutError {

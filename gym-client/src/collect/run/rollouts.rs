@@ -23,6 +23,19 @@ use crate::collect::run::row::RolloutRow;
 /// further rollouts start. Dropping the stream cancels the rollouts in flight at once.
 ///
 /// An item is an error if the rows cannot be read or a task of the collector panics; the stream then ends.
+///
+/// ```
+/// use gym_client::collect::Rollouts;
+/// use gym_core::Result;
+///
+/// async fn rewards(mut rollouts: Rollouts) -> Result<Vec<f64>> {
+///     let mut rewards = Vec::new();
+///     while let Some(rollout) = rollouts.next().await {
+///         rewards.extend(rollout?.reward());
+///     }
+///     Ok(rewards)
+/// }
+/// ```
 #[derive(Debug)]
 pub struct Rollouts {
     ended: mpsc::Receiver<Result<Rollout>>,

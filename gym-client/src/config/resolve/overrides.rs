@@ -31,6 +31,14 @@ struct ParsedOverride {
 }
 
 /// Parsed command-line overrides, in their order.
+///
+/// ```
+/// use gym_client::config::Overrides;
+///
+/// let overrides = Overrides::parse(["+policy_model_name=my-model", "head_server.port=11001"])?;
+/// assert!(Overrides::parse(["no equals sign"]).is_err());
+/// # Ok::<(), gym_client::config::ConfigError>(())
+/// ```
 #[derive(Clone, Debug, Default)]
 pub struct Overrides {
     items: Vec<ParsedOverride>,

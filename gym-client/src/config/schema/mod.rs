@@ -24,6 +24,14 @@ use gym_core::transport::TransportPolicy;
 const OWN_KEYS: [&str; 4] = ["config_paths", "head_server", "default_host", "disallowed_ports"];
 
 /// A complete configuration, merged and checked.
+///
+/// ```
+/// use gym_client::config::GymConfig;
+///
+/// fn names(config: &GymConfig) -> Vec<&str> {
+///     config.instances.iter().map(|instance| &*instance.name).collect()
+/// }
+/// ```
 #[derive(Clone, Debug)]
 pub struct GymConfig {
     /// The servers, in the order of the merged file.
@@ -105,11 +113,20 @@ impl MissingServer {
 
 /// The address at which the head server listens.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct HeadConfig {
     /// Host name or address.
     pub host: String,
     /// TCP port. Default: 11000.
     pub port: u16,
+}
+
+impl HeadConfig {
+    /// Creates the configuration of a head server at `host` and `port`.
+    #[must_use]
+    pub fn new(host: impl Into<String>, port: u16) -> Self {
+        Self { host: host.into(), port }
+    }
 }
 
 /// The ports from `low` to `high`, both included.
@@ -219,6 +236,7 @@ pub struct ServerReference {
 
 /// A data set of an instance.
 #[derive(Clone, Debug, Deserialize)]
+#[non_exhaustive]
 pub struct DatasetConfig {
     /// Name of the data set.
     pub name: String,

@@ -52,6 +52,7 @@ impl WorkKind {
 
 /// Bounds of a pool, and the weights of its servers.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct WorkPoolOptions {
     /// Bounds and time limits of the queue.
     pub queue: WorkQueueOptions,
@@ -61,6 +62,7 @@ pub struct WorkPoolOptions {
 
 /// The state of a pool, for progress displays and metrics.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct WorkPoolSnapshot {
     /// Items that wait for a worker.
     pub waiting: usize,
@@ -78,6 +80,7 @@ pub struct WorkPoolSnapshot {
 
 /// One worker of a pool.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct WorkerSnapshot {
     /// Its name.
     pub name: Arc<str>,
@@ -94,6 +97,14 @@ pub struct WorkerSnapshot {
     /// The reason why the head server calls it suspect, or why the pool does, and the time after which its work moves; `None` if it is not
     /// suspect.
     pub suspect: Option<String>,
+}
+
+impl WorkerSnapshot {
+    /// Creates the snapshot of a worker that holds nothing.
+    #[must_use]
+    pub fn new(name: impl Into<Arc<str>>, incarnation: Incarnation, capacity: usize) -> Self {
+        Self { name: name.into(), incarnation, capacity, held: 0, finished: 0, paused: false, suspect: None }
+    }
 }
 
 /// A work queue with its callers and workers. Cheap to clone; the last clone ends all waiting polls and calls.

@@ -253,6 +253,7 @@ pub fn recorded<F: Future>(mut future: Pin<&mut F>, wait: impl Fn() -> Wait) -> 
 
 /// Which waits a report contains.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct WaitQuery {
     /// Only waits of these traces; all if empty.
     pub traces: Vec<u128>,
@@ -287,6 +288,7 @@ impl WaitQuery {
 
 /// One wait, as a process reports it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct WaitReport {
     /// What the wait is for.
     pub kind: WaitKind,
@@ -376,6 +378,7 @@ impl WaitReport {
 
 /// The waits of a process.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct ProcessWaits {
     /// The machine.
     pub host: String,

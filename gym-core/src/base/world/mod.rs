@@ -21,6 +21,15 @@ use crate::base::hex;
 pub use real::RealFiles;
 
 /// The files, the seed and the wall clock of one process. Cheap to clone; clones share them.
+///
+/// ```
+/// use gym_core::World;
+///
+/// // Of a program; tests have a simulated one.
+/// let world = World::real();
+/// assert!(!world.is_simulated());
+/// assert_ne!(world.unique_id(), world.unique_id());
+/// ```
 #[derive(Clone, Debug)]
 pub struct World {
     /// The file system.

@@ -64,6 +64,14 @@ const ROWS_WITHOUT_BYTES_MAX: usize = 1 << 20;
 
 /// Named columns with the same number of rows, in order. Cheap to clone. Every constructor and every change checks the number of
 /// rows.
+///
+/// ```
+/// use gym_core::group::{Batch, Tensor};
+///
+/// let batch = Batch::empty().with("reward", Tensor::from_vec([2], vec![1.0_f32, 0.0])?)?;
+/// assert_eq!((batch.rows(), batch.slice(0..1)?.rows()), (2, 1));
+/// # Ok::<(), gym_core::Error>(())
+/// ```
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Batch {
     columns: Vec<(Arc<str>, Column)>,

@@ -26,6 +26,14 @@ use serde::{Deserialize, Serialize};
 use crate::base::error::Error;
 
 /// The number of a worker within its group, from 0.
+///
+/// ```
+/// use gym_core::group::{Rank, RankLayout};
+///
+/// let ranks: Vec<Rank> = RankLayout::line(3)?.ranks().to_vec();
+/// assert_eq!(ranks, [0, 1, 2]);
+/// # Ok::<(), gym_core::Error>(())
+/// ```
 pub type Rank = u32;
 
 /// Axes whose ranks hold copies of the same data in a training layout.
@@ -44,6 +52,15 @@ pub struct Axis {
 }
 
 /// Distinct ranks in a row-major array with named axes, outermost first.
+///
+/// ```
+/// use gym_core::group::RankLayout;
+///
+/// let layout = RankLayout::new([("data", 2), ("tensor", 2)])?;
+/// assert_eq!(layout.size(), 4);
+/// assert_eq!(layout.ranks_by_coordinates(&[("data", 1)])?, [2, 3]);
+/// # Ok::<(), gym_core::Error>(())
+/// ```
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(try_from = "LayoutFields")]
 pub struct RankLayout {

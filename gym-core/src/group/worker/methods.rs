@@ -17,6 +17,32 @@ use crate::message::CallContext;
 use crate::message::{ContentType, Message, Rope};
 
 /// The methods of a worker. Filled by [`Worker::methods`].
+///
+/// ```
+/// # use gym_core::group::{Handles, HandlesBlocking, HandlesShared, Method, Methods, Payload, Worker, WorkerEnv};
+/// # use gym_core::{CallContext, Result};
+/// # #[derive(Clone, Copy, Debug)]
+/// # struct Add;
+/// # impl Method for Add {
+/// #     const NAME: &'static str = "counter.add";
+/// #     type Args = u64;
+/// #     type Reply = u64;
+/// # }
+/// # struct Counter(u64);
+/// impl Worker for Counter {
+/// #     type Init = u64;
+/// #     fn start(_: WorkerEnv, init: u64) -> Result<Self> { Ok(Self(init)) }
+///     fn methods(methods: &mut Methods<Self>) {
+///         methods.exclusive(Add);
+///     }
+/// }
+/// # impl Handles<Add> for Counter {
+/// #     async fn handle(&mut self, _: &CallContext, call: Payload<u64>) -> Result<Payload<u64>> {
+/// #         self.0 += call.value;
+/// #         Ok(self.0.into())
+/// #     }
+/// # }
+/// ```
 pub struct Methods<W: Worker> {
     entries: Vec<Named<W>>,
     launcher: Option<Launcher<W>>,

@@ -58,6 +58,18 @@ pub use route::route;
 ///
 /// Within one process, arguments and replies are passed as values. Over a wire, they are JSON. A field that serde skips therefore
 /// arrives only within one process.
+///
+/// ```
+/// # use gym_core::group::{Handles, HandlesBlocking, HandlesShared, Method, Methods, Payload, Worker, WorkerEnv};
+/// # use gym_core::{CallContext, Result};
+/// #[derive(Clone, Copy, Debug)]
+/// struct Add;
+/// impl Method for Add {
+///     const NAME: &'static str = "counter.add";
+///     type Args = u64;
+///     type Reply = u64;
+/// }
+/// ```
 pub trait Method: Copy + fmt::Debug + Send + Sync + 'static {
     /// The name, such as `policy.train`: at most 100 letters, digits, `.`, `_` and `-` (checked at compile time). Stable on the
     /// wire.
@@ -71,6 +83,32 @@ pub trait Method: Copy + fmt::Debug + Send + Sync + 'static {
 }
 
 /// Code that runs on one rank. A worker with blocking methods need not be `Send`.
+///
+/// ```
+/// # use gym_core::group::{Handles, HandlesBlocking, HandlesShared, Method, Methods, Payload, Worker, WorkerEnv};
+/// # use gym_core::{CallContext, Result};
+/// # #[derive(Clone, Copy, Debug)]
+/// # struct Add;
+/// # impl Method for Add {
+/// #     const NAME: &'static str = "counter.add";
+/// #     type Args = u64;
+/// #     type Reply = u64;
+/// # }
+/// struct Counter(u64);
+/// impl Worker for Counter {
+///     type Init = u64;
+///     fn start(_: WorkerEnv, init: u64) -> Result<Self> { Ok(Self(init)) }
+///     fn methods(methods: &mut Methods<Self>) {
+///         methods.exclusive(Add);
+///     }
+/// }
+/// # impl Handles<Add> for Counter {
+/// #     async fn handle(&mut self, _: &CallContext, call: Payload<u64>) -> Result<Payload<u64>> {
+/// #         self.0 += call.value;
+/// #         Ok(self.0.into())
+/// #     }
+/// # }
+/// ```
 pub trait Worker: Sized + 'static {
     /// The value from which the workers of all ranks are created.
     type Init: DeserializeOwned + Send + 'static;
@@ -90,6 +128,32 @@ pub trait Worker: Sized + 'static {
 /// - **Cancellation.** The handler is never dropped half way. A call that is cancelled or whose deadline passes is answered at
 ///   once and fires `cx.cancel`. The handler runs to completion, because a rank that disappears inside a collective hangs its
 ///   peers.
+///
+/// ```
+/// # use gym_core::group::{Handles, HandlesBlocking, HandlesShared, Method, Methods, Payload, Worker, WorkerEnv};
+/// # use gym_core::{CallContext, Result};
+/// # #[derive(Clone, Copy, Debug)]
+/// # struct Add;
+/// # impl Method for Add {
+/// #     const NAME: &'static str = "counter.add";
+/// #     type Args = u64;
+/// #     type Reply = u64;
+/// # }
+/// # struct Counter(u64);
+/// # impl Worker for Counter {
+/// #     type Init = u64;
+/// #     fn start(_: WorkerEnv, init: u64) -> Result<Self> { Ok(Self(init)) }
+/// #     fn methods(methods: &mut Methods<Self>) {
+/// #         methods.exclusive(Add);
+/// #     }
+/// # }
+/// impl Handles<Add> for Counter {
+///     async fn handle(&mut self, _: &CallContext, call: Payload<u64>) -> Result<Payload<u64>> {
+///         self.0 += call.value;
+///         Ok(self.0.into())
+///     }
+/// }
+/// ```
 pub trait Handles<M: Method>: Worker + Send + Sync {
     /// Runs one call.
     ///
@@ -105,6 +169,31 @@ pub trait Handles<M: Method>: Worker + Send + Sync {
 /// Handles shared calls: concurrently with other shared calls, but not with an exclusive call.
 ///
 /// - **Cancellation.** The handler is dropped at an await point when the call is cancelled or its deadline passes.
+///
+/// ```
+/// # use gym_core::group::{Handles, HandlesBlocking, HandlesShared, Method, Methods, Payload, Worker, WorkerEnv};
+/// # use gym_core::{CallContext, Result};
+/// # #[derive(Clone, Copy, Debug)]
+/// # struct Add;
+/// # impl Method for Add {
+/// #     const NAME: &'static str = "counter.add";
+/// #     type Args = u64;
+/// #     type Reply = u64;
+/// # }
+/// # struct Counter(u64);
+/// # impl Worker for Counter {
+/// #     type Init = u64;
+/// #     fn start(_: WorkerEnv, init: u64) -> Result<Self> { Ok(Self(init)) }
+/// #     fn methods(methods: &mut Methods<Self>) {
+/// #         methods.shared(Add);
+/// #     }
+/// # }
+/// impl HandlesShared<Add> for Counter {
+///     async fn handle(&self, _: &CallContext, call: Payload<u64>) -> Result<Payload<u64>> {
+///         Ok((self.0 + call.value).into())
+///     }
+/// }
+/// ```
 pub trait HandlesShared<M: Method>: Worker + Send + Sync {
     /// Runs one call.
     ///
@@ -121,6 +210,32 @@ pub trait HandlesShared<M: Method>: Worker + Send + Sync {
 /// CUDA contexts, interpreters and FFI.
 ///
 /// - **Cancellation.** The handler receives a cancellation signal (`cx.cancel`) and runs to completion.
+///
+/// ```
+/// # use gym_core::group::{Handles, HandlesBlocking, HandlesShared, Method, Methods, Payload, Worker, WorkerEnv};
+/// # use gym_core::{CallContext, Result};
+/// # #[derive(Clone, Copy, Debug)]
+/// # struct Add;
+/// # impl Method for Add {
+/// #     const NAME: &'static str = "counter.add";
+/// #     type Args = u64;
+/// #     type Reply = u64;
+/// # }
+/// # struct Counter(u64);
+/// # impl Worker for Counter {
+/// #     type Init = u64;
+/// #     fn start(_: WorkerEnv, init: u64) -> Result<Self> { Ok(Self(init)) }
+/// #     fn methods(methods: &mut Methods<Self>) {
+/// #         methods.blocking(Add);
+/// #     }
+/// # }
+/// impl HandlesBlocking<Add> for Counter {
+///     fn handle(&mut self, _: &CallContext, call: Payload<u64>) -> Result<Payload<u64>> {
+///         self.0 += call.value;
+///         Ok(self.0.into())
+///     }
+/// }
+/// ```
 pub trait HandlesBlocking<M: Method>: Worker {
     /// Runs one call.
     ///
@@ -149,6 +264,13 @@ impl<T> Carried for Result<Payload<T>> {
 }
 
 /// The identity and the environment of a worker.
+///
+/// ```
+/// use gym_core::group::WorkerEnv;
+///
+/// let env = WorkerEnv::new("policy", 3, 8);
+/// assert_eq!((env.rank, env.local_rank, env.world_size), (3, 3, 8));
+/// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct WorkerEnv {

@@ -25,6 +25,7 @@ pub const STANDARD_STATISTICS: &str = "standard-1";
 
 /// The memory bound of the aggregation. Default: 64 MiB of column values.
 #[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
 pub struct AggregateOptions {
     /// Maximum bytes of column values in memory; at least one column is always held. A smaller bound causes more
     /// passes.

@@ -16,6 +16,7 @@ const BATCH_WORK: Duration = Duration::from_millis(5);
 
 /// Bounds and time limits of a queue.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct WorkQueueOptions {
     /// Maximum number of items that wait or are held by workers. Default: 16,384, the number of calls that a server queues.
     pub items_max: usize,

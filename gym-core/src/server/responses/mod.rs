@@ -15,6 +15,15 @@ use crate::base::error::Result;
 use crate::message::RawObject;
 
 /// A complete response of a model, unchanged.
+///
+/// ```
+/// use gym_core::{ModelResponse, RawObject};
+///
+/// let said = r#"{"output": [{"type": "message", "content": [{"type": "output_text", "text": "4"}]}]}"#;
+/// let response = ModelResponse(RawObject::parse(said)?);
+/// assert_eq!(response.last_text()?, "4");
+/// # Ok::<(), gym_core::Error>(())
+/// ```
 #[derive(Clone, Debug, PartialEq)]
 pub struct ModelResponse(pub RawObject);
 

@@ -23,6 +23,7 @@ pub trait ModelEndpoints: Send + Sync {
 /// The state of one endpoint.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
+#[non_exhaustive]
 pub struct EndpointReport {
     /// The URL, without credentials.
     pub url: String,

@@ -67,6 +67,14 @@ impl fmt::Display for ServerKind {
 }
 
 /// A reward, and the keys that the verifier adds to the row.
+///
+/// ```
+/// use gym_core::Verdict;
+///
+/// let verdict = Verdict::correct(true).with("tests_passed", 3);
+/// assert_eq!(verdict.reward, 1.0);
+/// assert!(Verdict::reward(f64::NAN).check().is_err());
+/// ```
 #[derive(Clone, Debug, PartialEq)]
 pub struct Verdict {
     /// The score.
@@ -117,6 +125,25 @@ impl Verdict {
 ///
 /// An agent calls `seed_session`, then any number of tools, then `verify`, and finally `close_session`. Calls of different episodes
 /// run concurrently. If a caller disconnects, the future of its call is dropped.
+///
+/// ```
+/// use gym_core::prelude::*;
+///
+/// struct Exact;
+///
+/// #[derive(serde::Deserialize)]
+/// struct Task {
+///     expected: String,
+/// }
+///
+/// impl ResourcesServer for Exact {
+///     type Task = Task;
+///
+///     async fn verify(&self, _: &CallContext, _: &SessionId, task: Task, response: &ModelResponse) -> Result<Verdict> {
+///         Ok(Verdict::correct(response.last_text()?.trim() == task.expected))
+///     }
+/// }
+/// ```
 pub trait ResourcesServer: Send + Sync + 'static {
     /// The fields that the verifier reads; all others are returned unchanged. A row that does not fit is rejected before the episode
     /// costs anything: by a collector in this process with the line of the row, and by `/seed_session`.
@@ -339,6 +366,24 @@ impl Step {
 /// A model, or a proxy of one, which agents call.
 ///
 /// It keeps nothing of a session that a response depends on: with several replicas, a later call of the session may go to another one.
+///
+/// ```
+/// use gym_core::prelude::*;
+///
+/// /// Says 4.
+/// struct Four;
+///
+/// impl ModelServer for Four {
+///     async fn responses(&self, _: &CallContext, _: &SessionId, _: &RawObject) -> Result<ModelResponse> {
+///         let said = r#"{"output": [{"type": "message", "content": [{"type": "output_text", "text": "4"}]}]}"#;
+///         Ok(ModelResponse(RawObject::parse(said)?))
+///     }
+///
+///     async fn chat_completions(&self, _: &CallContext, _: &SessionId, _: &RawObject) -> Result<RawObject> {
+///         Err(Error::not_started(Code::Unimplemented, "no chat completions"))
+///     }
+/// }
+/// ```
 pub trait ModelServer: Send + Sync + 'static {
     /// Generates a response, for `POST /v1/responses`.
     ///
@@ -369,6 +414,19 @@ pub trait ModelServer: Send + Sync + 'static {
 }
 
 /// An agent: calls the model, runs the tools, and requests the verification of the episode. Only `run` is required.
+///
+/// ```
+/// use gym_core::prelude::*;
+///
+/// /// Returns the row unchanged.
+/// struct Echo;
+///
+/// impl AgentServer for Echo {
+///     async fn run(&self, _: &CallContext, _: &SessionId, row: &RawObject) -> Result<Response> {
+///         Ok(Response::json(row.text().clone()))
+///     }
+/// }
+/// ```
 pub trait AgentServer: Send + Sync + 'static {
     /// Runs an episode, for `POST /run`. The response is the row with the model's response and the reward.
     ///
@@ -416,6 +474,23 @@ pub trait AgentServer: Send + Sync + 'static {
 }
 
 /// The server that collectors call. The stock implementation forwards requests to an agent.
+///
+/// ```
+/// use gym_core::prelude::*;
+///
+/// /// Gives every row the same reward.
+/// struct Fixed;
+///
+/// impl RolloutServer for Fixed {
+///     async fn run(&self, _: &CallContext, _: &RawObject) -> Result<Response> {
+///         Ok(Response::json(r#"{"reward": 1.0}"#))
+///     }
+///
+///     async fn aggregate_metrics(&self, _: &CallContext, _: &RawObject) -> Result<Response> {
+///         Err(Error::not_started(Code::Unimplemented, "no metrics"))
+///     }
+/// }
+/// ```
 pub trait RolloutServer: Send + Sync + 'static {
     /// Runs an episode, for `POST /run`.
     ///

@@ -14,6 +14,7 @@ const VERSION: u32 = 1;
 
 /// Limits of an ordered connection. Each end has its own; both ends use the smaller value.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct ConnectionLimits {
     /// Maximum concurrent calls on one connection; further calls wait for a slot within their deadline. The default is 16,384,
     /// the same as within a process, so that moving a worker into its own process does not change its capacity.

@@ -158,7 +158,8 @@ impl PulledWork {
         world: &World,
         console: &Console,
     ) -> Result<Option<Self>> {
-        let mut options = WorkPoolOptions { weights, ..WorkPoolOptions::default() };
+        let mut options = WorkPoolOptions::default();
+        options.weights = weights;
         // One for each rollout in flight, and one for the statistics at the end.
         options.queue.items_max = options.queue.items_max.max(driver.concurrency + 1);
         let pool = WorkPool::new(options, world);

@@ -263,28 +263,26 @@ mod tests {
     #[test]
     fn the_line_says_how_far_how_fast_how_well_and_how_long() {
         let score = AgentScore { count: 100, reward_sum: 53.2, unscored: 0 };
-        let snapshot = ProgressSnapshot {
-            total: 1_000,
-            completed: 100,
-            already_completed: 17,
-            given_up: 3,
-            in_flight: 16,
-            scores: BTreeMap::from([(Arc::from("a"), score)]),
-            ..ProgressSnapshot::default()
-        };
+        let mut snapshot = ProgressSnapshot::default();
+        snapshot.total = 1_000;
+        snapshot.completed = 100;
+        snapshot.already_completed = 17;
+        snapshot.given_up = 3;
+        snapshot.in_flight = 16;
+        snapshot.scores = BTreeMap::from([(Arc::from("a"), score)]);
         let expected = "120/1000 rollouts (12.0%), 0.5/s, ETA 00:29:20, mean reward 0.532, 16 in flight, 3 failed";
         assert_eq!(line(&snapshot, Some(0.5), None, ""), expected);
-        let worker = WorkerSnapshot {
-            name: "w".into(),
-            incarnation: Incarnation(1),
-            capacity: 8,
-            held: 8,
-            finished: 0,
-            paused: false,
-            suspect: Some("no heartbeat for 2.0 s".to_owned()),
-        };
-        let pool = WorkPoolSnapshot { waiting: 8, held: 8, workers: vec![worker], ..WorkPoolSnapshot::default() };
-        let pulled = ProgressSnapshot { total: 20, in_flight: 16, pool: Some(pool), ..ProgressSnapshot::default() };
+        let mut worker = WorkerSnapshot::new("w", Incarnation(1), 8);
+        worker.held = 8;
+        worker.suspect = Some("no heartbeat for 2.0 s".to_owned());
+        let mut pool = WorkPoolSnapshot::default();
+        pool.waiting = 8;
+        pool.held = 8;
+        pool.workers = vec![worker];
+        let mut pulled = ProgressSnapshot::default();
+        pulled.total = 20;
+        pulled.in_flight = 16;
+        pulled.pool = Some(pool);
         assert_eq!(line(&pulled, None, None, ""), "0/20 rollouts (0.0%), 16 in flight (8 wait; 1 workers, 1 suspect)");
         let waits = line(&ProgressSnapshot::default(), None, None, "m: http://h/v1 is unavailable");
         assert_eq!(waits, "0/0 rollouts, 0 in flight; m: http://h/v1 is unavailable");
@@ -297,7 +295,9 @@ mod tests {
 
     #[test]
     fn the_line_names_failures_by_class_and_the_oldest_rollout_once_it_is_old() {
-        let mut snapshot = ProgressSnapshot { in_flight: 1, oldest: oldest(4), ..ProgressSnapshot::default() };
+        let mut snapshot = ProgressSnapshot::default();
+        snapshot.in_flight = 1;
+        snapshot.oldest = oldest(4);
         assert_eq!(line(&snapshot, None, None, ""), "0/0 rollouts, 1 in flight");
         snapshot.oldest = oldest(45);
         snapshot.failures = BTreeMap::from([(FailureClass::ToolError, 1), (FailureClass::ModelError, 2)]);
@@ -314,21 +314,19 @@ mod tests {
     #[test]
     fn a_long_line_leaves_out_details_and_no_count() {
         let score = AgentScore { count: 100, reward_sum: 53.2, unscored: 0 };
-        let snapshot = ProgressSnapshot {
-            total: 1_000_000,
-            completed: 120_000,
-            given_up: 3_000,
-            in_flight: 1_024,
-            oldest: oldest(7_200),
-            scores: BTreeMap::from([(Arc::from("a"), score)]),
-            failures: BTreeMap::from([
-                (FailureClass::ToolError, 7),
-                (FailureClass::TransportUnreachable, 9_000),
-                (FailureClass::ModelError, 3),
-                (FailureClass::JudgeFailed, 1),
-            ]),
-            ..ProgressSnapshot::default()
-        };
+        let mut snapshot = ProgressSnapshot::default();
+        snapshot.total = 1_000_000;
+        snapshot.completed = 120_000;
+        snapshot.given_up = 3_000;
+        snapshot.in_flight = 1_024;
+        snapshot.oldest = oldest(7_200);
+        snapshot.scores = BTreeMap::from([(Arc::from("a"), score)]);
+        snapshot.failures = BTreeMap::from([
+            (FailureClass::ToolError, 7),
+            (FailureClass::TransportUnreachable, 9_000),
+            (FailureClass::ModelError, 3),
+            (FailureClass::JudgeFailed, 1),
+        ]);
         let expected = "123000/1000000 rollouts, 350.2/s, ETA 00:41:45, mean reward 0.532, 1024 in flight, 3000 failed (attempts: \
                         9000 transport_unreachable, 11 other), oldest 17-3 2.0 h";
         assert_eq!(line(&snapshot, Some(350.2), None, ""), expected);

@@ -151,7 +151,7 @@ fn materialize(
 }
 
 fn driver(args: &CollectArgs, keys: &ConfigKeys<'_>) -> Result<DriverOptions, Failure> {
-    let default = DriverOptions::default();
+    let mut options = DriverOptions::default();
     let concurrency: Option<u32> =
         args.concurrency.map_or_else(|| keys.get("num_samples_in_parallel"), |concurrency| Ok(Some(concurrency)))?;
     if concurrency == Some(0) {
@@ -159,23 +159,21 @@ fn driver(args: &CollectArgs, keys: &ConfigKeys<'_>) -> Result<DriverOptions, Fa
             "num_samples_in_parallel: must be at least 1, got 0\n  fix: use 1 or more, or remove the key".to_owned(),
         ));
     }
-    Ok(DriverOptions {
-        concurrency: concurrency.map_or(default.concurrency, |concurrency| concurrency as usize),
-        attempts_max: args.attempts.unwrap_or(default.attempts_max),
-        lost_max: args.lost_attempts,
-        attempt_timeout: args.attempt_timeout,
-        stop_grace: args.stop_grace,
-        fail_fast: match args.fail_fast {
-            None => FailFast::Alike,
-            Some(0) => FailFast::Never,
-            Some(failed_max) => FailFast::After(failed_max),
-        },
-        truncated: match args.truncated {
-            Truncated::Score => TruncatedRollouts::Score,
-            Truncated::Fail => TruncatedRollouts::Fail,
-        },
-        ..default
-    })
+    options.concurrency = concurrency.map_or(options.concurrency, |concurrency| concurrency as usize);
+    options.attempts_max = args.attempts.unwrap_or(options.attempts_max);
+    options.lost_max = args.lost_attempts;
+    options.attempt_timeout = args.attempt_timeout;
+    options.stop_grace = args.stop_grace;
+    options.fail_fast = match args.fail_fast {
+        None => FailFast::Alike,
+        Some(0) => FailFast::Never,
+        Some(failed_max) => FailFast::After(failed_max),
+    };
+    options.truncated = match args.truncated {
+        Truncated::Score => TruncatedRollouts::Score,
+        Truncated::Fail => TruncatedRollouts::Fail,
+    };
+    Ok(options)
 }
 
 /// Reads the top level of the merged configuration.

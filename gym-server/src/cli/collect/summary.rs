@@ -192,27 +192,18 @@ mod tests {
         let bin = |value, count| RewardBin { from: value, to: value, count };
         agent.reward_histogram = vec![bin(0.0, completed / 2), bin(1.0, completed - completed / 2)];
         agent.pass_at_k = [(1, 0.5), (2, 0.75)].map(|(k, rate)| PassRate { k, rate, tasks: 5 }).to_vec();
-        let snapshot = ProgressSnapshot {
-            total: 10,
-            completed,
-            given_up,
-            failures: BTreeMap::from([(FailureClass::AgentRunError, given_up)]),
-            ..ProgressSnapshot::default()
-        };
+        let mut snapshot = ProgressSnapshot::default();
+        snapshot.total = 10;
+        snapshot.completed = completed;
+        snapshot.given_up = given_up;
+        snapshot.failures = BTreeMap::from([(FailureClass::AgentRunError, given_up)]);
         let files = OutputFiles::beside("out/r.jsonl");
         let agents = BTreeMap::from([(Arc::from("math"), agent)]);
-        CollectSummary {
-            files,
-            ended,
-            snapshot,
-            agents,
-            incomplete_tasks: BTreeMap::new(),
-            attempts_max: 3,
-            lost_max: 10,
-            warnings: Vec::new(),
-            aggregate_error: None,
-            events_dropped: 0,
-        }
+        let mut summary = CollectSummary::new(files, ended, snapshot);
+        summary.agents = agents;
+        summary.attempts_max = 3;
+        summary.lost_max = 10;
+        summary
     }
 
     #[test]

@@ -187,7 +187,8 @@ impl Serving<'_> {
 
     fn stack_options(&self, loaded: &LoadedConfig, membership: &Membership) -> StackOptions {
         let Self { args, cluster, .. } = self;
-        let http = HttpConfig { default_deadline: args.request_timeout, ..HttpConfig::default() };
+        let mut http = HttpConfig::default();
+        http.default_deadline = args.request_timeout;
         let mut options = options(loaded, &args.starting, self.console);
         options.head = (!self.serves_head).then(|| self.head.clone());
         options.join.clone_from(&membership.joined);

@@ -372,16 +372,14 @@ mod tests {
     use super::*;
 
     fn endpoint(state: EndpointState, reason: &str, fix: &str) -> ModelEndpoint {
-        let report = EndpointReport {
-            url: "http://h:8000/v1".into(),
-            state,
-            reason: reason.into(),
-            fix: fix.into(),
-            failing_seconds: 12,
-            waiting: 3,
-            gives_up_after_seconds: 300,
-            ..EndpointReport::default()
-        };
+        let mut report = EndpointReport::default();
+        report.url = "http://h:8000/v1".into();
+        report.state = state;
+        report.reason = reason.into();
+        report.fix = fix.into();
+        report.failing_seconds = 12;
+        report.waiting = 3;
+        report.gives_up_after_seconds = 300;
         ModelEndpoint { server: "policy_model".into(), report }
     }
 

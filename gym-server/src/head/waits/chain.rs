@@ -336,11 +336,10 @@ mod tests {
     use crate::head::waits::process::Address;
 
     fn wait(kind: WaitKind, age_ms: u64, server: &str, route: &str) -> WaitReport {
-        WaitReport {
-            server: server.to_owned(),
-            route: route.to_owned(),
-            ..WaitReport::new(kind, 7, Duration::from_millis(age_ms))
-        }
+        let mut report = WaitReport::new(kind, 7, Duration::from_millis(age_ms));
+        report.server = server.to_owned();
+        report.route = route.to_owned();
+        report
     }
 
     fn address(server: &str, pid: u32) -> Address {
@@ -351,7 +350,11 @@ mod tests {
     /// All servers in one process: the agent's first poll goes through the call of the model.
     #[test]
     fn the_leaf_is_the_innermost_wait_of_one_poll() {
-        let us = |kind, age_us, server: &str, route: &str| WaitReport { age_us, ..wait(kind, 0, server, route) };
+        let us = |kind, age_us, server: &str, route: &str| {
+            let mut report = wait(kind, 0, server, route);
+            report.age_us = age_us;
+            report
+        };
         let waits = vec![
             us(WaitKind::Call, 6_483_250, "environment", "/run"),
             us(WaitKind::Handler, 6_483_247, "environment", "/run"),
@@ -371,7 +374,10 @@ mod tests {
     }
 
     fn asked(server: &str, pid: u32, waits: Vec<WaitReport>) -> Asked {
-        let process = ProcessWaits { host: "node-1".to_owned(), pid, waits, ..ProcessWaits::default() };
+        let mut process = ProcessWaits::default();
+        process.host = "node-1".to_owned();
+        process.pid = pid;
+        process.waits = waits;
         Asked { address: address(server, pid), answer: Ok(process) }
     }
 
@@ -396,9 +402,10 @@ mod tests {
     #[test]
     fn rollouts_of_a_collector_that_reports_elsewhere_take_no_place() {
         // Two collectors of one machine, of which the other one has the older rollouts, with the same names.
-        let attempt = |trace, age, rollout: &str| WaitReport {
-            rollout: Some(rollout.to_owned()),
-            ..WaitReport::new(WaitKind::Attempt, trace, Duration::from_millis(age))
+        let attempt = |trace, age, rollout: &str| {
+            let mut report = WaitReport::new(WaitKind::Attempt, trace, Duration::from_millis(age));
+            report.rollout = Some(rollout.to_owned());
+            report
         };
         let handler = |trace, age| WaitReport::new(WaitKind::Handler, trace, Duration::from_millis(age));
         let all = [
@@ -416,10 +423,12 @@ mod tests {
 
     #[test]
     fn a_chain_leads_from_the_rollout_to_the_server_that_does_not_answer() {
-        let rollout = WaitReport { rollout: Some("17-3-a1".to_owned()), ..wait(WaitKind::Attempt, 41_000, "", "") };
-        let call = |age, server: &str, route: &str| WaitReport {
-            on: "http://node-1:3".to_owned(),
-            ..wait(WaitKind::Call, age, server, route)
+        let mut rollout = wait(WaitKind::Attempt, 41_000, "", "");
+        rollout.rollout = Some("17-3-a1".to_owned());
+        let call = |age, server: &str, route: &str| {
+            let mut report = wait(WaitKind::Call, age, server, route);
+            report.on = "http://node-1:3".to_owned();
+            report
         };
         // The agent answered a little later than the collector, so its handler seems older than the call.
         let agent = wait(WaitKind::Handler, 41_010, "agent", "/run");
@@ -439,8 +448,10 @@ mod tests {
 
     #[test]
     fn the_turns_of_an_episode_are_those_of_its_rollout_and_block_nothing() {
-        let rollout = WaitReport { rollout: Some("0-0".to_owned()), ..wait(WaitKind::Attempt, 9_000, "", "") };
-        let episode = WaitReport { turns: Some(231), ..wait(WaitKind::Episode, 8_900, "", "") };
+        let mut rollout = wait(WaitKind::Attempt, 9_000, "", "");
+        rollout.rollout = Some("0-0".to_owned());
+        let mut episode = wait(WaitKind::Episode, 8_900, "", "");
+        episode.turns = Some(231);
         let all = [asked("", 1, vec![rollout, wait(WaitKind::Handler, 8_950, "agent", "/run"), episode])];
         let [chain] = &chains(&all)[..] else { panic!("one rollout") };
         assert_eq!((chain.turns, chain.hops.len()), (Some(231), 2));
@@ -449,9 +460,10 @@ mod tests {
 
     #[test]
     fn a_turn_leads_to_the_call_that_holds_it() {
-        let turn = WaitReport { holder: Some("policy".to_owned()), ..wait(WaitKind::Turn, 30_000, "logprob", "score") };
-        let mut train =
-            WaitReport { on: "rank 1 (pid 312)".to_owned(), ..wait(WaitKind::Ranks, 40_000, "policy", "train") };
+        let mut turn = wait(WaitKind::Turn, 30_000, "logprob", "score");
+        turn.holder = Some("policy".to_owned());
+        let mut train = wait(WaitKind::Ranks, 40_000, "policy", "train");
+        train.on = "rank 1 (pid 312)".to_owned();
         train.trace = String::new();
         let chains = chains(&[asked("", 1, vec![turn, train])]);
         let of_turn = chains.iter().find(|chain| chain.hops.len() == 2).expect("a chain over both groups");
@@ -460,9 +472,10 @@ mod tests {
 
     #[test]
     fn servers_of_one_process_report_its_waits_once() {
-        let run = |server: &str| WaitReport {
-            rollout: Some("0-0".to_owned()),
-            ..wait(WaitKind::Handler, 9_000, server, "/run")
+        let run = |server: &str| {
+            let mut report = wait(WaitKind::Handler, 9_000, server, "/run");
+            report.rollout = Some("0-0".to_owned());
+            report
         };
         let model = || wait(WaitKind::Handler, 8_000, "model", "/v1/responses");
         let asked = [asked("env", 1, vec![run("env"), model()]), asked("agent", 1, vec![run("agent"), model()])];
@@ -475,7 +488,11 @@ mod tests {
 
     #[test]
     fn waits_of_one_process_are_ordered_although_inner_ones_are_recorded_first() {
-        let us = |age_us, report: WaitReport| WaitReport { age_us, ..report };
+        let us = |age_us, report: WaitReport| {
+            let mut report = report;
+            report.age_us = age_us;
+            report
+        };
         let waits = vec![
             us(900, wait(WaitKind::Handler, 0, "agent", "/run")),
             us(800, wait(WaitKind::Handler, 0, "model", "/v1/responses")),

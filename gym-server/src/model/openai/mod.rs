@@ -29,6 +29,7 @@ const RESPONSES_ROUTE: &str = "/responses";
 /// The keys of an `openai_model` block.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 #[cfg_attr(feature = "schemars", derive(schemars::JsonSchema))]
+#[non_exhaustive]
 pub struct OpenAiModelConfig {
     /// The URL of the endpoint, with its version: `http://127.0.0.1:8000/v1`. Required.
     pub openai_base_url: String,

@@ -138,14 +138,12 @@ impl EndpointHealth {
 
     /// Returns the state. `budget` is the time after which a waiting call fails.
     pub(super) fn report(&self, budget: Duration) -> EndpointReport {
-        let mut report = EndpointReport {
-            url: self.url.clone(),
-            waiting: self.waiting.load(Ordering::Relaxed),
-            gives_up_after_seconds: budget.as_secs(),
-            in_flight: self.in_flight.count() as u64,
-            aborted: self.aborted.load(Ordering::Relaxed),
-            ..EndpointReport::default()
-        };
+        let mut report = EndpointReport::default();
+        report.url = self.url.clone();
+        report.waiting = self.waiting.load(Ordering::Relaxed);
+        report.gives_up_after_seconds = budget.as_secs();
+        report.in_flight = self.in_flight.count() as u64;
+        report.aborted = self.aborted.load(Ordering::Relaxed);
         let oldest = self.in_flight.oldest().map(|(began, ())| began.elapsed());
         let slow = oldest.filter(|oldest| *oldest >= self.slow_after);
         report.oldest_seconds = slow.map_or(0, |oldest| oldest.as_secs().max(1));

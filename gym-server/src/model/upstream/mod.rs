@@ -191,7 +191,9 @@ impl Upstream {
         {
             judged = Err(paused);
         }
-        let mut report = EndpointReport { url: state.shown.clone(), state: EndpointState::Ready, ..self.report() };
+        let mut report = self.report();
+        report.url = state.shown.clone();
+        report.state = EndpointState::Ready;
         (report.reason, report.fix, report.failing_seconds) = (String::new(), String::new(), 0);
         if let Err(failure) = judged {
             (report.state, report.reason, report.fix) = (failure.state, failure.reason, failure.fix);

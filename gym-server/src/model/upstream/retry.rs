@@ -136,8 +136,7 @@ impl Attempts {
         if self.sent >= sent_max {
             return NextAttempt::Never(self.so_far());
         }
-        let policy =
-            RetryPolicy { attempts_max: u32::MAX, backoff_min: retries.backoff_min, backoff_max: retries.backoff_max };
+        let policy = RetryPolicy::endless(retries.backoff_min, retries.backoff_max);
         let asked = result.as_ref().ok().and_then(|answer| answer.retry_after(world));
         let left = retries.budget.saturating_sub(since.elapsed());
         // The last attempt is made when the budget ends, however long the wait before it would be.

@@ -27,6 +27,7 @@ pub enum ReasoningField {
 /// The keys of a `vllm_model` block.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 #[cfg_attr(feature = "schemars", derive(schemars::JsonSchema))]
+#[non_exhaustive]
 pub struct VllmModelConfig {
     /// The URLs of the engines, with their version; one or several. Required.
     pub base_url: OneOrMany,

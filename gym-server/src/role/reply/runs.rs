@@ -47,11 +47,12 @@ impl RunsInFlight {
         runs.sort_by_key(|(began, _)| *began);
         // Rows can be large, so only those that are shown are read.
         runs.truncate(WAITS_MAX);
-        let report = |(began, (trace_id, row)): (Instant, (u128, Rope))| WaitReport {
-            rollout: rollout(&row).map(|attempt| attempt.to_string()),
-            server: server.to_owned(),
-            route: RUN.to_owned(),
-            ..WaitReport::new(WaitKind::Handler, trace_id, began.elapsed())
+        let report = |(began, (trace_id, row)): (Instant, (u128, Rope))| {
+            let mut report = WaitReport::new(WaitKind::Handler, trace_id, began.elapsed());
+            report.rollout = rollout(&row).map(|attempt| attempt.to_string());
+            report.server = server.to_owned();
+            report.route = RUN.to_owned();
+            report
         };
         runs.into_iter().map(report).collect()
     }

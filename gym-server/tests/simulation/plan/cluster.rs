@@ -61,16 +61,18 @@ pub(super) fn plan(seed: u64) -> Plan {
         lookup,
     };
     let concurrency = u32::try_from(rng.usize(1..=16)).expect("a small number");
-    let options = DriverOptions {
-        attempts_max: rng.u32(3..=6),
-        // Each seed ends, however often its workers are lost.
-        lost_max: 1_000,
-        attempt_timeout: millis(&mut rng, 4_000, 20_000),
-        record_timeout: millis(&mut rng, 500, 3_000),
-        stop_grace: millis(&mut rng, 0, 3_000),
-        fail_fast: FailFast::Never,
-        backoff: RetryPolicy { backoff_min: Duration::from_millis(200), ..RetryPolicy::default() },
-        ..DriverOptions::default()
+    let mut options = DriverOptions::default();
+    options.attempts_max = rng.u32(3..=6);
+    // Each seed ends, however often its workers are lost.
+    options.lost_max = 1_000;
+    options.attempt_timeout = millis(&mut rng, 4_000, 20_000);
+    options.record_timeout = millis(&mut rng, 500, 3_000);
+    options.stop_grace = millis(&mut rng, 0, 3_000);
+    options.fail_fast = FailFast::Never;
+    options.backoff = {
+        let mut policy = RetryPolicy::default();
+        policy.backoff_min = Duration::from_millis(200);
+        policy
     };
     let mut script = script(&mut rng, heals_at, cluster.workers);
     if only_head {

@@ -202,14 +202,16 @@ impl Plan {
         let millis = |rng: &mut fastrand::Rng, from, to| Duration::from_millis(rng.u64(from..=to));
         let heals_at = millis(&mut rng, 15_000, 45_000);
         let concurrency = u32::try_from(rng.usize(1..=12)).expect("a small number");
-        let options = DriverOptions {
-            attempts_max: rng.u32(3..=6),
-            attempt_timeout: millis(&mut rng, 2_000, 10_000),
-            record_timeout: millis(&mut rng, 500, 3_000),
-            stop_grace: millis(&mut rng, 0, 3_000),
-            fail_fast: FailFast::Never,
-            backoff: RetryPolicy { backoff_min: Duration::from_millis(200), ..RetryPolicy::default() },
-            ..DriverOptions::default()
+        let mut options = DriverOptions::default();
+        options.attempts_max = rng.u32(3..=6);
+        options.attempt_timeout = millis(&mut rng, 2_000, 10_000);
+        options.record_timeout = millis(&mut rng, 500, 3_000);
+        options.stop_grace = millis(&mut rng, 0, 3_000);
+        options.fail_fast = FailFast::Never;
+        options.backoff = {
+            let mut policy = RetryPolicy::default();
+            policy.backoff_min = Duration::from_millis(200);
+            policy
         };
         // A separate generator, so that a seed keeps the other steps that it had before there were these.
         let mut ends = fastrand::Rng::with_seed(seed ^ 0x0ddb_a11e_0f5e_7e11);

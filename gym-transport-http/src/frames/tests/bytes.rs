@@ -343,7 +343,8 @@ fn a_frame_that_announces_too_much_is_refused_before_anything_is_allocated() {
         assert!(error.to_string().contains(&format!("{kind:?}")), "{error}");
     }
     assert!(refused(FrameKind::Body, 1).to_string().contains("where none can be"));
-    let limits = MessageLimits { message_bytes_max: 10, ..MessageLimits::default() };
+    let mut limits = MessageLimits::default();
+    limits.message_bytes_max = 10;
     let frame = request_frame(1, &sized(&[5, 6]));
     let mut decoder = Decoder::new(limits, ReceiveBufferPool::new(0), &frame);
     let error = decoder.next().unwrap_err();

@@ -9,8 +9,9 @@ use crate::frames::config::FramesConfig;
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn ten_thousand_calls_dropped_anywhere_leave_nothing_in_flight_and_the_pools_whole() {
     let storm = Storm::default();
-    let limits =
-        ConnectionLimits { calls_max: 64, request_bytes_in_flight_max: 4 << 20, ..ConnectionLimits::default() };
+    let mut limits = ConnectionLimits::default();
+    limits.calls_max = 64;
+    limits.request_bytes_in_flight_max = 4 << 20;
     let config = FramesConfig { limits, ..FramesConfig::default() };
     let both = joined(config.clone(), config, storm.handler()).await;
     storm.run(&both.channel).await;

@@ -266,7 +266,8 @@ async fn a_socket_file_is_ours_alone_replaced_when_stale_and_removed_at_the_end(
 /// Sends `calls` calls from a caller that never reads; returns the error that ends the connection.
 async fn never_reading(calls: u64, handler: impl gym_core::Handler) -> Error {
     let (mut near, far) = UnixStream::pair().unwrap();
-    let limits = ConnectionLimits { calls_max: 4, ..ConnectionLimits::default() };
+    let mut limits = ConnectionLimits::default();
+    limits.calls_max = 4;
     let config = FramesConfig { limits, ..FramesConfig::default() };
     let listener = super::ListenerState::new(config, std::sync::Arc::new(tokio::sync::Semaphore::new(9)));
     let handler = std::sync::Arc::new(handler);

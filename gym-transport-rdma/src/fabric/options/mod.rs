@@ -14,6 +14,7 @@ use crate::tuning::Unreadable;
 
 /// Options of a fabric. UCX's own environment variables (`UCX_…`) apply to settings that the options leave open.
 #[derive(Clone, Debug)]
+#[non_exhaustive]
 pub struct FabricOptions {
     /// Location of the UCX library.
     pub library: LoadOptions,

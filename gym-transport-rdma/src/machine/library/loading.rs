@@ -12,6 +12,7 @@ use std::path::{Path, PathBuf};
 /// The search order is `path`, the library's environment variable (`GYM_UCX_LIBRARY`, `GYM_NCCL_LIBRARY`, `GYM_CUDA_LIBRARY`), the dynamic loader's
 /// directories, then `search`. If `path` or the variable is set, no other location is tried.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct LoadOptions {
     /// The file of the library, or a directory with it. For UCX: a directory with the four libraries, or the path of libucp.
     pub path: Option<PathBuf>,

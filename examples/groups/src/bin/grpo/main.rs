@@ -106,7 +106,8 @@ async fn train(arguments: Arguments) -> anyhow::Result<()> {
     let generation = TableGeneration::new(engine, policy.clone(), arguments.seed);
     let trained = TablePolicy::new(policy, arguments.learning_rate);
 
-    let config = GrpoConfig { num_generations_per_prompt: arguments.generations, ..GrpoConfig::default() };
+    let mut config = GrpoConfig::default();
+    config.num_generations_per_prompt = arguments.generations;
     let loss = Loss { reference_policy_kl_penalty: 0.01 };
     let mut grpo = Grpo::new(config)?;
     let mut random = fastrand::Rng::with_seed(arguments.seed);

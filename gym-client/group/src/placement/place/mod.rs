@@ -11,6 +11,7 @@ use super::topology::{BundleLocation, Segments, Topology, order_bundles, select_
 
 /// The resources of a node.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct NodeResources {
     /// The name of the node. Several nodes of one machine are named `share@machine`.
     pub name: String,

@@ -191,7 +191,9 @@ impl NodeLink {
         body: &impl Serialize,
     ) -> Result<T> {
         let body = write(body)?;
-        let policy = RetryPolicy { attempts_max: u32::MAX, backoff_max: REPEAT_MAX, ..RetryPolicy::default() };
+        let mut policy = RetryPolicy::default();
+        policy.attempts_max = u32::MAX;
+        policy.backoff_max = REPEAT_MAX;
         let mut rng = fastrand::Rng::new();
         let attempt = |_| async {
             // A connection may lose a message without an error.

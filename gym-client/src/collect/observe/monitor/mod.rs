@@ -89,6 +89,7 @@ pub struct CollectionReport {
 
 /// Failed attempts with one cause.
 #[derive(Clone, Debug, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct ReportedCause {
     /// Number of attempts.
     pub count: u64,
@@ -106,6 +107,7 @@ pub struct ReportedCause {
 
 /// A rollout in flight.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct ReportedRollout {
     /// Its newest attempt.
     #[serde(flatten)]
@@ -118,6 +120,7 @@ pub struct ReportedRollout {
 
 /// The queue of pulled work.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct ReportedQueue {
     /// Rollouts that wait for a worker.
     pub waiting: usize,

@@ -124,6 +124,7 @@ struct InFlightRollout {
 
 /// A snapshot of the counters.
 #[derive(Clone, Debug, Default, PartialEq)]
+#[non_exhaustive]
 pub struct ProgressSnapshot {
     /// Requested rollouts.
     pub total: u64,

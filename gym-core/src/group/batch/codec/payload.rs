@@ -13,6 +13,14 @@ use crate::group::batch::{Batch, BatchSchema};
 use crate::message::{ContentType, Message};
 
 /// A value and a batch.
+///
+/// ```
+/// use gym_core::group::Payload;
+///
+/// let call: Payload<f64> = 0.01.into();
+/// assert_eq!(Payload::<f64>::from_message(call.to_message()?)?, call);
+/// # Ok::<(), gym_core::Error>(())
+/// ```
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Payload<T> {
     /// The small, typed part.

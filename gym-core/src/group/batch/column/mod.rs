@@ -208,6 +208,14 @@ impl Ragged {
 }
 
 /// JSON values as concatenated texts. A row is parsed when it is read.
+///
+/// ```
+/// use gym_core::group::JsonRows;
+///
+/// let rows = JsonRows::from_values(["2 + 2", "3 + 3"])?;
+/// assert_eq!(rows.read::<String>(1)?, "3 + 3");
+/// # Ok::<(), gym_core::Error>(())
+/// ```
 #[derive(Clone, Debug, PartialEq)]
 pub struct JsonRows {
     text: Bytes,

@@ -4,6 +4,7 @@ use serde::Serialize;
 
 /// Metrics of one packing call, with NeMo RL's names and definitions. All are zero if there are no bins.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
+#[non_exhaustive]
 pub struct PackingMetrics {
     /// Number of packed sequences.
     pub num_sequences: usize,
@@ -67,6 +68,7 @@ fn balance(loads: &[usize], capacity: usize, mean: f64) -> f64 {
 
 /// Sums over several calls, and extremes of single calls.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
+#[non_exhaustive]
 pub struct PackingTotals {
     /// Number of calls added. All other fields are zero if there are none.
     pub packing_operations: usize,

@@ -30,6 +30,14 @@ use crate::base::error::{Code, Error, Result};
 compile_error!("tensors lie in memory as they travel, little-endian; this host is big-endian");
 
 /// Element type, shape, shared row-major bytes, and the side of the padding if it is known. Cheap to clone.
+///
+/// ```
+/// use gym_core::group::Tensor;
+///
+/// let tokens = Tensor::from_vec([2, 2], vec![1_i64, 2, 3, 4])?;
+/// assert_eq!(tokens.slice(1..2)?.view::<i64>()?, [3, 4].as_slice());
+/// # Ok::<(), gym_core::Error>(())
+/// ```
 #[derive(Clone, PartialEq)]
 pub struct Tensor {
     dtype: DType,

@@ -22,6 +22,7 @@ use crate::registry::pick::Load;
 
 /// The limits of an [`Affinity`].
 #[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct AffinityOptions {
     /// The share by which a replica may exceed the mean of the calls in flight. The default is 0.25.
     pub spread: f64,
@@ -68,6 +69,7 @@ struct AffinityState {
 
 /// The decisions of an [`Affinity`] so far.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[non_exhaustive]
 pub struct AffinityCounts {
     /// Calls that were sent to the replica of their session or prompt.
     pub hits: u64,

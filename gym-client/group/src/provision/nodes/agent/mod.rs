@@ -278,7 +278,8 @@ impl NodeAgent {
         let mut spec = MemberSpec::of_this_process(&options.name, *incarnation, advertised, options.timing, world);
         spec.node = Some(self.member_node());
         let cx = CallContext::within(options.join_within);
-        let member = MemberOptions { join_within: options.join_within, ..MemberOptions::default() };
+        let mut member = MemberOptions::default();
+        member.join_within = options.join_within;
         let head = Arc::new(RemoteRegistry::new(head, transports(), world.clone()));
         MemberKeeper::join(head, &cx, spec, member, world).await
     }
