@@ -71,7 +71,7 @@ const DIAGNOSE_TIMEOUT: Duration = Duration::from_secs(10);
 /// use gym_core::transport::{InProcess, Transport};
 ///
 /// let transports = Transports::from(InProcess::new());
-/// assert_eq!(transports.known(), [Transport::MEM]);
+/// assert!(transports.known().contains(&Transport::MEM));
 /// ```
 #[derive(Clone, Debug, Default)]
 pub struct Transports {
