@@ -562,6 +562,14 @@ fn a_reference_to_another_kind_than_its_key_names_the_servers_of_that_kind() {
 }
 
 #[test]
+fn a_reference_to_a_block_on_the_wrong_level_says_how_to_mend_the_block() {
+    let shop = "shop:\n  resources_servers:\n  shop: {entrypoint: app.py, domain: math}\n";
+    Case::main(&format!("{MODEL}{shop}{AGENT}      resources_server: {{type: resources_servers, name: shop}}\n")).says(
+        &["names 'shop' of resources_servers", "fix: mend the block 'shop': 'shop' stands beside 'resources_servers'"],
+    );
+}
+
+#[test]
 fn two_files_that_define_a_block_are_both_named() {
     let other = MODEL.replace("openai_model", "vllm_model");
     Case::files(&[("a.yaml", MODEL), ("b.yaml", &other)]).says(&[
@@ -581,6 +589,7 @@ fn one_typing_mistake_in_a_server_is_one_error() {
     };
     for (text, what) in [
         (block("resource_servers", "entrypoint: app.py, domain: math"), "did you mean 'resources_servers'?"),
+        (block("resources_servers", "entrypoint: app.py, domian: math"), "write domain in the place of 'domian'"),
         (block("resources_servers", "entrypoint: app.py, domain: maths"), "did you mean 'math'?"),
         (block("resources_servers", "entrypoint: app.py, domian: math"), "the resources server has no domain"),
         (block("resources_servers", "entrypont: app.py, domain: math"), "did you mean 'entrypoint'?"),
@@ -601,6 +610,11 @@ fn a_key_that_the_type_does_not_have_is_rejected_unless_the_type_takes_any() {
         #[serde(rename = "openai_api_key", alias = "key")]
         _key: String,
     }
+    #[derive(Debug, Deserialize)]
+    struct Agent {
+        #[serde(rename = "model_server")]
+        _model: Option<String>,
+    }
     let config = Case::main(&format!("{MODEL}      openai_api_kye: x\n      description: d\n")).load().unwrap();
     let model = config.require("policy_model").unwrap();
     let error = model.settings_as::<Settings>().unwrap_err().to_string();
@@ -609,6 +623,13 @@ fn a_key_that_the_type_does_not_have_is_rejected_unless_the_type_takes_any() {
         "{error}"
     );
     assert!(error.ends_with("fix: did you mean 'openai_api_key'?"), "{error}");
+    // A reference whose keys are not indented.
+    let flat = AGENT
+        .replace("model_server: {", "model_server:\n      {")
+        .replace("{type: responses_api_models, name: policy_model}", "type: responses_api_models");
+    let config = Case::main(&format!("{MODEL}{flat}")).load().unwrap();
+    let error = config.require("my_agent").unwrap().settings_as::<Agent>().unwrap_err().to_string();
+    assert!(error.contains("unknown key 'type'\n  fix: indent it under 'model_server'"), "{error}");
     assert_eq!(model.settings_as::<serde_json::Map<_, _>>().unwrap()["openai_api_kye"], "x");
 }
 

@@ -190,6 +190,10 @@ fn mistakes_in_the_configuration_end_with_2_and_name_the_place() {
     write("value.yaml", "policy_model:\n  responses_api_models:\n    scripted_model: {entrypoint: app.py, seed: x}\n");
     for (arguments, what) in [
         (&["config", "check", "nowhere.yaml"][..], "'nowhere.yaml' was not found"),
+        (
+            &["config", "check", "kind.yaml", "--search-dir", "nosuch"],
+            "--search-dir nosuch: there is no such directory",
+        ),
         (&["config", "check", "broken.yaml"], "broken.yaml:"),
         (&["config", "check", "kind.yaml"], "kind.yaml:"),
         (&["config", "show", "missing.yaml"], "missing.yaml:5: policy_model.responses_api_models.scripted_model.seed"),
@@ -377,6 +381,10 @@ fn a_file_that_is_no_output_is_not_overwritten() {
         );
         assert_eq!(std::fs::read_to_string(folder.path().join("main.yaml")).unwrap(), yaml);
     }
+    let output = rgym(folder.path(), &[&collect[..], &["/dev/null"]].concat());
+    let (_, error) = texts(&output);
+    assert_eq!(output.status.code(), Some(2), "{error}");
+    assert!(error.contains("/dev/null: this is no regular file"), "{error}");
 }
 
 /// What cannot run: a file, and what `config check` says of it.

@@ -168,12 +168,12 @@ impl Checker<'_> {
                 }
             }
             None if kind == ServerKind::Resources => {
-                self.wrong(
-                    origin,
-                    "domain",
-                    "the resources server has no domain",
-                    format!("add domain: one of {}", DOMAINS.join(", ")),
-                );
+                let near = |key: &&str| strsim::damerau_levenshtein(key, "domain") <= 2;
+                let fix = match map.0.iter().filter_map(|(key, _)| key.text()).find(near) {
+                    Some(near) => format!("write domain in the place of '{near}'"),
+                    None => format!("add domain: one of {}", DOMAINS.join(", ")),
+                };
+                self.wrong(origin, "domain", "the resources server has no domain", fix);
             }
             None => {}
         }

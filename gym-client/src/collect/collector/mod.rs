@@ -146,6 +146,12 @@ impl CollectOptions {
         if let Some(folder) = &self.tensorboard {
             TensorBoardFile::check(folder, self.existing)?;
         }
+        if std::fs::metadata(&files.rollouts).is_ok_and(|found| !found.is_file() && !found.is_dir()) {
+            let output = files.rollouts.display();
+            return Err(Error::invalid(format!(
+                "{output}: this is no regular file, and rollouts need one\n  fix: name a file"
+            )));
+        }
         for written in [Some(&files.rollouts), self.events.as_ref()].into_iter().flatten() {
             check_is_output(written)?;
         }

@@ -8,6 +8,7 @@ use crate::config::loader::tree::{at, port_at};
 use crate::config::problem::{ConfigError, Mistake, Origin, Problem};
 use crate::config::resolve::interpolation::InterpolationFailure;
 use crate::config::schema::{InstanceConfig, MissingServer, ServerReference};
+use crate::config::strict::misplaced;
 use crate::config::yaml::node::{Node, Tree};
 
 /// Reports references to servers that do not exist: on the first level an error as in NeMo Gym, on deeper levels a
@@ -38,6 +39,10 @@ pub(super) fn dangling(
                     format!("'{name}' is one of the {}; {}", other.kind, check::right_name(kind, servers))
                 }
                 Some(other) => format!("'{name}' belongs to {}; write type: {}", other.kind, other.kind),
+                // The mistake of the block says how to mend it.
+                None if let Some(mistake) = resolved.step(&name).and_then(|block| misplaced(&name, block, None)) => {
+                    format!("mend the block '{name}': {}", mistake.what)
+                }
                 None if resolved.step(&name).is_some() => {
                     let others = match same.as_slice() {
                         [] => String::new(),

@@ -80,7 +80,15 @@ impl UnreadKeys {
         let near = nearest(key, names.iter().copied());
         let near = near.and_then(|near| names.iter().copied().find(|name| *name == near));
         let near = near.or_else(|| own.iter().copied().find(|name| is_part(key, name)));
+        let empty = || {
+            check::composed_kinds(instance.kind)
+                .map(|(key, _)| key)
+                .find(|key| instance.settings.get(*key) == Some(&Value::Null))
+        };
         let fix = match near {
+            None if path.len() == 1 && ["type", "name"].contains(&key) && empty().is_some() => {
+                format!("indent it under '{}'", empty().unwrap_or_default())
+            }
             Some(near) => format!("did you mean '{near}'?"),
             None if own.is_empty() => format!("remove it; {reader} reads no keys of its own"),
             None => format!("remove it; {reader} reads {}", listed(own)),

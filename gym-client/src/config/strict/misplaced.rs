@@ -8,7 +8,7 @@ use crate::config::yaml::node::{Map, Node, Tree};
 
 /// Returns the mistake of a top-level block with an `entrypoint` that does not stand below a kind of server and an implementation. `above`
 /// is the key before the block, if that key has no value.
-pub(super) fn misplaced(name: &str, block: &Node, above: Option<&str>) -> Option<Problem> {
+pub(crate) fn misplaced(name: &str, block: &Node, above: Option<&str>) -> Option<Problem> {
     if is_kind(name) {
         let below = match above {
             Some(above) => format!("'{above}'"),

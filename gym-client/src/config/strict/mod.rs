@@ -2,6 +2,8 @@
 
 mod misplaced;
 
+pub(crate) use misplaced::misplaced;
+
 use std::collections::BTreeSet;
 use std::path::PathBuf;
 
@@ -87,7 +89,7 @@ pub(crate) fn check(
         if !of_file && !of_command_line {
             continue;
         }
-        if let Some(mistake) = misplaced::misplaced(&key, node, above.as_deref()) {
+        if let Some(mistake) = misplaced(&key, node, above.as_deref()) {
             unused.retain(|(unused, _)| above.as_ref() != Some(unused));
             mistakes.push(mistake);
             continue;

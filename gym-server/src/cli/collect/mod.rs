@@ -384,6 +384,9 @@ impl Collection<'_> {
                 console::program()
             ))
         })?;
+        if let Some(agent) = collection.materialize.agent_map.get(DEFAULT_KEY) {
+            names.check_target(agent).map_err(|error| Failure::Usage(error.message().to_owned()))?;
+        }
         let plan = PullPlan::choose(args, collection, &client, &names, &head).await?;
         if plan.is_none() {
             ModelWatch::new(client.clone(), names.models()).at_start(args.starting.wait_for_model, console).await?;

@@ -115,6 +115,13 @@ pub(in crate::cli) async fn load_over(
     let overrides = Overrides::parse(overrides.iter().cloned().chain(shorthands(sources)))?;
     let working_dir = std::env::current_dir()
         .map_err(|error| Failure::Usage(format!("cannot determine the working directory: {error}")))?;
+    if let Some(absent) = sources.search_dir.iter().find(|folder| !folder.is_dir()) {
+        let text = format!(
+            "--search-dir {}: there is no such directory\n  fix: correct the path, or leave out the option",
+            absent.display()
+        );
+        return Err(Failure::Usage(text));
+    }
     let searched = search_dirs(sources);
     let read = |python: Option<&Interpreter>| {
         let mut loader =
