@@ -233,6 +233,25 @@ fn what_the_loader_accepts_and_cannot_run_is_listed() {
             "temperature: the value is a string",
             "",
         ),
+        (
+            format!("{MODEL}default_host: [a]\n"),
+            "default_host: expected a string, found a list\n  fix: write a string",
+            "",
+        ),
+        (format!("{MODEL}use_absolute_ip: maybe\n"), "use_absolute_ip: expected true or false, found a string", ""),
+        (
+            format!("{MODEL}input_jsonl_fpath: 5\nskip_verification: 'true'\n"),
+            "input_jsonl_fpath: expected a string, found an integer",
+            "",
+        ),
+        (
+            format!(
+                "{MODEL}shop: {{resources_servers: {{shop: {{entrypoint: app.py, domain: math, allowed_agents: [other_agent]}}}}}}\n{AGENT}      \
+                 resources_server: {{type: resources_servers, name: shop}}\n"
+            ),
+            "my_agent: resources_server: the agent is a 'simple_agent', but resources server 'shop' accepts only other_agent",
+            "",
+        ),
         // An entrypoint on another level than the third one.
         (
             format!("{MODEL}my_agent:\nresponses_api_agents:\n  simple_agent: {{entrypoint: app.py}}\n"),

@@ -432,6 +432,27 @@ pub(crate) fn unsupported_models(root: &Node, environment: &VariableLookup<'_>) 
     problems
 }
 
+/// Returns the agents whose implementation their resources server does not list. NeMo Gym compares only agents that it composes itself.
+pub(crate) fn unlisted_agents(root: &Node, environment: &VariableLookup<'_>) -> Vec<Problem> {
+    if pairing_allowed(root, environment) {
+        return Vec::new();
+    }
+    let unlisted = agents(root).into_iter().filter_map(|agent| {
+        let (server, allowed) = declared(root, environment, &agent, "allowed_agents")?;
+        let implementation = &agent.implementation;
+        let what = format!(
+            "the agent is a '{implementation}', but resources server '{server}' accepts only {}",
+            allowed.join(", ")
+        );
+        (!allowed.contains(implementation)).then(|| {
+            Problem::new(Mistake::Composition, &agent.block.origin, "resources_server", what)
+                .instance(&agent.name)
+                .fix("use an agent of such a type, or set +allow_unsupported_pairing=true")
+        })
+    });
+    unlisted.collect()
+}
+
 /// Routes rows that name a renamed agent to its new name.
 pub(crate) fn renamed_agents(root: &mut Node) {
     let declared = root.step("agent_map").and_then(Node::as_map).cloned().unwrap_or_default();

@@ -238,7 +238,8 @@ impl ConfigLoader {
         } else {
             problems.extend(missing.into_iter().map(|missing| missing.problem(&[])));
         }
-        let mistakes = strict::check(&resolved, &servers, &used, &files, &mut warnings);
+        let mut mistakes = strict::check(&resolved, &servers, &used, &files, &mut warnings);
+        mistakes.extend(agents::unlisted_agents(&root, &*self.environment));
         // A value that is not set is one mistake, not also a value of the wrong type.
         problems.retain(|problem| absent.iter().all(|unset| unset.key != problem.key));
         problems.splice(0..0, absent);

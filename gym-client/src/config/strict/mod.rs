@@ -1,6 +1,7 @@
 //! Mistakes that NeMo Gym's loader accepts: they change what runs, or end a rollout, and nothing says so.
 
 mod misplaced;
+mod typed;
 
 pub(crate) use misplaced::misplaced;
 
@@ -74,6 +75,8 @@ pub(crate) fn check(
         if let Some(known) = COLLECT_KEYS.iter().find(|known| known.name == key) {
             mistakes.extend(count(known, node));
         }
+        let reserved = TOP_LEVEL_KEYS.iter().chain(&COLLECT_KEYS).find(|known| known.name == key);
+        mistakes.extend(reserved.and_then(|known| typed::mistyped(known, node)));
         if key == "responses_create_params" {
             mistakes.extend(wrong_params(node));
         }
