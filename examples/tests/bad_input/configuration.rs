@@ -183,7 +183,7 @@ pub(crate) fn cases() -> Vec<Case> {
             "{\"responses_create_params\": {\"input\": \"x\"}}\n",
             &["collect", "--head-url", "HEAD", "--input", "main.yaml", "--output", "o.jsonl", "--agent", "a_god"],
             "exit 2",
-            &["main.yaml, line 1", "did you mean `a_good`?"],
+            &["there is no agent `a_god`", "did you mean `a_good`?"],
         ),
         cli(
             USAGE,
