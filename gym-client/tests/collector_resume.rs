@@ -1,7 +1,6 @@
 //! A resumed collection: its rows are those that were recorded, it runs only the missing ones, and its statistics are those of the
 //! whole file.
 
-use parking_lot::Mutex;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -20,6 +19,7 @@ use gym_core::rollout::metrics::{aggregate_metrics, standard_response};
 use gym_core::server::ServerKind;
 use gym_core::transport::{InProcess, handler_fn, serve};
 use gym_core::{CancelToken, Endpoint, Error, Incarnation, RawObject, Request, Response, Result, World};
+use parking_lot::Mutex;
 
 /// More rollouts than the collector sends without asking how the server computes its statistics.
 const MANY: usize = 10_050;

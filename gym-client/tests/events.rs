@@ -4,13 +4,13 @@
 
 mod collection;
 
-use parking_lot::Mutex;
 use std::path::Path;
 use std::sync::Arc;
 
 use gym_client::collect::ExistingOutput;
 use gym_client::collect::monitor::{AttemptId, CollectionMonitor, CollectionReport, ReportReply, WantedRow};
 use gym_core::{CallContext, CancelToken, Code, Error};
+use parking_lot::Mutex;
 use serde_json::{Value, json};
 
 use collection::Ground;

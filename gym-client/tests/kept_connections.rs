@@ -1,7 +1,6 @@
 //! Kept connections that break under the next call: which calls are sent again, and what the others say.
 #![cfg(feature = "http")]
 
-use parking_lot::Mutex;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -12,6 +11,7 @@ use gym_core::rollout::FailureClass;
 use gym_core::server::ServerKind;
 use gym_core::transport::{InProcess, RetryPolicy};
 use gym_core::{CallContext, Code, Endpoint, Error, Execution, Request, Response, Result, Verb, World};
+use parking_lot::Mutex;
 use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
 use tokio::net::{TcpListener, TcpStream};
 

@@ -2,7 +2,6 @@
 
 #![expect(clippy::unwrap_used, reason = "an integration test: a panic is its failure")]
 
-use parking_lot::Mutex;
 use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
@@ -25,6 +24,7 @@ use gym_core::transport::{InProcess, handler_fn, serve};
 use gym_core::{
     CallContext, CancelToken, Code, Endpoint, Error, Execution, Incarnation, Request, Response, Result, World,
 };
+use parking_lot::Mutex;
 use tokio::time::{Instant, sleep, timeout};
 
 const TIMING: MemberTiming = MemberTiming {

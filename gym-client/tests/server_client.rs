@@ -1,6 +1,5 @@
 //! Calling by name: replicas that restart, sessions that are lost, many callers at once. Over the simulated network.
 
-use parking_lot::Mutex;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
@@ -16,6 +15,7 @@ use gym_core::transport::{Fenced, Listener, RetryPolicy, handler_fn};
 use gym_core::{
     CallContext, CancelToken, Code, Endpoint, Error, Execution, Incarnation, Request, Response, Result, World,
 };
+use parking_lot::Mutex;
 
 /// A registry that takes its time, counts the questions, and is away on demand.
 #[derive(Debug, Default)]

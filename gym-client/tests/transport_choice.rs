@@ -1,7 +1,6 @@
 //! Transport selection and fallback, on connectors that only say what they can.
 #![allow(clippy::unwrap_used)]
 
-use parking_lot::Mutex;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,6 +13,7 @@ use gym_core::transport::{
     TransportPolicy, TransportReport,
 };
 use gym_core::{CallContext, Channel, Code, Endpoint, Error, Request, Result};
+use parking_lot::Mutex;
 
 /// What a transport does when it is requested.
 #[derive(Clone, Copy, Debug)]

@@ -2,7 +2,6 @@
 
 #![expect(clippy::unwrap_used, reason = "an integration test: a panic is its failure")]
 
-use parking_lot::Mutex;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -28,6 +27,7 @@ use gym_core::{
     CallContext, CancelToken, Code, Endpoint, Error, Execution, Handler, Incarnation, RawObject, Request, Response,
     Result, World,
 };
+use parking_lot::Mutex;
 
 const LONG: Duration = Duration::from_secs(100_000);
 

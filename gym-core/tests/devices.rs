@@ -1,7 +1,6 @@
 //! Batches on a device whose memory is in this process, by the public interface.
 #![allow(clippy::unwrap_used)] // In a test a panic is the message.
 
-use parking_lot::Mutex;
 use std::any::Any;
 use std::num::NonZeroUsize;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -14,6 +13,7 @@ use gym_core::group::{
     Side, Tensor, device_provider, register_device_provider,
 };
 use gym_core::{Code, Error, Result};
+use parking_lot::Mutex;
 use proptest::prelude::*;
 use serde_json::json;
 

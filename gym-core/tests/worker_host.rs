@@ -1,7 +1,6 @@
 //! A host whose worker blocks: the errors of its callers when it is abandoned, and calls that are cancelled while they
 //! wait.
 
-use parking_lot::Mutex;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
@@ -10,6 +9,7 @@ use std::time::Duration;
 use futures_util::FutureExt;
 use gym_core::group::{HandlesBlocking, HostOptions, Method, Methods, Payload, Worker, WorkerEnv, WorkerHost};
 use gym_core::{CallContext, Code, Execution, Handler, Request, Result};
+use parking_lot::Mutex;
 use tokio::time::timeout;
 
 const WAIT_TIMEOUT: Duration = Duration::from_secs(60);

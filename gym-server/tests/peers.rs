@@ -4,7 +4,6 @@
 
 mod function_agent;
 
-use parking_lot::Mutex;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -17,6 +16,7 @@ use gym_core::{CancelToken, World};
 use gym_server::agent::{SimpleAgent, SimpleAgentConfig};
 use gym_server::model::{ScriptedItem, ScriptedModel};
 use gym_server::prelude::*;
+use parking_lot::Mutex;
 use tokio::time::Instant;
 
 /// What becomes of a task.

@@ -4,7 +4,6 @@
 
 mod support;
 
-use parking_lot::Mutex;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -12,6 +11,7 @@ use gym_core::rollout::FailureClass;
 use gym_core::transport::handler_fn;
 use gym_core::{Code, Error, Execution, Request, Response, Status, Verb};
 use gym_transport_http::HttpConfig;
+use parking_lot::Mutex;
 use support::{Client, Server, TIMEOUT, channel_to, soon, within};
 use tokio::net::TcpListener;
 

@@ -5,7 +5,6 @@
 //! pool returns plain memory and counts it.
 #![allow(unsafe_code)]
 
-use parking_lot::Mutex;
 use std::collections::BTreeMap;
 use std::fmt;
 use std::ops::{Deref, DerefMut, Range};
@@ -14,6 +13,7 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use gym_core::{Code, Error, Result};
+use parking_lot::Mutex;
 use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous, munmap};
 
 /// Limits of a pool.

@@ -4,7 +4,6 @@
 #[path = "fake_nccl/mod.rs"]
 mod fake_nccl;
 
-use parking_lot::Mutex;
 use std::any::Any;
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::process::Command;
@@ -29,6 +28,7 @@ use gym_transport_rdma::nccl::devices::dlpack::{
 };
 use gym_transport_rdma::nccl::{LoadOptions, NcclCollectives, NcclOptions};
 use libloading::Library;
+use parking_lot::Mutex;
 
 const LONG: Duration = Duration::from_secs(30);
 

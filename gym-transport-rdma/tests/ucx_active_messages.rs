@@ -3,7 +3,6 @@
 
 mod common;
 
-use parking_lot::Mutex;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::time::Duration;
@@ -14,6 +13,7 @@ use gym_transport_rdma::fabric::{
     ActiveMessage, CloseReason, Connection, ConnectionEvents, Delivery, Disposition, Driver, Fabric, FabricOptions,
     Lanes, Payload,
 };
+use parking_lot::Mutex;
 
 const EDGE: usize = 16 << 10;
 

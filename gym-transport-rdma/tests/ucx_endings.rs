@@ -5,7 +5,6 @@
 
 mod common;
 
-use parking_lot::Mutex;
 use std::sync::mpsc;
 use std::time::Duration;
 
@@ -18,6 +17,7 @@ use gym_core::{Code, Error};
 use gym_transport_rdma::fabric::{
     ActiveMessage, CloseReason, Connect, ConnectionId, Delivery, Disposition, Expect, Fabric, Target, Token, WorkerPair,
 };
+use parking_lot::Mutex;
 
 const BIG: usize = 1 << 20;
 /// A wrong token gets no response over shared memory, so each such case takes this long.

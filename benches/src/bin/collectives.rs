@@ -5,7 +5,6 @@
 //! rank that another program has pushed aside. `_wall` is the time of the slowest rank after a barrier, and `_p50` of a tight loop. `_pinned`: every thread of
 //! rank r runs on core r.
 
-use parking_lot::Mutex;
 use std::io::{BufRead as _, BufReader, Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -26,6 +25,7 @@ use gym_group::collective::{Buffer, Collective, CommunicatorExt as _, Memory, Pe
 use gym_group::placement::CommunicationBackend;
 use gym_group::prelude::*;
 use gym_group::{DType, Group, GroupOptions, LaunchSpec, Local, RankPlace, WorkerKind, Workers};
+use parking_lot::Mutex;
 use rustix::thread::{CpuSet, Pid, sched_setaffinity};
 use rustix::time::{ClockId, clock_gettime};
 use serde::{Deserialize, Serialize};

@@ -1,6 +1,5 @@
 //! Waiting, rejection and order of calls when ranks of this process are at capacity.
 
-use parking_lot::Mutex;
 use std::cell::Cell;
 use std::future::IntoFuture;
 use std::sync::Arc;
@@ -17,6 +16,7 @@ use gym_group::{
     Balancer, Batch, CallSupport, Gate, GroupView, Handles, HostOptions, InProcessGroup, InProcessOptions, Method,
     Methods, Payload, Permit, Rank, RankLayout, RankState, Worker, WorkerEnv, WorkerGroup, WorkerGroupExt, WorkerHost,
 };
+use parking_lot::Mutex;
 
 /// Runs until its call is cancelled.
 #[derive(Clone, Copy, Debug)]

@@ -2,7 +2,6 @@
 
 #![allow(clippy::unwrap_used)] // In a test a panic is the message.
 
-use parking_lot::Mutex;
 use std::time::Duration;
 
 use gym_core::transport::InProcess;
@@ -13,6 +12,7 @@ use gym_group::{
     Dispatch, Group, GroupOptions, InProcessGroup, InProcessRanks, LaunchSpec, Payload, Rank, RankLayout, RankPlace,
     Tensor, WorkerEnv, WorkerGroupExt, WorkerKind, Workers,
 };
+use parking_lot::Mutex;
 use tokio::sync::Semaphore;
 
 const WAIT_TIMEOUT: Duration = Duration::from_secs(30);

@@ -1,6 +1,5 @@
 //! Supervises one child process: starts, watches, restarts and stops it, and reports each exit.
 
-use parking_lot::Mutex;
 use std::fmt;
 use std::path::PathBuf;
 use std::process::{ExitStatus, Stdio};
@@ -9,6 +8,7 @@ use std::time::Duration;
 
 use futures_util::FutureExt as _;
 use futures_util::future::BoxFuture;
+use parking_lot::Mutex;
 use rustix::process::Signal;
 use tokio::io::AsyncWriteExt;
 use tokio::process::{Child, Command};

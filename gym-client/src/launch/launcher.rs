@@ -1,6 +1,5 @@
 //! Starts child processes and stops all of them.
 
-use parking_lot::Mutex as StdMutex;
 use std::fmt;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::{Path, PathBuf};
@@ -11,6 +10,7 @@ use std::time::Duration;
 use futures_util::FutureExt as _;
 use futures_util::future::BoxFuture;
 use gym_core::base::process::OWN_PROGRAM;
+use parking_lot::Mutex as StdMutex;
 use tokio::sync::{Mutex, watch};
 use tokio::task::JoinHandle;
 use tokio::time::Instant;

@@ -1,10 +1,10 @@
 //! Splits a child's output into lines of bounded length; bytes that are not UTF-8 are replaced.
 
-use parking_lot::Mutex;
 use std::collections::VecDeque;
 use std::io::Write;
 use std::sync::Arc;
 
+use parking_lot::Mutex;
 use tokio::io::{AsyncRead, AsyncReadExt};
 
 /// Bytes kept of one line, so that a JSON body printed by mistake does not fill memory.

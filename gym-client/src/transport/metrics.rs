@@ -1,9 +1,9 @@
 //! The connections to peers, as Prometheus metrics.
 
-use parking_lot::Mutex;
 use std::fmt;
 use std::sync::{Arc, Weak};
 
+use parking_lot::Mutex;
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{DescriptorEncoder, EncodeMetric};
 use prometheus_client::metrics::MetricType;

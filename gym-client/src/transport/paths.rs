@@ -1,12 +1,12 @@
 //! The connection of this process to each peer, and the reasons why preferred transports were rejected. Logged once, and read by
 //! status and metrics.
 
-use parking_lot::{Mutex, MutexGuard};
 use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::Arc;
 
 use gym_core::transport::{PathInfo, Transport};
+use parking_lot::{Mutex, MutexGuard};
 use serde::Serialize;
 
 use crate::transport::HTTP;

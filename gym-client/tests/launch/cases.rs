@@ -1,6 +1,5 @@
 //! Cases and the controller that they kill.
 
-use parking_lot::Mutex;
 use std::collections::BTreeSet;
 use std::ffi::OsString;
 use std::future::Future;
@@ -12,6 +11,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use gym_client::launch::{ChildHandle, ChildSpec, ChildState, LaunchError, Launcher, LineSink, RestartPolicy, Stream};
+use parking_lot::Mutex;
 use tokio::io::{AsyncBufReadExt, BufReader};
 use tokio::time::{Instant, interval, timeout};
 

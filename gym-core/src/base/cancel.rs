@@ -3,13 +3,14 @@
 //! Each link creates a child token for each call, and most of these are never waited for. Creating a child therefore only stores the
 //! parent and takes no lock. The child registers with the parent at the first wait.
 
-use parking_lot::Mutex;
 use std::fmt;
 use std::future::Future;
 use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Weak};
 use std::task::{Context, Poll, Waker};
+
+use parking_lot::Mutex;
 
 /// A signal that fires once: a caller has cancelled its call, or a server is asked to drain or stop. Clones are the same token. A child
 /// fires when its parent does; a parent does not fire when its child does.

@@ -4,7 +4,6 @@
 //! difference. Version 1 has it in `memory.oom_control`, version 2 in `memory.events`. Both count a kill in the group of the process that was
 //! killed, even if the limit of a group above it was reached, or all memory of the machine is used up.
 
-use parking_lot::Mutex;
 use std::collections::BTreeMap;
 use std::fmt;
 use std::fs;
@@ -12,6 +11,7 @@ use std::os::unix::process::ExitStatusExt as _;
 use std::path::{Component, Path, PathBuf};
 use std::process::ExitStatus;
 
+use parking_lot::Mutex;
 use rustix::process::Signal;
 
 /// Limits from here on are none: version 1 writes the largest number of pages, in bytes.

@@ -11,7 +11,6 @@
 //! One thread of a runtime waits for sockets and timers, for all of them. If a handler blocks that thread, tokio lets no other thread wait in its place
 //! until one has something to do. So the watchdog also gives the runtime an empty task: the thread that takes it then waits for sockets and timers.
 
-use parking_lot::Mutex;
 use std::array::from_fn;
 use std::collections::{BTreeMap, VecDeque};
 use std::fmt;
@@ -20,6 +19,7 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Once, OnceLock, Weak};
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use tokio::runtime::Handle;
 use tokio::time::Instant;
 

@@ -2,12 +2,12 @@
 //!
 //! tokio's wakes them in random order, to spread the contention of many threads. With it, a simulation would not repeat.
 
-use parking_lot::{RwLock, RwLockReadGuard, RwLockWriteGuard};
 use std::fmt;
 use std::ops::Deref;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use parking_lot::{RwLock, RwLockReadGuard, RwLockWriteGuard};
 use tokio::sync::Notify;
 
 struct Shared<T> {

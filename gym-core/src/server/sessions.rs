@@ -1,10 +1,11 @@
 //! The state of concurrent episodes, bounded in number and expired by age.
 
-use parking_lot::{Mutex, MutexGuard};
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
+
+use parking_lot::{Mutex, MutexGuard};
 
 use crate::base::error::{Code, Error, Result};
 use crate::base::failure::FailureClass;

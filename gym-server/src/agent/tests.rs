@@ -1,6 +1,5 @@
 //! Tests tools that a server declares, and the end of sessions, with the stock agents.
 
-use parking_lot::Mutex;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -11,6 +10,7 @@ use gym_core::rollout::{EPISODE_METADATA, FailureClass};
 use gym_core::server::{GymnasiumServer, SessionCounts, Step};
 use gym_core::transport::handler_fn;
 use gym_core::{Handler, Status};
+use parking_lot::Mutex;
 use serde_json::{Value, json};
 
 use crate::agent::{Episode, GymnasiumAgent, GymnasiumAgentConfig, SimpleAgent, SimpleAgentConfig};

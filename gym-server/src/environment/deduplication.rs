@@ -15,7 +15,6 @@
 //! The callers that wait for an episode poll it. Without callers, a task polls the episode until the grace period ends. The task
 //! then drops the episode, which cancels its calls.
 
-use parking_lot::Mutex;
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::future::Future;
@@ -28,6 +27,7 @@ use std::time::Duration;
 use futures_util::FutureExt;
 use futures_util::future::{BoxFuture, Shared, WeakShared};
 use gym_core::{CancelToken, Error, RawObject, Response};
+use parking_lot::Mutex;
 use tokio::runtime::Handle;
 use tokio::task::JoinSet;
 use tokio::time::Instant;

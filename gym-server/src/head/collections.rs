@@ -2,7 +2,6 @@
 //!
 //! The state is soft and bounded. After a restart of the head server, the next reports restore it, except for attempts that ended before.
 
-use parking_lot::{Mutex, MutexGuard};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
 use std::time::Duration;
@@ -12,6 +11,7 @@ use gym_client::collect::monitor::{
     CollectionMonitor, CollectionReport, EndedAttempt, ReportReply, ReportedRow, WantedRow,
 };
 use gym_core::{CallContext, Code, Error, Result};
+use parking_lot::{Mutex, MutexGuard};
 use serde::{Deserialize, Serialize};
 use tokio::sync::{oneshot, watch};
 use tokio::time::Instant;

@@ -1,12 +1,12 @@
 //! What the head server tells Prometheus: the state of the cluster, and the processes that have metrics.
 
-use parking_lot::Mutex;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use gym_client::work::COLLECTOR_POOL;
 use gym_core::Endpoint;
 use gym_core::registry::{Heartbeat, Instance, Member, MemberState};
+use parking_lot::Mutex;
 use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::metrics::family::Family;
 #[cfg(feature = "http")]

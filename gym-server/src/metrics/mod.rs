@@ -4,7 +4,6 @@ mod collection;
 mod own;
 mod pools;
 
-use parking_lot::{Mutex, MutexGuard};
 use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::Arc;
@@ -17,6 +16,7 @@ use gym_core::registry::AffinityCounts;
 use gym_core::rollout::EpisodeRecord;
 use gym_core::server::SessionCounts;
 use gym_core::{Response, Status};
+use parking_lot::{Mutex, MutexGuard};
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{DescriptorEncoder, EncodeLabelSet, EncodeMetric};
 use prometheus_client::metrics::MetricType;

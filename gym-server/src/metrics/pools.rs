@@ -1,9 +1,9 @@
 //! Metrics of the pools of a process: read from each pool whenever the metrics are written.
 
-use parking_lot::Mutex;
 use std::sync::Arc;
 
 use gym_client::work::WorkPool;
+use parking_lot::Mutex;
 use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;

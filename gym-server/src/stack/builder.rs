@@ -1,6 +1,5 @@
 //! Builds a stack: from files and overrides, or from servers that the program creates.
 
-use parking_lot::Mutex;
 use std::fmt;
 use std::path::PathBuf;
 
@@ -8,6 +7,7 @@ use gym_client::config::{ConfigError, ConfigLoader, GymConfig, Overrides, free_p
 use gym_client::{ServerClient, Transports};
 use gym_core::server::ServerKind;
 use gym_core::{AgentServer, Error, ModelServer, ResourcesServer, Result, RolloutServer, World};
+use parking_lot::Mutex;
 
 use crate::role::RoleServer;
 use crate::stack::options::StackOptions;

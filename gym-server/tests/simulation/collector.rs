@@ -1,6 +1,5 @@
 //! The collector: one incarnation of its process, which starts run after run.
 
-use parking_lot::Mutex;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,6 +13,7 @@ use gym_core::base::Files as _;
 use gym_core::rollout::{KeyState, Ledger, TaskKey};
 use gym_core::testing::{SimFiles, SimNet};
 use gym_core::{CallContext, CancelToken, Code, RawObject, Result, World};
+use parking_lot::Mutex;
 use tokio::sync::mpsc;
 
 use crate::audit::{Audit, AuditedLedger};

@@ -47,11 +47,11 @@ mod servers;
 mod values;
 mod whole;
 
-use parking_lot::Mutex;
 use std::collections::BTreeMap;
 use std::process::{Command, ExitCode};
 
 use case::Case;
+use parking_lot::Mutex;
 use plan::{LateCheck, SETTINGS, Setting};
 use scenario::{Report, run};
 

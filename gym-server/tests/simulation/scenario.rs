@@ -1,6 +1,5 @@
 //! Plays one seed: builds the deployment, follows the script, removes the faults, and runs the audit.
 
-use parking_lot::Mutex;
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
 use std::fmt;
@@ -20,6 +19,7 @@ use gym_server::environment::{Relay, RelayConfig};
 use gym_server::head::HeadServer;
 use gym_server::metrics::Metrics;
 use gym_server::role::{RoleServer, ServerContext};
+use parking_lot::Mutex;
 use tokio::task::JoinSet;
 use tokio::time::Instant;
 

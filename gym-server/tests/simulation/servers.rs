@@ -1,6 +1,5 @@
 //! Small user-written servers: an agent that thinks and calls a tool, and a resources server that counts the calls.
 
-use parking_lot::Mutex;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
@@ -11,6 +10,7 @@ use gym_core::{
     AgentServer, CallContext, Code, Error, Execution, ModelResponse, RawObject, ResourcesServer, Response, Result,
     SessionId, Verdict, World,
 };
+use parking_lot::Mutex;
 use serde::Deserialize;
 
 use crate::audit::Audit;

@@ -1,7 +1,6 @@
 //! Everything at once: the cluster of rollouts and the worker group, on one network. The controller serves the policy, and each turn of an agent is
 //! a call of a rank, as in a training program. So a fault of a node reaches a rollout as the error of a model.
 
-use parking_lot::Mutex;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -16,6 +15,7 @@ use gym_core::{
 use gym_group::Group;
 use gym_group::{Rank, WorkerGroup as _};
 use gym_server::role::{RoleServer, ServerContext};
+use parking_lot::Mutex;
 use tokio::time::Instant;
 
 use crate::groups::{CONTROLLER, Counted, GroupAudit, Playing, call};

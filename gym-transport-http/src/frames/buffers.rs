@@ -3,7 +3,6 @@
 //!
 //! The reader of a segment may keep its buffer for as long as it needs; the next segment is then received into new memory.
 
-use parking_lot::Mutex;
 use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
@@ -12,6 +11,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use gym_core::message::Loan;
 use gym_core::{Code, Error, Result};
+use parking_lot::Mutex;
 use tokio::time::Instant;
 
 /// Alignment in bytes that vector units and typed views require.

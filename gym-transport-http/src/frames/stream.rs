@@ -5,7 +5,6 @@
 //!   your Listener  ── ByteStream ── FramedServer ──► Handler
 //! ```
 
-use parking_lot::Mutex;
 use std::fmt;
 use std::future::Future;
 use std::io::{self, IoSlice};
@@ -20,6 +19,7 @@ use futures_util::task::AtomicWaker;
 use gym_core::message::PeerInfo;
 use gym_core::transport::{ConnectOptions, PathInfo};
 use gym_core::{CallContext, CancelToken, Channel, Code, Endpoint, Error, Execution, Handler, Result};
+use parking_lot::Mutex;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::sync::{Notify, Semaphore};
 

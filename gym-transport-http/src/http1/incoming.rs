@@ -1,6 +1,5 @@
 //! An accepted connection.
 
-use parking_lot::Mutex;
 use std::convert::Infallible;
 use std::fmt;
 use std::future::{Future, poll_fn};
@@ -18,6 +17,7 @@ use hyper::body::{Body, Incoming as WireBody};
 use hyper::server::conn::http1::Builder;
 use hyper::service::service_fn;
 use hyper_util::rt::TokioIo;
+use parking_lot::Mutex;
 use tokio::net::TcpStream;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::{sleep_until, timeout};

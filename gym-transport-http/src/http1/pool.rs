@@ -3,13 +3,13 @@
 //! A connection belongs to one call at a time, and the call drives it. No task is spawned or woken for it, and dropping the call
 //! closes it.
 
-use parking_lot::Mutex;
 use std::collections::VecDeque;
 use std::fmt;
 use std::sync::{Arc, Weak};
 
 use futures_util::FutureExt as _;
 use gym_core::{CancelToken, Code, Error, Result};
+use parking_lot::Mutex;
 use rustix::io::Errno;
 use rustix::net::RecvFlags;
 use tokio::net::TcpStream;

@@ -1,6 +1,5 @@
 //! Messages as HTTP bodies. They are sent piece by piece without a copy, and received into one buffer with at most one copy.
 
-use parking_lot::{Mutex, MutexGuard};
 use std::collections::VecDeque;
 use std::convert::Infallible;
 use std::pin::Pin;
@@ -11,6 +10,7 @@ use gym_core::message::ContentType;
 use gym_core::message::frame::{FRAME_MEDIA_TYPE, FrameError, MessageLimits, decode, encode};
 use gym_core::{Message, Rope};
 use http_body::{Body, Frame, SizeHint};
+use parking_lot::{Mutex, MutexGuard};
 
 /// Capacity reserved at once for a body of announced length. A length that is announced but never sent must not cost memory. Beyond
 /// this size, the buffer doubles as bytes arrive.

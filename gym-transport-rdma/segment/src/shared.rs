@@ -1,12 +1,12 @@
 //! Tensors that live in a segment, and the space of a rank for them.
 
-use parking_lot::Mutex;
 use std::fmt;
 use std::ops::{Deref, DerefMut, Range};
 use std::sync::Arc;
 
 use gym_core::group::collective::SharedMemory;
 use gym_core::{Code, Error, Result};
+use parking_lot::Mutex;
 
 use crate::layout::PAGE;
 use crate::segment::Segment;

@@ -1,6 +1,5 @@
 //! Hostile peers that speak UCX but not our protocol: hand-written messages from a bare worker to a fabric.
 
-use parking_lot::Mutex;
 use std::io::Write;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -8,6 +7,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use gym_core::Result;
+use parking_lot::Mutex;
 use tokio::time::Instant;
 
 use crate::fabric::protocol::prefix::{MESSAGE_ID, MessageKind, MessagePrefix, hello};

@@ -1,6 +1,5 @@
 //! Calling end of a connection: receives responses from the fabric.
 
-use parking_lot::Mutex;
 use std::sync::{Arc, OnceLock};
 
 use bytes::Bytes;
@@ -9,6 +8,7 @@ use gym_core::transport::mux::{
     CallingEnd, CapacityPermit, ConnectionLimits, Handshake, PeerActivity, ResponseHeader, malformed,
 };
 use gym_core::{Code, Error, Result};
+use parking_lot::Mutex;
 use tokio::sync::oneshot;
 
 use crate::fabric::{CloseReason, Connection, ConnectionEvents, Disposition, Lanes, Payload};

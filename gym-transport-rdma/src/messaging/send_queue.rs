@@ -1,6 +1,5 @@
 //! Send queue of a connection: splits messages into chunks and posts them in order, a limited number at a time.
 
-use parking_lot::Mutex;
 use std::collections::VecDeque;
 use std::fmt;
 use std::sync::{Arc, Weak};
@@ -9,6 +8,7 @@ use std::time::Duration;
 use bytes::{Bytes, BytesMut};
 use gym_core::transport::mux::{self, CapacityPermit, ConnectionLimits, Handshake, ResponseHeader};
 use gym_core::{Code, Message, Result};
+use parking_lot::Mutex;
 
 use crate::fabric::{ActiveMessage, Connection, Delivery, SentCallback, URGENT_BYTES_MAX};
 use crate::messaging::IN_FLIGHT_MAX;

@@ -1,6 +1,5 @@
 //! Sends messages through a send queue and the reassembly without a fabric: the test delivers the posted messages.
 
-use parking_lot::Mutex;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -14,6 +13,7 @@ use gym_core::transport::mux::{
 };
 use gym_core::transport::{Link as _, PathInfo, Reply, handler_fn};
 use gym_core::{CallContext, Code, Error, Message, Request, Response, Result, Rope, Route, Status, Verb};
+use parking_lot::Mutex;
 use proptest::prelude::*;
 use tokio::sync::Semaphore;
 

@@ -1,6 +1,5 @@
 //! NCCL as the way of the device memory of one rank in a meeting.
 
-use parking_lot::Mutex;
 use std::any::Any;
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -13,6 +12,7 @@ use gym_core::group::collective::{
     Agreed, Call, Collective, Communicator, DeviceMemory, DevicePath, FirstCause, Meeting, Transfer,
 };
 use gym_core::{Code, Error, Result};
+use parking_lot::Mutex;
 use tokio::sync::oneshot;
 use tokio::time::Instant;
 

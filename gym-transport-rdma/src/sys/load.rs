@@ -1,12 +1,12 @@
 //! Loads UCX into the process, once and permanently.
 #![allow(unsafe_code)]
 
-use parking_lot::Mutex;
 use std::ffi::c_void;
 use std::fmt;
 use std::path::PathBuf;
 
 use libloading::os::unix::{Library as Loaded, RTLD_GLOBAL, RTLD_LAZY};
+use parking_lot::Mutex;
 
 use super::directory::{self, LIBRARIES};
 use super::hooks::FunctionStarts;

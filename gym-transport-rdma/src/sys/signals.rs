@@ -4,8 +4,9 @@
 //! Rust's message about a stack overflow.
 #![allow(unsafe_code)]
 
-use parking_lot::Mutex;
 use std::mem::MaybeUninit;
+
+use parking_lot::Mutex;
 
 /// The kernel's signals. `sigaction` rejects the two that cannot be handled, so they are skipped.
 const SIGNALS: std::ops::RangeInclusive<i32> = 1..=31;

@@ -1,13 +1,13 @@
 //! Configuration and state of UCX in a process: all connectors and listeners share one fabric, which is opened on first
 //! use.
 
-use parking_lot::Mutex;
 use std::fmt;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use gym_core::transport::mux::ConnectionLimits;
 use gym_core::{Code, Error, Result};
+use parking_lot::Mutex;
 
 use crate::fabric::{Connection, ConnectionStats, Fabric, FabricOptions, FabricStats, Lanes};
 use crate::memory::PoolStats;

@@ -4,7 +4,6 @@
 
 pub(crate) mod transport;
 
-use parking_lot::Mutex;
 use std::io::Write;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::sync::Arc;
@@ -17,6 +16,7 @@ use gym_transport_rdma::fabric::{
     ActiveMessage, CloseReason, Connect, Connection, ConnectionEvents, ConnectionId, Delivery, Disposition, Expect,
     Fabric, FabricError, FabricOptions, Lanes, Payload, PeerWorker, Target, Token, WorkerPair,
 };
+use parking_lot::Mutex;
 
 /// Timeout of all operations on a busy machine.
 pub(crate) const WAIT_TIMEOUT: Duration = Duration::from_secs(60);

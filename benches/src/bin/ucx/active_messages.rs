@@ -1,7 +1,6 @@
 //! Measures active messages between the progress threads of two processes: the performance of UCX through the fabric, without
 //! tasks.
 
-use parking_lot::Mutex;
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
 use std::process::{Child, ChildStdin, Command, Stdio};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
@@ -15,6 +14,7 @@ use gym_transport_rdma::fabric::{
     ActiveMessage, CloseReason, Connect, Connection, ConnectionEvents, ConnectionId, Delivery, Disposition, Driver,
     Expect, Fabric, Lanes, Payload, PeerWorker, Target, Token, WorkerPair,
 };
+use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 use tokio::time::Instant;
 

@@ -2,12 +2,12 @@
 //!
 //! Nobody may be waiting when such a call fails, so its error is kept until a flush returns it.
 
-use parking_lot::Mutex;
 use std::fmt;
 use std::sync::Arc;
 
 use gym_core::message::CallContext;
 use gym_core::{Code, Error, Execution, Result};
+use parking_lot::Mutex;
 use tokio::sync::{Notify, oneshot};
 use tokio::task::JoinSet;
 

@@ -1,6 +1,5 @@
 //! A group whose ranks run in this process: for small jobs, and for workers that are threads.
 
-use parking_lot::{Mutex, MutexGuard};
 use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -18,6 +17,7 @@ use gym_core::group::worker::{Worker, WorkerEnv};
 use gym_core::group::{GroupView, RankView, WorkerGroup};
 use gym_core::message::Incarnation;
 use gym_core::transport::mem::channel_to;
+use parking_lot::{Mutex, MutexGuard};
 
 use crate::call::{CallSupport, RankMonitor, WorkerGroupExt};
 

@@ -14,7 +14,6 @@
 mod file;
 mod turn;
 
-use parking_lot::Mutex;
 use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Duration;
@@ -23,6 +22,7 @@ use futures_util::future::join_all;
 use futures_util::stream::BoxStream;
 use gym_core::group::batch::json;
 use gym_core::{CallContext, Error, Result};
+use parking_lot::Mutex;
 use serde::Serialize;
 use serde_json::value::RawValue;
 

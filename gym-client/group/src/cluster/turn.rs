@@ -10,11 +10,11 @@
 //! the bundles when the next turn begins. To avoid this overlap, a caller queries the hosts until none of them runs a call
 //! ([`WorkerGroupExt::ask_hosts`](crate::WorkerGroupExt::ask_hosts)).
 
-use parking_lot::Mutex;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
 
 use futures_util::future::BoxFuture;
+use parking_lot::Mutex;
 use tokio::sync::oneshot;
 use tokio::time::Instant;
 

@@ -1,6 +1,5 @@
 //! Events of ranks and nodes, as their provisioner reports them.
 
-use parking_lot::Mutex;
 use std::fmt;
 use std::sync::Arc;
 
@@ -8,6 +7,7 @@ use futures_util::stream::{self, BoxStream, StreamExt};
 use gym_core::base::watch;
 use gym_core::group::{Rank, RankExit};
 use gym_core::{Endpoint, Incarnation};
+use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 
 use crate::placement::NodeResources;

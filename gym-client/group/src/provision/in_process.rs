@@ -1,6 +1,5 @@
 //! Ranks as tasks and threads of this process, for all-in-one programs, tests and laptops.
 
-use parking_lot::Mutex;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,6 +13,7 @@ use gym_core::group::collective::InProcessCollectives;
 use gym_core::group::{ExitCause, Rank, RankExit, WorkerEnv, WorkerHost};
 use gym_core::transport::{ListenOptions, Listener};
 use gym_core::{CallContext, CancelToken, Code, Error, Handler, Incarnation, Result};
+use parking_lot::Mutex;
 use serde_json::value::RawValue;
 use tokio::time::Instant;
 use tokio_util::task::{AbortOnDropHandle, TaskTracker};

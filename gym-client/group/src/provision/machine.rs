@@ -1,6 +1,5 @@
 //! Bundles held on this machine.
 
-use parking_lot::Mutex;
 use std::fmt;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
@@ -11,6 +10,7 @@ use futures_util::stream::BoxStream;
 use gym_core::base::host_name;
 use gym_core::group::Rank;
 use gym_core::{CallContext, Code, Error, Incarnation, Result};
+use parking_lot::Mutex;
 use tokio::time::{Instant, sleep};
 
 use crate::placement::{Devices, NodeResources, Placement, place};

@@ -3,7 +3,6 @@
 //! The head is a child of the [`Launcher`], so it ends with this program, however that ends. `ray stop` is not used: it ends every Ray process of the
 //! machine.
 
-use parking_lot::Mutex;
 use std::fmt;
 use std::fs::File;
 use std::net::{Ipv4Addr, SocketAddr};
@@ -17,6 +16,7 @@ use gym_client::launch::{
 };
 use gym_core::base::temporary_folder;
 use gym_core::{CallContext, Code, Error, Execution, Result};
+use parking_lot::Mutex;
 use tokio::net::TcpSocket;
 use tokio::task::JoinHandle;
 

@@ -1,6 +1,5 @@
 //! The supervised group: start and shutdown, restarts on request, status and usage.
 
-use parking_lot::Mutex;
 use std::collections::BTreeSet;
 use std::fmt;
 use std::sync::Arc;
@@ -10,6 +9,7 @@ use futures_util::future::join_all;
 use gym_core::base::watch;
 use gym_core::group::{GroupView, Rank, RankExit, RankLayout, RankState, RankView, WorkerGroup};
 use gym_core::{CallContext, Code, Error, Execution, Incarnation, Result};
+use parking_lot::Mutex;
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::Instant;
 use tokio_util::task::AbortOnDropHandle;

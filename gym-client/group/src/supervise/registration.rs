@@ -1,10 +1,10 @@
 //! Registrations of the groups that run on the bundles of a cluster.
 
-use parking_lot::Mutex;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use gym_core::{Code, Error, Result};
+use parking_lot::Mutex;
 
 use crate::Gate;
 use crate::provision::BundleId;

@@ -1,11 +1,11 @@
 //! The last heartbeats of a group's ranks: for their records, and for the errors of calls.
 
-use parking_lot::Mutex;
 use std::sync::Arc;
 use std::time::Duration;
 
 use gym_core::Incarnation;
 use gym_core::group::{Rank, WorkerStatus};
+use parking_lot::Mutex;
 use tokio::time::Instant;
 
 use crate::call::RankMonitor;

@@ -1,6 +1,5 @@
 //! The supervisor's task: receives the events of a group's ranks, connects to them, probes them and restarts them.
 
-use parking_lot::{Mutex, MutexGuard};
 use std::collections::BTreeSet;
 use std::panic::AssertUnwindSafe;
 use std::sync::{Arc, Weak};
@@ -16,6 +15,7 @@ use gym_core::group::{
 };
 use gym_core::transport::{ConnectOptions, TransportPolicy};
 use gym_core::{CallContext, Channel, Code, Endpoint, Error, Incarnation, Request, Response, Result, Route};
+use parking_lot::{Mutex, MutexGuard};
 use tokio::sync::{mpsc, oneshot};
 use tokio::task::JoinSet;
 use tokio::time::{Instant, MissedTickBehavior, sleep};

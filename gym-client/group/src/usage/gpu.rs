@@ -4,7 +4,6 @@
 //! queries rarely, in the background, and only on machines with GPUs. In a container with its own process IDs, the driver reports
 //! IDs that do not exist there. The memory of a process is then unknown, which is not the same as 0.
 
-use parking_lot::Mutex;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
@@ -12,6 +11,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 use tokio::process::Command;
 use tokio::time::MissedTickBehavior;

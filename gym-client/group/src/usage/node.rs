@@ -4,11 +4,11 @@
 //! The usage of a GPU is that of all its processes. [`ProcessUsage`](crate::usage::process::ProcessUsage) has the GPU
 //! memory of one rank.
 
-use parking_lot::Mutex;
 use std::sync::Arc;
 use std::time::Duration;
 
 use gym_core::base::process::SystemMemory;
+use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 use tokio::time::{MissedTickBehavior, interval};
 use tokio_util::task::AbortOnDropHandle;

@@ -2,7 +2,6 @@
 
 #![allow(clippy::unwrap_used)] // In a test a panic is the message.
 
-use parking_lot::Mutex;
 use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::Arc;
@@ -14,6 +13,7 @@ use gym_core::testing::conformance::{CollectiveFixture, collectives};
 use gym_core::transport::{ListenOptions, serve};
 use gym_core::{CancelToken, Endpoint, Incarnation};
 use gym_group::collective::{Collectives, HostCollectives, Seat, Sharing};
+use parking_lot::Mutex;
 
 /// The ranks of this process, each with a listener of its own.
 pub(crate) struct Ranked {

@@ -1,12 +1,12 @@
 //! What the ranks have seen, and what of it must not be.
 
-use parking_lot::Mutex;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::time::Duration;
 
 use gym_core::testing::SimNet;
 use gym_core::{Code, Error};
+use parking_lot::Mutex;
 
 use crate::plan::{Fault, FaultKind};
 

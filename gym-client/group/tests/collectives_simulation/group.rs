@@ -1,6 +1,5 @@
 //! A group of simulated ranks, its supervisor, and the controller that asks for one step after the other.
 
-use parking_lot::Mutex;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
@@ -14,6 +13,7 @@ use gym_core::transport::{Fenced, Listener as _, serve};
 use gym_core::{CallContext, CancelToken, Endpoint, Error, Incarnation};
 use gym_group::RankLayout;
 use gym_group::collective::{Buffer, Communicator, HostCollectives, Moved, Peers, Seat, Seats};
+use parking_lot::Mutex;
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep, timeout};
 

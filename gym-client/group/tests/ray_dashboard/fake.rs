@@ -1,6 +1,5 @@
 //! A dashboard of Ray: its REST interface as Ray 2.60 plays it, with the texts of its errors. Records every request.
 
-use parking_lot::Mutex;
 use std::collections::BTreeMap;
 use std::io;
 use std::net::SocketAddr;
@@ -9,6 +8,7 @@ use std::time::Duration;
 
 use bytes::{Buf as _, Bytes, BytesMut};
 use gym_group::ray::RayAddress;
+use parking_lot::Mutex;
 use serde_json::{Value, json};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream};

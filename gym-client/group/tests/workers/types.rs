@@ -1,6 +1,5 @@
 //! The workers of the cases: one that does as it is told, and some that do not start.
 
-use parking_lot::Mutex;
 use std::collections::BTreeMap;
 use std::process::{Command, Stdio};
 use std::sync::Arc;
@@ -13,6 +12,7 @@ use gym_core::{CallContext, Error, Result};
 use gym_group::testing::{TestBlockingWorker, TestWorker};
 use gym_group::{Handles, HandlesShared, HostOptions, Method, Methods, Payload, Worker, WorkerEnv};
 use gym_group::{RankOverrides, WorkerKind, Workers};
+use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 use tokio::sync::Barrier;
 

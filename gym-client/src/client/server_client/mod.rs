@@ -6,7 +6,6 @@
 mod away;
 mod follow;
 
-use parking_lot::{Mutex, RwLock};
 use std::collections::BTreeMap;
 use std::future::{Future, ready};
 use std::pin::Pin;
@@ -24,6 +23,7 @@ use gym_core::message::EXECUTION_METADATA;
 use gym_core::registry::{AffinityCounts, Balance, DEFAULT_TTL, Instance, MemberRegistry, Registry};
 use gym_core::transport::{RetryPolicy, retry_after};
 use gym_core::{CallContext, Code, Error, Execution, Incarnation, Request, Response, Result, Rope, Route, World};
+use parking_lot::{Mutex, RwLock};
 use pin_project_lite::pin_project;
 use tokio::task::JoinSet;
 use tokio::time::Instant;

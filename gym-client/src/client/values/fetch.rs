@@ -1,6 +1,5 @@
 //! Fetches values: each node once, whatever number of processes and calls need the value.
 
-use parking_lot::Mutex;
 use std::collections::{BTreeMap, HashMap};
 use std::io;
 use std::os::unix::fs::FileExt as _;
@@ -13,6 +12,7 @@ use futures_util::stream::{self, StreamExt as _, TryStreamExt as _};
 use gym_core::Endpoint;
 use gym_core::transport::{ConnectOptions, RetryPolicy, retry};
 use gym_core::{CallContext, Code, Error, Execution, Request, Result, World};
+use parking_lot::Mutex;
 use serde::de::DeserializeOwned;
 use tokio::sync::OnceCell;
 use tokio::time::{Instant, sleep};

@@ -1,6 +1,5 @@
 //! The values that this process holds for others.
 
-use parking_lot::Mutex;
 use std::collections::{BTreeMap, VecDeque};
 use std::fs::File;
 use std::io;
@@ -13,6 +12,7 @@ use bytes::Bytes;
 use futures_util::future::BoxFuture;
 use gym_core::message::{ContentType, Status};
 use gym_core::{CallContext, Code, Error, Execution, Handler, Message, Request, Response, Result, Verb, World};
+use parking_lot::Mutex;
 use tokio::sync::Semaphore;
 use tokio::time::Instant;
 

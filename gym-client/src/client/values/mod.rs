@@ -39,7 +39,6 @@ mod fetch;
 mod held;
 mod message;
 
-use parking_lot::Mutex;
 use std::fs::File;
 use std::io::Read as _;
 use std::net::IpAddr;
@@ -51,6 +50,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use gym_core::transport::{ListenOptions, serve};
 use gym_core::{CallContext, CancelToken, Code, Endpoint, Error, Execution, Handler, Result, World};
+use parking_lot::Mutex;
 use tokio::sync::OnceCell;
 use tokio::task::JoinSet;
 use tokio::time::sleep;

@@ -6,7 +6,6 @@ mod reader;
 mod requested;
 mod statistics;
 
-use parking_lot::Mutex;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::io::{BufReader, Read as _};
@@ -17,6 +16,7 @@ use std::time::Duration;
 use futures_util::future::BoxFuture;
 use gym_core::base::Files;
 use gym_core::{CancelToken, Code, Error, Result, World};
+use parking_lot::Mutex;
 use tokio::sync::mpsc;
 
 use crate::client::ServerClient;

@@ -1,11 +1,11 @@
 //! A ledger in memory, for rollouts that are used once, such as those of a training step.
 
-use parking_lot::Mutex;
 use std::collections::BTreeMap;
 
 use async_trait::async_trait;
 use gym_core::rollout::{Attempt, KeyState, Ledger, Outcome, TaskKey};
 use gym_core::{CallContext, Result};
+use parking_lot::Mutex;
 
 use crate::collect::ledger::states::{KeyStates, OutcomeClass};
 

@@ -1,11 +1,11 @@
 //! The ledger of a stream of rollouts: keeps the last outcome of each rollout in flight, in memory only.
 
-use parking_lot::Mutex;
 use std::collections::HashMap;
 
 use async_trait::async_trait;
 use gym_core::rollout::{Attempt, KeyState, Ledger, Outcome, TaskKey};
 use gym_core::{CallContext, Result};
+use parking_lot::Mutex;
 
 use crate::collect::ledger::states::{KeyStates, OutcomeClass};
 

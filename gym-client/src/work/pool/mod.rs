@@ -2,7 +2,6 @@
 
 mod state;
 
-use parking_lot::Mutex;
 use std::collections::{BTreeMap, BTreeSet};
 use std::pin::pin;
 use std::sync::{Arc, Weak};
@@ -15,6 +14,7 @@ use gym_core::base::waits::{self, WAITS_ROUTE, Wait, WaitKind, WaitQuery, WaitTa
 use gym_core::registry::{MemberLimits, MemberRegistry};
 use gym_core::rollout::work::{Assignment, PollStart, WorkId, WorkPoll, WorkQueueError, WorkQueueOptions, WorkerId};
 use gym_core::{Code, Error, Execution, Handler, Incarnation, Message, Request, Response, Result, Verb, World};
+use parking_lot::Mutex;
 use tokio::sync::{Notify, oneshot};
 use tokio::task::JoinSet;
 use tokio::time::Instant;

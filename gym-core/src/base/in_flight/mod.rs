@@ -2,9 +2,9 @@
 
 pub mod waits;
 
-use parking_lot::Mutex;
 use std::collections::BTreeMap;
 
+use parking_lot::Mutex;
 use tokio::time::Instant;
 
 /// The pieces of work in flight, ordered by the time at which each began. A display that asks for the oldest of a million several times a second

@@ -8,7 +8,6 @@
 //!                                      handlers that block their thread (base::stall) ◄┘
 //! ```
 
-use parking_lot::{Mutex, MutexGuard};
 use std::cell::Cell;
 use std::collections::BTreeSet;
 use std::fmt;
@@ -19,6 +18,7 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::task::Poll;
 use std::time::Duration;
 
+use parking_lot::{Mutex, MutexGuard};
 use serde::{Deserialize, Serialize};
 use slab::Slab;
 use tokio::time::Instant;

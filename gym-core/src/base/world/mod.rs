@@ -2,7 +2,6 @@
 
 mod real;
 
-use parking_lot::Mutex;
 use std::fmt;
 use std::hash::{BuildHasher as _, RandomState};
 use std::path::Path;
@@ -12,6 +11,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use bytes::Bytes;
+use parking_lot::Mutex;
 use tokio::task::spawn_blocking;
 use tokio::time::Instant;
 

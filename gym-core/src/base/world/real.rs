@@ -5,7 +5,6 @@
 //! been killed between the two, so the directory is synced whenever a file is opened for appending, not only when it is
 //! created.
 
-use parking_lot::Mutex;
 use std::collections::BTreeSet;
 use std::fs::{File, OpenOptions, TryLockError};
 use std::io::{self, ErrorKind, IoSlice, Write as _};
@@ -15,6 +14,7 @@ use std::sync::{Arc, OnceLock};
 
 use async_trait::async_trait;
 use bytes::Bytes;
+use parking_lot::Mutex;
 
 use super::{FileLock, Files};
 use crate::base::error::{Code, Error, Execution, Result};

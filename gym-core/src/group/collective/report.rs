@@ -1,10 +1,10 @@
 //! What a rank's collective operations do: those that wait, and totals.
 
-use parking_lot::Mutex;
 use std::collections::BTreeMap;
 use std::fmt;
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 
 use crate::group::collective::operation::has;

@@ -2,10 +2,10 @@
 
 mod affinity;
 
-use parking_lot::Mutex;
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 
 pub use affinity::{Affinity, AffinityCounts, AffinityKey, AffinityOptions};

@@ -6,7 +6,6 @@
 mod names;
 mod pages;
 
-use parking_lot::{Mutex, MutexGuard};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -15,6 +14,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use bytes::Bytes;
+use parking_lot::{Mutex, MutexGuard};
 
 use crate::base::error::{Code, Error, Result};
 use crate::base::world::{FileLock, Files};

@@ -1,10 +1,11 @@
 //! Messages in flight between hosts, and the one task that delivers them.
 
-use parking_lot::{Mutex, MutexGuard};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
+
+use parking_lot::{Mutex, MutexGuard};
 
 use crate::base::cancel::CancelToken;
 use tokio::sync::{Notify, mpsc};

@@ -1,9 +1,9 @@
 //! The state that both ends of an in-process link share: the handler, the concurrent calls, and the callers that wait for a slot.
 
-use parking_lot::Mutex;
 use std::fmt;
 use std::sync::{Arc, OnceLock};
 
+use parking_lot::Mutex;
 use tokio::sync::{Notify, Semaphore};
 
 use crate::base::cancel::CancelToken;

@@ -3,7 +3,6 @@
 //! All-in-one runs use no other transport. [`InProcess::faithful`] serializes and parses every message as a wire would, so that
 //! tests find code that works only because it shares memory.
 
-use parking_lot::Mutex;
 use std::any::Any;
 use std::collections::BTreeMap;
 use std::fmt;
@@ -12,6 +11,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use bytes::Bytes;
+use parking_lot::Mutex;
 use tokio::sync::mpsc;
 
 use crate::base::cancel::CancelToken;

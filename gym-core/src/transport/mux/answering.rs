@@ -1,6 +1,5 @@
 //! The answering end of one connection: admits the peer's calls and runs them.
 
-use parking_lot::Mutex;
 use std::collections::HashMap;
 use std::convert::Infallible;
 use std::fmt;
@@ -9,6 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use bytes::Bytes;
 use futures_util::future::BoxFuture;
+use parking_lot::Mutex;
 use tokio::runtime::Handle;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::task::{AbortHandle, JoinSet};

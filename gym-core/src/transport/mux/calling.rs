@@ -1,11 +1,12 @@
 //! The calling end of one connection: capacity, call numbers, and callers that wait for responses.
 
-use parking_lot::{Mutex, MutexGuard};
 use std::collections::HashMap;
 use std::fmt;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
+
+use parking_lot::{Mutex, MutexGuard};
 
 use crate::base::cancel::CancelToken;
 use bytes::Bytes;

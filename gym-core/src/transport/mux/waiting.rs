@@ -2,12 +2,12 @@
 //!
 //! A task for each call costs two task switches, and often the wake-up of another thread. Here, the response is sent by what produced it.
 
-use parking_lot::Mutex;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Context, Poll, Wake, Waker};
 
 use futures_util::future::BoxFuture;
+use parking_lot::Mutex;
 
 use crate::base::error::Result;
 use crate::message::Response;

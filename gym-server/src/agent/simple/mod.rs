@@ -3,7 +3,6 @@
 //! This is NeMo Gym's `simple_agent`: it sends the same requests in the same order, except for the Python agent's call to itself,
 //! and its response is equal. Items and rows are spliced as text, so token ids, log-probabilities and long numbers are unchanged.
 
-use parking_lot::Mutex;
 use std::future::ready;
 use std::sync::Arc;
 use std::time::Duration;
@@ -15,6 +14,7 @@ use gym_client::{CookieJar, ServerClient, Session};
 use gym_core::rollout::{EpisodeRecord, FailureClass, Phase};
 use gym_core::server::{ValidationProblem, unprocessable};
 use gym_core::{AgentServer, CallContext, Code, Error, ModelResponse, RawObject, Response, Result, SessionId};
+use parking_lot::Mutex;
 use serde_json::{Value, json};
 use tokio::time::Instant;
 

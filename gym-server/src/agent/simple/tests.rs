@@ -1,4 +1,3 @@
-use parking_lot::Mutex;
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
@@ -11,6 +10,7 @@ use gym_core::{
     CallContext, Code, Error, Handler, ModelResponse, ModelServer, RawObject, Request, ResourcesServer, Response,
     Result, SessionId, Status, Verdict,
 };
+use parking_lot::Mutex;
 use serde_json::{Value, json};
 
 use super::*;

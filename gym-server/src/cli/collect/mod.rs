@@ -77,9 +77,8 @@ pub(super) async fn collect(
     let options = settings::read(&args, &loaded, overrides, |warning| console.warn(warning))?;
     let world = World::real();
     // Before servers start, which may take minutes.
-    if serves && let Some(agent) = options.materialize.agent_map.get(DEFAULT_KEY) {
-        let names = ServerNames::of_config(&loaded.config);
-        names.check_target(agent).map_err(|error| Failure::Usage(error.message().to_owned()))?;
+    if serves {
+        check_agent(&options, &ServerNames::of_config(&loaded.config))?;
     }
     let existing = options.check_output(&*world.files).await?;
     if options.existing == ExistingOutput::Resume && existing.is_empty() {
@@ -384,9 +383,7 @@ impl Collection<'_> {
                 console::program()
             ))
         })?;
-        if let Some(agent) = collection.materialize.agent_map.get(DEFAULT_KEY) {
-            names.check_target(agent).map_err(|error| Failure::Usage(error.message().to_owned()))?;
-        }
+        check_agent(collection, &names)?;
         let plan = PullPlan::choose(args, collection, &client, &names, &head).await?;
         if plan.is_none() {
             ModelWatch::new(client.clone(), names.models()).at_start(args.starting.wait_for_model, console).await?;
@@ -400,6 +397,12 @@ impl Prepared {
     fn names(&self) -> ServerNames {
         self.plan.as_ref().map_or_else(|| self.names.clone(), |plan| plan.names(self.names.clone()))
     }
+}
+
+/// Checks that the agent of `--agent`, if it is given, can be called.
+fn check_agent(options: &CollectOptions, names: &ServerNames) -> Result<(), Failure> {
+    let checked = options.materialize.agent_map.get(DEFAULT_KEY).map(|agent| names.check_target(agent));
+    checked.transpose().map(drop).map_err(|error| Failure::Usage(error.message().to_owned()))
 }
 
 /// Returns the servers that are no model servers.

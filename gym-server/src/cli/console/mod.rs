@@ -3,13 +3,13 @@
 
 pub(super) mod otlp;
 
-use parking_lot::Mutex;
 use std::fmt::Display;
 use std::io::{self, Write};
 use std::sync::{Arc, OnceLock};
 
 use gym_client::launch::LineSink;
 use indicatif::ProgressBar;
+use parking_lot::Mutex;
 use tracing_subscriber::Layer as _;
 use tracing_subscriber::filter::{LevelFilter, Targets};
 use tracing_subscriber::layer::SubscriberExt as _;

@@ -3,10 +3,10 @@
 //! A busy engine answers late, and calls then fail at their deadlines. It is distinguished from a slow engine by its own fastest call. A call is
 //! measured in seconds for each token of its response, because a long response takes longer than a short one.
 
-use parking_lot::Mutex;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use gym_core::RawObject;
+use parking_lot::Mutex;
 use serde_json::Value;
 use tokio::time::Instant;
 

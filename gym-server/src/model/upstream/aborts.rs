@@ -8,11 +8,11 @@
 //! The engine formats its metrics in 14 ms, so a chat completion is checked only if it may hide an abort. One with token ids does not if it ends
 //! with the token with which whole responses of this engine end.
 
-use parking_lot::Mutex;
 use std::collections::BTreeSet;
 use std::time::Duration;
 
 use gym_core::{CallContext, Error, Execution, RawObject, Result};
+use parking_lot::Mutex;
 use tokio::time::Instant;
 
 use crate::model::upstream::UpstreamState;

@@ -1,11 +1,11 @@
 //! The health of one endpoint, as its calls have shown it: for logs, `/health`, and the progress of a collector.
 
-use parking_lot::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use gym_core::base::{InFlight, WorkKey};
 use gym_core::server::{EndpointReport, EndpointState};
+use parking_lot::Mutex;
 use tokio::time::Instant;
 
 /// Minimum time between two log lines about one endpoint. An endpoint that fails every second call would otherwise fill the log.

@@ -4,7 +4,6 @@
     expect(dead_code, reason = "without a client, an endpoint is refused when it is configured")
 )]
 
-use parking_lot::Mutex;
 use std::collections::BTreeMap;
 use std::fmt;
 use std::pin::pin;
@@ -21,6 +20,7 @@ use gym_core::{CallContext, Code, Error, Execution, RawObject, Result, World};
 use http::header::{
     ACCEPT, ACCEPT_ENCODING, AUTHORIZATION, CONTENT_TYPE, HeaderMap, HeaderName, HeaderValue, USER_AGENT,
 };
+use parking_lot::Mutex;
 use tokio::sync::Semaphore;
 use tokio::time::Instant;
 

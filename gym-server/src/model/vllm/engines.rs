@@ -1,13 +1,13 @@
 //! The engines of a `vllm_model`: a call goes to the engine whose prefix cache has its prompt, unless that engine is overloaded or
 //! fails.
 
-use parking_lot::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use bytes::Bytes;
 use gym_core::registry::{AffinityCounts, AffinityKey, Balance, Load, Picker};
 use gym_core::{CallContext, Code, Error, RawObject, Result, SessionId};
+use parking_lot::Mutex;
 use tokio::time::Instant;
 
 use crate::model::upstream::{EndpointResponse, Upstream};

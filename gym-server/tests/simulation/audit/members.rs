@@ -1,6 +1,5 @@
 //! What the audit knows of the members of a cluster: their heartbeats as they reached the head server, and what a pool was told.
 
-use parking_lot::Mutex;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
@@ -10,6 +9,7 @@ use gym_core::registry::{
 };
 use gym_core::rollout::Attempt;
 use gym_core::{Incarnation, Request, Response};
+use parking_lot::Mutex;
 use tokio::time::Instant;
 
 use super::Audit;

@@ -2,7 +2,6 @@
 
 mod members;
 
-use parking_lot::Mutex;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::path::Path;
@@ -16,6 +15,7 @@ use gym_core::registry::{Lease, MemoryRegistry, Registry};
 use gym_core::rollout::{Attempt, FailureClass, KeyState, Ledger, Outcome, TaskKey};
 use gym_core::testing::{SimFiles, SimNet};
 use gym_core::{CallContext, Handler, Incarnation, Request, Response, Result, Verb};
+use parking_lot::Mutex;
 use serde::Deserialize;
 use tokio::time::Instant;
 

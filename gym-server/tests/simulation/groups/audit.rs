@@ -1,6 +1,5 @@
 //! Records the ground truth of a group: the ranks that live, what they ran, and what the controller was told. Any disagreement is a violation.
 
-use parking_lot::Mutex;
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -11,6 +10,7 @@ use gym_core::testing::SimNet;
 use gym_core::{Code, Execution};
 use gym_group::RankEvent;
 use gym_group::{ExitCause, GroupError, Rank, WorkerEnv};
+use parking_lot::Mutex;
 use tokio::time::Instant;
 
 /// The time within which a lease that has ended, or a kill, ends a rank.

@@ -4,7 +4,6 @@
 mod coverage;
 mod shrink;
 
-use parking_lot::{Mutex, MutexGuard};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::process::ExitCode;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
@@ -12,6 +11,7 @@ use std::time::Duration;
 
 use clap::{Args, Parser, Subcommand};
 use gym_server::metrics::process_cpu;
+use parking_lot::{Mutex, MutexGuard};
 use tokio::time::Instant;
 
 use crate::case::Case;

@@ -1,6 +1,5 @@
 //! Records the ground truth of values: who holds each of them, until when, and what it contains. Any disagreement is a violation.
 
-use parking_lot::Mutex;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -11,6 +10,7 @@ use bytes::Bytes;
 use gym_client::values::{HeldValue, ValueRef};
 use gym_core::testing::SimNet;
 use gym_core::{Code, Error, Execution};
+use parking_lot::Mutex;
 use tokio::time::Instant;
 
 use super::plan::ValuesPlan;

@@ -10,7 +10,6 @@
 //! only one partly received message per connection. Only frames without a message (cancel, failed, heartbeat, drain) are sent
 //! between the chunks of a message.
 
-use parking_lot::{Mutex, MutexGuard};
 use std::collections::VecDeque;
 use std::fmt;
 use std::io::{self, IoSlice};
@@ -19,6 +18,7 @@ use std::time::Duration;
 use bytes::{Buf, Bytes, BytesMut};
 use gym_core::transport::mux::{self, CapacityPermit, Flush};
 use gym_core::{Message, Result};
+use parking_lot::{Mutex, MutexGuard};
 use tokio::sync::Notify;
 use tokio::time::{Instant, timeout_at};
 

@@ -1,6 +1,5 @@
 //! Bytes on the wire: written frames are read back however sockets split them, and foreign bytes are rejected.
 
-use parking_lot::Mutex;
 use std::io::{self, IoSlice};
 use std::sync::Arc;
 
@@ -11,6 +10,7 @@ use gym_core::message::frame::MessageLimits;
 use gym_core::transport::mux::header::read_failed;
 use gym_core::transport::mux::{CapacityPermit, Flush, MessageSender, RequestHeader, ResponseHeader};
 use gym_core::{Code, Message, Response, Status};
+use parking_lot::Mutex;
 use proptest::prelude::*;
 
 use super::places::Shelf;

@@ -1,12 +1,12 @@
 //! Segments that are received into memory that the handler names.
 
-use parking_lot::Mutex;
 use std::sync::Arc;
 
 use bytes::{Bytes, BytesMut};
 use futures_util::future::BoxFuture;
 use gym_core::message::{Lender, Loan};
 use gym_core::{CallContext, Handler, Request, Response, Result, Route};
+use parking_lot::Mutex;
 use tokio::io::AsyncWriteExt;
 use tokio::net::UnixStream;
 

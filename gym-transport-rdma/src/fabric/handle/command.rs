@@ -1,6 +1,5 @@
 //! Commands from other threads to the fabric's thread, and the state that they share.
 
-use parking_lot::{Condvar, Mutex};
 use std::net::SocketAddr;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -8,6 +7,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use gym_core::{Code, Error, Result};
+use parking_lot::{Condvar, Mutex};
 use tokio::sync::oneshot;
 use tokio::time::Instant;
 

@@ -3,11 +3,11 @@
 //! The number of messages is bounded. Commands that end something are always accepted, even by a full queue: at most
 //! two of them exist per connection.
 
-use parking_lot::Mutex;
 use std::collections::VecDeque;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use parking_lot::Mutex;
 use rustix::event::{EventfdFlags, eventfd};
 
 /// Two queues for urgent and ordinary commands, each with its own bound. The urgent queue is emptied first.

@@ -1,12 +1,12 @@
 //! Process exit: stops the fabrics' threads before UCX's exit handlers run.
 #![allow(unsafe_code)]
 
-use parking_lot::Mutex;
 use std::cell::Cell;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Once, Weak};
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use tokio::time::Instant;
 
 use crate::fabric::handle::command::FabricShared;

@@ -2,7 +2,6 @@
 
 pub(crate) mod request_queue;
 
-use parking_lot::Mutex;
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::Duration;
 
@@ -10,6 +9,7 @@ use bytes::Bytes;
 use gym_core::message::PeerInfo;
 use gym_core::transport::mux::{AnsweringEnd, ConnectionLimits, Handshake, PeerActivity, malformed};
 use gym_core::{CancelToken, Result};
+use parking_lot::Mutex;
 use tokio::runtime::Handle;
 use tokio::sync::{OwnedSemaphorePermit, mpsc};
 

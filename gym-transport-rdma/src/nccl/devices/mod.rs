@@ -15,7 +15,6 @@
 
 pub mod dlpack;
 
-use parking_lot::Mutex;
 use std::any::Any;
 use std::collections::BTreeMap;
 
@@ -23,6 +22,7 @@ use bytes::Bytes;
 use gym_core::group::collective::DeviceMemory;
 use gym_core::group::{Device, DeviceProvider};
 use gym_core::{Code, Error, Result};
+use parking_lot::Mutex;
 
 use crate::nccl::NcclOptions;
 use crate::nccl::cuda::{CudaDevice, CudaError, CudaMemory};

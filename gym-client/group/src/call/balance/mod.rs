@@ -3,7 +3,6 @@
 mod batched;
 mod sizes;
 
-use parking_lot::{Mutex, MutexGuard};
 use std::fmt;
 use std::pin::pin;
 use std::sync::Arc;
@@ -21,6 +20,7 @@ use gym_core::group::{GroupView, RankView};
 use gym_core::message::{CallContext, Incarnation};
 use gym_core::registry::{Balance, Picker};
 use gym_core::{Code, Error, Execution, Result};
+use parking_lot::{Mutex, MutexGuard};
 use tokio::sync::Notify;
 
 use crate::call::{GroupError, WorkerGroupExt};

@@ -3,7 +3,6 @@
 
 pub(crate) mod waiting;
 
-use parking_lot::Mutex;
 use std::borrow::Cow;
 use std::fmt::Write as _;
 use std::pin::pin;
@@ -27,6 +26,7 @@ use gym_core::transport::check_incarnation;
 use gym_core::transport::mem::{TrySendOutcome, try_send};
 use gym_core::transport::{Channel, Reply};
 use gym_core::{Code, Error, Execution, Result};
+use parking_lot::Mutex;
 use smallvec::SmallVec;
 use tokio::sync::oneshot;
 use tokio::time::{Instant, sleep_until};

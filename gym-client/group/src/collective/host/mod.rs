@@ -16,7 +16,6 @@ mod ring;
 mod shared;
 mod wire;
 
-use parking_lot::Mutex;
 use std::collections::{BTreeMap, VecDeque};
 use std::fmt;
 use std::sync::{Arc, Weak};
@@ -37,6 +36,7 @@ use gym_core::group::{DType, Rank};
 use gym_core::message::Loan;
 use gym_core::transport::ConnectOptions;
 use gym_core::{CallContext, Channel, Code, Error, Execution, Handler, Incarnation, Request, Response, Result, Route};
+use parking_lot::Mutex;
 use tokio::runtime::Handle;
 use tokio::sync::OnceCell;
 use tokio::time::Instant;

@@ -1,12 +1,12 @@
 //! The memory of an operation, in pieces that are lent to the transports: sent from, and received into, without a copy.
 
-use parking_lot::{Mutex, MutexGuard};
 use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
 use gym_core::message::{Lender, Loan};
+use parking_lot::{Mutex, MutexGuard};
 use tokio::sync::Notify;
 use tokio::time::timeout;
 

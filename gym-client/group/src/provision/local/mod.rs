@@ -7,7 +7,6 @@ mod handshake;
 mod process;
 mod worker;
 
-use parking_lot::Mutex;
 use std::collections::BTreeMap;
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -26,6 +25,7 @@ use gym_core::group::{Rank, RankExit};
 use gym_core::transport::TransportPolicy;
 use gym_core::{CallContext, Code, Error, Incarnation, Result};
 use handshake::{WorkerAssignment, token};
+use parking_lot::Mutex;
 use process::{PendingHandshakes, ProcessStart, RankProcess};
 use serde_json::value::RawValue;
 use tokio::time::Instant;

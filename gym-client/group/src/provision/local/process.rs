@@ -1,6 +1,5 @@
 //! One incarnation of a rank as a child process: its start, handshake, usage, end and exit reason.
 
-use parking_lot::Mutex;
 use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
 use std::os::unix::process::ExitStatusExt;
@@ -12,6 +11,7 @@ use gym_client::launch::ProcessTree;
 use gym_client::launch::{ChildHandle, ChildSpec, ChildState, Launcher, LineSink, RestartPolicy, Stream};
 use gym_core::Incarnation;
 use gym_core::group::{ExitCause, Rank, RankExit};
+use parking_lot::Mutex;
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use tokio::sync::{mpsc, watch};
 

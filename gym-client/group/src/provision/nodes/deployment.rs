@@ -1,6 +1,5 @@
 //! The ranks of one launch on several nodes.
 
-use parking_lot::Mutex;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
@@ -10,6 +9,7 @@ use futures_util::future::join_all;
 use futures_util::stream::BoxStream;
 use gym_core::group::{Rank, RankExit};
 use gym_core::{CallContext, Code, Error, Incarnation, Result};
+use parking_lot::Mutex;
 use serde_json::Value;
 
 use crate::provision::deployment::{Deployment, LaunchSpec};

@@ -1,6 +1,5 @@
 //! The controller's side of one session on a node.
 
-use parking_lot::{Mutex, MutexGuard};
 use std::net::IpAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -11,6 +10,7 @@ use gym_client::transport::Transports;
 use gym_core::base::watch;
 use gym_core::transport::{ConnectOptions, RetryPolicy, TransportPolicy, retry};
 use gym_core::{CallContext, Code, Endpoint, Error, Incarnation, Request, Result};
+use parking_lot::{Mutex, MutexGuard};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use tokio::time::{Instant, sleep, sleep_until};

@@ -1,6 +1,5 @@
 //! The nodes of a reservation: the sessions with their agents, and the placement of the bundles on them.
 
-use parking_lot::Mutex;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::ops::Range;
@@ -15,6 +14,7 @@ use gym_client::transport::Transports;
 use gym_core::base::host_name;
 use gym_core::group::Rank;
 use gym_core::{CallContext, Code, Error, Result};
+use parking_lot::Mutex;
 use serde_json::Value;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep};

@@ -9,7 +9,6 @@
 //! The kernel releases the locks of a process that ends, however it ends. Programs with another temporary folder, as in containers, do not see each
 //! other.
 
-use parking_lot::Mutex;
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::fs::{self, DirBuilder, File, OpenOptions, Permissions, TryLockError};
@@ -22,6 +21,7 @@ use std::time::Duration;
 use gym_core::base::process;
 use gym_core::base::temporary_folder;
 use gym_core::{CallContext, Code, Error, Result};
+use parking_lot::Mutex;
 use tokio::time::{Instant, sleep};
 
 use crate::usage::devices::gpu_identity;

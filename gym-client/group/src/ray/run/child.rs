@@ -1,6 +1,5 @@
 //! A driver that is a child of this program: its events come by a pipe, and it ends with this program.
 
-use parking_lot::Mutex;
 use std::fmt;
 use std::path::Path;
 use std::sync::Arc;
@@ -11,6 +10,7 @@ use gym_client::launch::{
     ChildHandle, ChildSpec, ChildState, LaunchError, Launcher, OutputTail, RestartPolicy, Stream,
 };
 use gym_core::{CallContext, Code, Error, Execution, Result};
+use parking_lot::Mutex;
 use tokio::sync::Notify;
 use tokio::time::Instant;
 

@@ -2,7 +2,6 @@
 
 mod child;
 
-use parking_lot::Mutex;
 use std::net::{IpAddr, UdpSocket};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
@@ -10,6 +9,7 @@ use std::time::Duration;
 
 use gym_core::base::watch;
 use gym_core::{CallContext, Code, Error, Execution, Result};
+use parking_lot::Mutex;
 use tokio::time::{Instant, sleep};
 use tokio_util::task::AbortOnDropHandle;
 

@@ -8,7 +8,6 @@ mod endings;
 mod rogues;
 mod workers;
 
-use parking_lot::Mutex;
 use std::fmt;
 use std::future::Future;
 use std::sync::Arc;
@@ -25,6 +24,7 @@ use gym_core::message::{CallContext, Incarnation};
 use gym_core::transport::Channel;
 use gym_core::transport::Handler;
 use gym_core::{Error, Result};
+use parking_lot::Mutex;
 
 use crate::call::WorkerGroupExt;
 

@@ -14,7 +14,6 @@ mod paths;
 mod recovery;
 mod writer;
 
-use parking_lot::Mutex;
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
@@ -27,6 +26,7 @@ use gym_core::base::Files;
 use gym_core::rollout::{Attempt, KeyState, Ledger, Outcome, TaskKey};
 use gym_core::{CallContext, Code, Error, Execution, Result};
 use memchr::memchr2;
+use parking_lot::Mutex;
 use tokio::sync::{mpsc, oneshot};
 use tokio::task::JoinHandle;
 

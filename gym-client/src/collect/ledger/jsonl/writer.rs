@@ -3,7 +3,6 @@
 //! While a group is synced, the next group collects in the queue. The more rows arrive at once, the fewer syncs each
 //! row needs. A row is acknowledged after its sync, even if the index cannot be written.
 
-use parking_lot::Mutex;
 use std::path::Path;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
@@ -12,6 +11,7 @@ use bytes::{BufMut as _, Bytes, BytesMut};
 use gym_core::base::{FileLock, Files};
 use gym_core::rollout::Attempt;
 use gym_core::{Code, Error, Execution, Result};
+use parking_lot::Mutex;
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::Instant;
 

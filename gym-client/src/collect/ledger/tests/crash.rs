@@ -1,12 +1,12 @@
 //! Kills and power losses at random moments: acknowledged rows are present, and no row is present twice.
 
-use parking_lot::Mutex;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
 use gym_core::rollout::KeyState;
 use gym_core::testing::FileFault;
+use parking_lot::Mutex;
 use tokio::task::JoinSet;
 
 use super::*;

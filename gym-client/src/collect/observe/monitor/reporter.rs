@@ -1,6 +1,5 @@
 //! The task that reports a collection.
 
-use parking_lot::Mutex;
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -10,6 +9,7 @@ use futures_util::FutureExt as _;
 use gym_core::base::host_name;
 use gym_core::rollout::Attempt;
 use gym_core::{CallContext, Code, World};
+use parking_lot::Mutex;
 use serde_json::Value;
 use tokio::sync::oneshot;
 use tokio::task::JoinSet;

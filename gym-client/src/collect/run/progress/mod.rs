@@ -4,7 +4,6 @@ mod figures;
 mod rewards;
 mod tasks;
 
-use parking_lot::Mutex;
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -12,6 +11,7 @@ use std::time::Duration;
 
 use gym_core::base::{InFlight, WorkKey};
 use gym_core::rollout::{Attempt, FailureClass, TaskKey};
+use parking_lot::Mutex;
 use serde::Serialize;
 use tokio::time::Instant;
 

@@ -6,13 +6,13 @@
 mod participants;
 mod work;
 
-use parking_lot::Mutex;
 use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
 use std::sync::Arc;
 
 use async_trait::async_trait;
+use parking_lot::Mutex;
 
 use crate::base::error::{Code, Error, Execution, Result};
 use crate::group::collective::buffer::Buffer;

@@ -1,11 +1,11 @@
 //! An operation that all of its ranks have called: the work on their buffers.
 
-use parking_lot::Mutex;
 use std::num::NonZero;
 use std::sync::Arc;
 use std::thread::available_parallelism;
 
 use bytes::{Bytes, BytesMut};
+use parking_lot::Mutex;
 use tokio::runtime::Handle;
 use tokio::time::Instant;
 

@@ -1,11 +1,11 @@
 //! A worker's way to the other ranks of its group.
 
-use parking_lot::Mutex;
 use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::{Arc, Weak};
 
 use futures_util::FutureExt as _;
+use parking_lot::Mutex;
 use tokio::sync::OnceCell;
 use tokio::task::AbortHandle;
 

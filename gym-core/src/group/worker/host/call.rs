@@ -1,12 +1,12 @@
 //! One call on its way through a host: the queued request, and the response for which its caller waits.
 
-use parking_lot::Mutex;
 use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 
 use futures_util::future::BoxFuture;
+use parking_lot::Mutex;
 use tokio::time::{Instant, Sleep, sleep_until};
 
 use crate::base::cancel::CancelToken;

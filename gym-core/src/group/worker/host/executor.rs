@@ -1,9 +1,9 @@
 //! Executors of a worker: a task, or a dedicated thread.
 
-use parking_lot::Mutex;
 use std::sync::Arc;
 
 use futures_util::future::BoxFuture;
+use parking_lot::Mutex;
 use tokio::sync::oneshot;
 use tokio::task::{AbortHandle, JoinHandle};
 

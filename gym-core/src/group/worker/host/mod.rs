@@ -16,7 +16,6 @@ mod executor;
 mod queue;
 mod stats;
 
-use parking_lot::Mutex;
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -24,6 +23,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use futures_util::future::BoxFuture;
+use parking_lot::Mutex;
 
 pub(crate) use async_executor::launch as launch_async;
 pub(crate) use blocking_executor::launch as launch_blocking;

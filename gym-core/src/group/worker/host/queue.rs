@@ -1,12 +1,12 @@
 //! A bounded FIFO queue for one consumer. A task takes all available items at once, so that consumer and callers seldom contend
 //! for the lock.
 
-use parking_lot::{Condvar, Mutex};
 use std::collections::VecDeque;
 use std::future::poll_fn;
 use std::sync::Arc;
 use std::task::{Poll, Waker, ready};
 
+use parking_lot::{Condvar, Mutex};
 use tokio::task::coop;
 
 /// Creates a queue of at most `items_max` items. A full queue removes items for which `is_cancelled` returns `true`, which visits

@@ -11,10 +11,10 @@
 //! `1 + spread` times the mean of the calls in flight, plus a slack. Their ring is replaced by a map of recent keys, so that a key
 //! stays where it is when its former replica has room again.
 
-use parking_lot::Mutex;
 use std::collections::HashMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
 
+use parking_lot::Mutex;
 use serde_json::value::RawValue;
 
 use crate::message::RawObject;

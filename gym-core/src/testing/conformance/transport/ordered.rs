@@ -1,10 +1,10 @@
 //! Cases of order, and of capacity in both directions at the same time.
 
-use parking_lot::Mutex;
 use std::sync::Arc;
 
 use bytes::Bytes;
 use futures_util::future::join_all;
+use parking_lot::Mutex;
 
 use super::{Fixture, Make, TransportSetup, far, post, run_cases};
 use crate::message::{Request, Response, Status};

@@ -3,10 +3,11 @@
 mod calls;
 mod headers;
 
-use parking_lot::Mutex;
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
+
+use parking_lot::Mutex;
 
 use crate::base::cancel::CancelToken;
 use bytes::{Bytes, BytesMut};

@@ -4,7 +4,6 @@ mod failure;
 mod memory;
 mod report;
 
-use parking_lot::{Mutex, MutexGuard};
 use std::collections::{BTreeMap, VecDeque};
 use std::fmt;
 use std::sync::{Arc, OnceLock, Weak};
@@ -16,6 +15,7 @@ use gym_core::group::{COLLECTIVE_ROUTE, Rank};
 use gym_core::message::Loan;
 use gym_core::transport::Reply;
 use gym_core::{CallContext, Channel, Code, Error, Incarnation, Request, Response, Result, Route};
+use parking_lot::{Mutex, MutexGuard};
 use tokio::runtime::Handle;
 use tokio::sync::{Notify, oneshot};
 use tokio::time::Instant;

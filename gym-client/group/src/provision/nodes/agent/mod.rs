@@ -4,7 +4,6 @@ mod metrics;
 pub(super) mod program;
 mod session;
 
-use parking_lot::Mutex;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::fs::File;
@@ -25,6 +24,7 @@ use gym_core::{
     CallContext, CancelToken, Code, Endpoint, Error, Handler, Incarnation, Request, Response, Result, Verb, World,
 };
 use metrics::AgentMetrics;
+use parking_lot::Mutex;
 use serde_json::json;
 use session::NodeSession;
 use tokio::sync::oneshot;

@@ -1,6 +1,5 @@
 //! What one controller holds on a node: resources, ports, and ranks under a lease.
 
-use parking_lot::Mutex;
 use std::collections::BTreeMap;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
@@ -10,6 +9,7 @@ use futures_util::future::join_all;
 use gym_core::base::watch;
 use gym_core::group::Rank;
 use gym_core::{CallContext, Code, Error, Result};
+use parking_lot::Mutex;
 use tokio_util::task::AbortOnDropHandle;
 
 use crate::provision::events::{EventLog, RankEvent};
