@@ -68,8 +68,10 @@ DEFECTS = [
      "-p gym-server --lib agent::"),
     # Nothing is replaced without leave.
     ("an-existing-output-is-replaced", f"{COLLECT}/collector/mod.rs",
-     ("(ExistingOutput::Reject, Some(first)) => Err(output_exists(first)),", "let overwrites = options.existing == ExistingOutput::Overwrite;"),
-     ("(ExistingOutput::Reject, Some(_)) => Ok(existing),", "let overwrites = options.existing != ExistingOutput::Resume;"),
+     ("(ExistingOutput::Reject, Some(first)) => Err(output_exists(first)),", "let (collection, requested, events) = Collection::open(self, &options).await?;"),
+     ("(ExistingOutput::Reject, Some(_)) => Ok(existing),",
+      "let mut options = options; if options.existing == ExistingOutput::Reject { options.existing = ExistingOutput::Overwrite; } "
+      "let (collection, requested, events) = Collection::open(self, &options).await?;"),
      "-p gym-server --test cli -- results_and_inputs_are_replaced_only_if_asked"),
     ("files-are-compared-by-path", f"{COLLECT}/files/mod.rs",
      "if let Ok(found) = std::fs::metadata(&path) {", "if let Ok(found) = std::fs::metadata(\"\") {", "-p gym-client --lib collect::files"),
@@ -77,7 +79,7 @@ DEFECTS = [
      "files.check_distinct(input, self.events.as_deref())?;", "let _ = files.check_distinct(input, self.events.as_deref());",
      "-p gym-server --test cli -- results_and_inputs_are_replaced_only_if_asked"),
     # A resumed collection requests the recorded rows.
-    ("resume-ignores-all-changes", f"{COLLECT}/collector/mod.rs",
+    ("resume-ignores-all-changes", f"{COLLECT}/collector/collection.rs",
      "(!resumes || compare_rows(files, partial).await?)", "(!resumes || partial.as_os_str().is_empty())", "-p gym-server --test cli -- a_resumed_collection_may_grow_but_not_change"),
     ("resume-ignores-changed-values", f"{COLLECT}/resume/mod.rs",
      "if !same_scalar(old, new) {", "if was.is_none() && !same_scalar(old, new) {", "-p gym-client --lib collect::resume"),
