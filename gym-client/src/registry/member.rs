@@ -181,7 +181,7 @@ type SentHeartbeats = FuturesUnordered<BoxFuture<'static, (u64, Result<Heartbeat
 impl Membership {
     /// Joins, and repeats that while the head server does not respond.
     async fn join(&mut self, cx: &CallContext) -> Result<MemberLease> {
-        let (mut wait, mut said) = (FIRST_RETRY_INTERVAL, None::<Instant>);
+        let (mut wait, mut said, mut before) = (FIRST_RETRY_INTERVAL, None::<Instant>, None);
         loop {
             self.spec.tell_time(&self.world);
             let error = match self.registry.join(cx, self.spec.clone()).await {
@@ -192,7 +192,10 @@ impl Membership {
                     }
                     return Ok(lease);
                 }
-                Err(error) => error,
+                Err(error) => match before.take() {
+                    Some(before) => error.after_attempt(&before),
+                    None => error,
+                },
             };
             // The lease of an earlier process with this name ends soon, if that process is dead.
             let temporary = matches!(error.code(), Code::Unavailable | Code::DeadlineExceeded | Code::AlreadyExists);
@@ -215,6 +218,7 @@ impl Membership {
                 }
             }
             self.pause(&mut wait).await;
+            before = Some(error);
         }
     }
 

@@ -284,6 +284,24 @@ impl Error {
         Self::new(self.code(), execution, "").about(subject).caused_by(self)
     }
 
+    /// Adds the error of the attempt before, if this one only tells that the deadline has passed: who waited learns for what.
+    #[must_use]
+    pub fn after_attempt(mut self, before: &Self) -> Self {
+        if self.code() == Code::DeadlineExceeded && before.code() != Code::DeadlineExceeded {
+            self.innermost(|error| error.message = format!("{}; the attempt before: {before}", error.message).into());
+        }
+        self
+    }
+
+    /// Changes the innermost error, if that is one of the SDK.
+    fn innermost(&mut self, change: impl FnOnce(&mut Inner)) {
+        match self.0.source.as_mut().map(|source| source.downcast_mut::<Self>()) {
+            None => change(&mut self.0),
+            Some(Some(source)) => source.innermost(change),
+            Some(None) => {}
+        }
+    }
+
     /// Replaces the execution.
     #[must_use]
     pub fn with_execution(mut self, execution: Execution) -> Self {

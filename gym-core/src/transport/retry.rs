@@ -72,10 +72,10 @@ impl RetryPolicy {
 }
 
 /// Runs `attempt` until it succeeds, fails with an error that must not be resent, or reaches the limit of the policy or the
-/// deadline. Returns the last error unchanged.
+/// deadline.
 ///
 /// # Errors
-/// The error of the last attempt.
+/// The error of the last attempt; if that one ended with the deadline, it names the error of the attempt before.
 pub async fn retry<T, F, Fut>(
     cx: &CallContext,
     policy: &RetryPolicy,
@@ -131,7 +131,7 @@ where
         drop(pause);
         error = match attempt(number).await {
             Ok(done) => return Ok(done),
-            Err(error) => error,
+            Err(next) => next.after_attempt(&error),
         };
     }
 }
@@ -140,6 +140,7 @@ where
 mod tests {
     use super::*;
     use crate::base::error::Code;
+    use crate::base::failure::FailureClass;
 
     async fn attempts(idempotent: bool, error: fn() -> Error) -> (u32, Error) {
         let cx = CallContext::default();
@@ -211,6 +212,22 @@ mod tests {
         .await;
         assert!(result.is_err());
         assert!(started.elapsed() <= Duration::from_millis(120));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn an_attempt_that_the_deadline_ends_names_the_error_before() {
+        let cx = CallContext::within(Duration::from_millis(200));
+        let error = retry(&cx, &RetryPolicy::default(), &mut fastrand::Rng::with_seed(1), true, |number| async move {
+            if number < 2 {
+                return Err::<(), _>(Error::not_started(Code::Unavailable, "cannot connect"));
+            }
+            let late = Error::not_started(Code::DeadlineExceeded, "the deadline has passed");
+            Err(late.within(Execution::NotStarted, "GET policy/health"))
+        })
+        .await
+        .unwrap_err();
+        assert_eq!(error.to_string(), "GET policy/health: the deadline has passed; the attempt before: cannot connect");
+        assert_eq!((error.code(), error.failure_class()), (Code::DeadlineExceeded, FailureClass::TransportTimeout));
     }
 
     #[tokio::test(start_paused = true)]

@@ -119,11 +119,14 @@ async fn wait_for_head<T, F: Future<Output = Result<T>>>(
 ) -> Result<T, Failure> {
     let began = Instant::now();
     let deadline = began + limit;
-    let (mut wait, mut next) = (FIRST_RETRY_INTERVAL, began);
+    let (mut wait, mut next, mut before) = (FIRST_RETRY_INTERVAL, began, None);
     loop {
         let error = match ask(CallContext::until(deadline)).await {
             Ok(answer) => return Ok(answer),
-            Err(error) => error,
+            Err(error) => match before.take() {
+                Some(before) => error.after_attempt(&before),
+                None => error,
+            },
         };
         let temporary = matches!(error.code(), Code::Unavailable | Code::DeadlineExceeded);
         if !temporary || Instant::now() + wait >= deadline {
@@ -144,6 +147,7 @@ async fn wait_for_head<T, F: Future<Output = Result<T>>>(
         // The line comes on time, also between two attempts.
         sleep(wait.min(next.saturating_duration_since(Instant::now()))).await;
         wait = (wait * 2).min(LAST_RETRY_INTERVAL);
+        before = Some(error);
     }
 }
 
