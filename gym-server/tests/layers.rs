@@ -8,7 +8,7 @@ mod examples;
 mod modules;
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use serde_json::Value;
@@ -106,6 +106,47 @@ const MODULES: &[(&str, &[&[&str]])] = &[
     ),
 ];
 
+/// The names at the root of a crate that need no example, with the reason. Constants need none.
+const WITHOUT_EXAMPLE: &[(&str, &str, &[&str])] = &[
+    ("gym-segment", "in the example of the crate's page", &["FdOffer", "Sizes", "deadline_in", "fetch"]),
+    ("gym-segment", "in the examples of Segment and SharedSpace, which return them", &["Failure", "SharedBuffer"]),
+    ("gym-client", "returned by AwaitedServers, with public fields", &["AwaitedServer"]),
+    ("gym-client", "hidden: for the other crates", &["url"]),
+    (
+        "gym-group",
+        "in the example of Local, Nodes, NodeAgent or Gate",
+        &["LocalOptions", "NodeOptions", "NodesOptions", "Permit"],
+    ),
+    ("gym-group", "in the examples of Workers and LaunchSpec", &["RankPlace", "WorkerKind"]),
+    (
+        "gym-group",
+        "errors and outcomes of calls and starts",
+        &["FailureKind", "ItemError", "RankOutcome", "RankReply", "StartError"],
+    ),
+    (
+        "gym-group",
+        "what a program reads of nodes",
+        &["NodeEvent", "NodeState", "NodeStatus", "NodeUsage", "GpuMetrics", "GpuUsage"],
+    ),
+    (
+        "gym-group",
+        "what a program reads of ranks",
+        &["GroupMetrics", "ProcessUsage", "RankEvent", "RankStatus", "RankUsage", "StuckRank", "StuckReason"],
+    ),
+    (
+        "gym-group",
+        "what a program reads of environments",
+        &["RankEnvironment", "RankVariable", "VariableKind", "VariableSource"],
+    ),
+    ("gym-group", "parts of the interface between a group and its calls", &["Backlog", "CallSupport", "RankMonitor"]),
+    (
+        "gym-group",
+        "parts of the interface between a group and its provisioner",
+        &["BundleId", "Deployment", "Rendezvous", "Reservation"],
+    ),
+    ("gym-server", "crates, with examples on their pages", &["gym_client", "gym_core", "gym_group"]),
+];
+
 /// Maximum entries of one level, so that readers find entries at a glance.
 const ENTRIES_MAX: usize = 12;
 
@@ -126,13 +167,17 @@ fn is_fixture(name: &str, level: &[String], module: &str) -> bool {
     name == "gym-server" && level.is_empty() && module == "testing"
 }
 
-fn sources(name: &str) -> modules::Crate {
+fn folder(name: &str) -> PathBuf {
     let folder = match name {
         "gym-group" => "gym-client/group",
         "gym-segment" => "gym-transport-rdma/segment",
         name => name,
     };
-    modules::Crate::read(&workspace().join(folder).join("src"))
+    workspace().join(folder).join("src")
+}
+
+fn sources(name: &str) -> modules::Crate {
+    modules::Crate::read(&folder(name))
 }
 
 #[test]
@@ -260,9 +305,28 @@ fn every_item_of_a_prelude_has_an_example() {
     assert!(missing.is_empty(), "without an example: {missing:?}; fix: add a block of code to the documentation");
 }
 
+/// A reader of a crate's page finds one for each name that a program writes.
+#[test]
+fn every_item_of_a_crate_root_has_an_example() {
+    for (name, _) in MODULES {
+        let examples = examples::definitions(&folder(name));
+        let root = std::fs::read_to_string(folder(name).join("lib.rs")).unwrap();
+        let mut without: BTreeSet<String> = examples::names(&root).into_iter().collect();
+        without.retain(|item| examples.get(item) != Some(&true));
+        let listed = WITHOUT_EXAMPLE.iter().filter(|(of, ..)| of == name).flat_map(|(.., items)| *items);
+        let listed: BTreeSet<String> = listed.map(|item| (*item).to_owned()).collect();
+        assert_eq!(
+            without, listed,
+            "{name}: the names without an example, and those of WITHOUT_EXAMPLE; fix: add a block of code to the documentation"
+        );
+    }
+}
+
 #[test]
 fn the_names_of_a_prelude_and_the_examples_of_definitions_are_found() {
-    assert_eq!(examples::names("pub use a::*;\npub use b::{\n    C, d,\n};\npub use e::F;\n"), ["C", "d", "F"]);
+    let text =
+        "pub use a::*;\npub use b::{\n    Cell, d, E_MAX,\n};\npub use f::Gate;\npub use h::i as j;\npub use {k, l};\n";
+    assert_eq!(examples::names(text), ["Cell", "d", "Gate", "i", "k", "l"]);
     let folder = tempfile::tempdir().unwrap();
     let text = "/// One.\n///\n/// ```\n/// ```\n#[derive(Debug)]\npub struct A;\n\n/// Two.\npub enum B {}\n";
     std::fs::write(folder.path().join("room.rs"), text).unwrap();

@@ -11,6 +11,21 @@ use crate::frames::{FramesConfig, FramesConnector, UnixListener};
 use crate::http1::{HttpConfig, HttpConnector, HttpListener};
 
 /// Calls and listens over HTTP, and over frames if order is required: over TCP on the same port, and over Unix sockets.
+///
+/// ```
+/// use std::sync::Arc;
+///
+/// use gym_core::transport::{Backend, ListenOptions, handler_fn};
+/// use gym_core::{Request, Response};
+/// use gym_transport_http::{FramesConfig, HttpBackend, HttpConfig};
+///
+/// # #[tokio::main(flavor = "current_thread")] async fn main() -> gym_core::Result<()> {
+/// let backend = HttpBackend::new(HttpConfig::default(), FramesConfig::default());
+/// let echo = Arc::new(handler_fn(|request: Request| async move { Ok(Response::json(request.message.head)) }));
+/// let bound = backend.listen(&ListenOptions::default().at("127.0.0.1", 0), echo).await?.expect("an address to bind");
+/// assert_eq!(bound.listener.endpoints()[0].scheme(), "http");
+/// # Ok(()) }
+/// ```
 #[derive(Clone, Debug, Default)]
 #[non_exhaustive]
 pub struct HttpBackend {

@@ -31,6 +31,19 @@ pub type Reporter = fn(Duration) -> BoxFuture<'static, Result<UcxReport, String>
 /// Backend that connects and listens over UCX, with one fabric that is opened on first use.
 ///
 /// `bootstrap` carries the requests by which peers exchange their UCX addresses.
+///
+/// ```
+/// use std::sync::Arc;
+///
+/// use gym_client::Transports;
+/// use gym_client::transport::http::http1::HttpConnector;
+/// use gym_core::transport::TransportPolicy;
+/// use gym_transport_rdma::{RDMA, Ucx, UcxBackend, UcxConfig};
+///
+/// let ucx = UcxBackend::new(Arc::new(HttpConnector::default()), Ucx::new(UcxConfig::default()));
+/// let transports = Transports::standard().with(ucx).with_policy(TransportPolicy::auto());
+/// assert!(transports.get::<UcxBackend>().is_some());
+/// ```
 #[derive(Clone, Debug)]
 pub struct UcxBackend {
     bootstrap: Arc<dyn Connector>,

@@ -4,6 +4,19 @@ use gym_core::Metadata;
 use memchr::memchr;
 
 /// Cookies by name, in the order in which they were first set.
+///
+/// ```
+/// use gym_client::CookieJar;
+/// use gym_core::Metadata;
+///
+/// // The response of a server that keeps a session.
+/// let mut response = Metadata::new();
+/// response.push("set-cookie", "session=abc; Path=/; HttpOnly");
+/// let mut jar = CookieJar::new();
+/// jar.merge(&response);
+/// // The next request of the episode.
+/// assert_eq!(jar.header().as_deref(), Some("session=abc"));
+/// ```
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct CookieJar(Vec<(String, String)>);
 

@@ -123,6 +123,23 @@ impl Outages {
 }
 
 /// The servers for which the calls of a client wait. It does not keep the client. Cheap to clone.
+///
+/// ```
+/// use std::sync::Arc;
+///
+/// use gym_client::registry::StaticRegistry;
+/// use gym_client::{ServerClient, Transports};
+/// use gym_core::World;
+///
+/// let registry = Arc::new(StaticRegistry::default());
+/// let client = ServerClient::new(registry, Transports::new(), &World::real());
+/// // For a task that reports what the calls of others wait for.
+/// let awaited = client.awaited();
+/// for server in awaited.list() {
+///     println!("{} calls wait for {}: {}", server.waiting, server.server, server.reason);
+/// }
+/// assert!(awaited.list().is_empty(), "nothing was called");
+/// ```
 #[derive(Clone, Debug)]
 pub struct AwaitedServers(pub(super) Arc<Outages>);
 

@@ -82,6 +82,17 @@ pub enum Code {
 }
 
 /// Whether the peer may have run the request.
+///
+/// ```
+/// use gym_core::{Code, Error, Execution};
+///
+/// // The message was never sent, so it may be sent again.
+/// let refused = Error::not_started(Code::Unavailable, "connection refused");
+/// assert!(refused.may_resend(false));
+/// // It may have run: it is sent again only if that does no harm.
+/// let broken = Error::new(Code::Unavailable, Execution::Unknown, "the connection broke");
+/// assert!(broken.may_resend(true) && !broken.may_resend(false));
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Execution {
     /// The request was rejected before it ran, or was never sent.

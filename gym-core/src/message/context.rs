@@ -198,6 +198,15 @@ impl Default for CallContext {
 }
 
 /// The number of an incarnation of a server or rank; a restarted one has a higher number.
+///
+/// ```
+/// use gym_core::{CallContext, Incarnation};
+///
+/// // The call is for the rank that was started a second time, and for no later one.
+/// let mut cx = CallContext::default();
+/// cx.incarnation = Some(Incarnation(2));
+/// assert!(cx.incarnation < Some(Incarnation(3)));
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct Incarnation(pub u64);

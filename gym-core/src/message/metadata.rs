@@ -3,6 +3,16 @@
 use std::borrow::Cow;
 
 /// Pairs of a lower-case name and a value, in order; a name may repeat (`set-cookie` does). Headers over HTTP.
+///
+/// ```
+/// use gym_core::Metadata;
+///
+/// let mut metadata = Metadata::new();
+/// metadata.push("set-cookie", "session=7");
+/// metadata.push("set-cookie", "node=2");
+/// assert_eq!(metadata.get("set-cookie"), Some("session=7"));
+/// assert_eq!(metadata.all("set-cookie").collect::<Vec<_>>(), ["session=7", "node=2"]);
+/// ```
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Metadata(Vec<(Cow<'static, str>, String)>);
 

@@ -10,6 +10,14 @@ use super::json::Rope;
 use super::response::{Response, Status};
 
 /// The HTTP method of a request.
+///
+/// ```
+/// use gym_core::{CallContext, Request, Verb};
+///
+/// let mut request = Request::post(CallContext::default(), "/tasks/7", r#"{"answer": "4"}"#);
+/// request.verb = Verb::Put;
+/// assert_eq!(format!("{} {}", request.verb, request.route), "PUT /tasks/7");
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
 #[allow(missing_docs)] // The names are HTTP's own.
 pub enum Verb {
@@ -55,6 +63,15 @@ impl fmt::Display for Verb {
 }
 
 /// A path with an optional query, such as `/v1/responses`.
+///
+/// ```
+/// use gym_core::Route;
+///
+/// const VERIFY: Route = Route::from_static("/verify");
+/// let page = Route::from(format!("/tasks?page={}", 2));
+/// assert_eq!((page.path(), page.query()), ("/tasks", Some("page=2")));
+/// assert_eq!((VERIFY.path(), VERIFY.query()), ("/verify", None));
+/// ```
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Route(Cow<'static, str>);
 

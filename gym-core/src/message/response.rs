@@ -9,6 +9,14 @@ use super::metadata::Metadata;
 use crate::base::error::{Code, Error, Execution, Result};
 
 /// The HTTP status of a response.
+///
+/// ```
+/// use gym_core::{Message, Response, Status};
+///
+/// let created = Response::new(Status(201), Message::json(r#"{"id": 7}"#));
+/// assert!(created.status.is_success());
+/// assert!(!Status(404).is_success());
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Status(pub u16);
 

@@ -1,22 +1,19 @@
-//! The items of the preludes, and their examples: blocks of code in the documentation of their definitions.
+//! The items of the preludes and of the crate roots, and their examples: blocks of code in the documentation of their definitions.
 
 use std::collections::BTreeMap;
 use std::path::Path;
 
 use crate::documents;
 
-/// Returns the names that a prelude re-exports, without those of other preludes.
-pub(crate) fn names(prelude: &str) -> Vec<String> {
-    let uses = prelude.split("pub use ").skip(1).filter_map(|rest| rest.split(';').next());
+/// Returns the names that a prelude or a crate root re-exports, as their definitions have them. Without constants and other preludes.
+pub(crate) fn names(text: &str) -> Vec<String> {
+    let uses = text.split("pub use ").skip(1).filter_map(|rest| rest.split(';').next());
     let mut found = Vec::new();
     for tree in uses {
-        let (path, list) = tree.split_once('{').unwrap_or((tree, ""));
-        match list.trim_end().strip_suffix('}') {
-            Some(list) => found.extend(list.split(',').map(|name| name.trim().to_owned())),
-            None => found.extend(path.rsplit("::").next().map(|name| name.trim().to_owned())),
-        }
+        let list = tree.split_once('{').map_or(tree, |(_, list)| list.trim_end().trim_end_matches('}'));
+        let items = list.split(',').filter_map(|item| item.split_whitespace().next()?.rsplit("::").next());
+        found.extend(items.filter(|name| name.contains(char::is_lowercase)).map(str::to_owned));
     }
-    found.retain(|name| !name.is_empty() && name != "*");
     found
 }
 

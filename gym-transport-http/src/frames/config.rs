@@ -5,6 +5,19 @@ use std::time::Duration;
 use gym_core::transport::mux::ConnectionLimits;
 
 /// Limits and timeouts of framed connections.
+///
+/// ```
+/// use std::time::Duration;
+///
+/// use gym_core::transport::Connector;
+/// use gym_transport_http::FramesConfig;
+/// use gym_transport_http::frames::FramesConnector;
+///
+/// let mut config = FramesConfig::default();
+/// config.limits.silence_max = Duration::from_secs(600); // while a debugger stops the peer
+/// let connector = FramesConnector::tcp(config);
+/// assert_eq!(connector.scheme(), "http+frames");
+/// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct FramesConfig {

@@ -5,6 +5,19 @@ use std::time::Duration;
 use crate::frames::config::FramesConfig;
 
 /// Limits and timeouts of a connector or a listener. `HttpConfig::default()` fits both ends of a NeMo Gym deployment.
+///
+/// ```
+/// use gym_core::transport::Listener;
+/// use gym_transport_http::HttpConfig;
+/// use gym_transport_http::http1::HttpListener;
+///
+/// # #[tokio::main(flavor = "current_thread")] async fn main() -> gym_core::Result<()> {
+/// let mut config = HttpConfig::default();
+/// config.request_bytes_max = 1 << 30; // for tasks with many images
+/// let listener = HttpListener::bind(([127, 0, 0, 1], 0).into(), config)?;
+/// println!("listens at {}", listener.endpoints()[0]);
+/// # Ok(()) }
+/// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct HttpConfig {

@@ -26,6 +26,21 @@ const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlag
 ///
 /// It lives as long as a process has it mapped or holds its file, and leaves no name behind. Any thread may
 /// [`abort`](Self::abort) it.
+///
+/// ```
+/// use std::sync::Arc;
+/// use std::time::Duration;
+///
+/// use gym_segment::{Failure, Segment, SegmentCommunicator, Sizes, deadline_in};
+///
+/// let segment = Arc::new(Segment::create(2, Sizes::default())?);
+/// let mut first = SegmentCommunicator::join(&segment, 0)?;
+/// // The process of the other rank has ended. Whoever learns of it ends the waits of those that are left.
+/// segment.abort();
+/// let failure = first.barrier(deadline_in(Duration::from_secs(10))).unwrap_err();
+/// assert!(matches!(failure, Failure::Aborted));
+/// # Ok::<(), gym_core::Error>(())
+/// ```
 #[derive(Debug)]
 pub struct Segment {
     file: OwnedFd,

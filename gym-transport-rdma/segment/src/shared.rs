@@ -34,6 +34,26 @@ enum Place {
 }
 
 /// The space of one rank for tensors. Clones share it.
+///
+/// ```
+/// use std::sync::Arc;
+/// use std::time::Duration;
+///
+/// use gym_core::group::DType;
+/// use gym_core::group::collective::ReduceOp;
+/// use gym_segment::{Segment, SegmentCommunicator, Sizes, deadline_in};
+///
+/// # fn main() -> gym_core::Result<()> {
+/// let sizes = Sizes { shared_bytes: 1 << 20, ..Sizes::default() };
+/// let segment = Arc::new(Segment::create(1, sizes)?);
+/// let mut only = SegmentCommunicator::join(&segment, 0)?;
+/// let mut gradients = only.space().buffer(4)?;
+/// gradients.copy_from_slice(&[1, 2, 3, 4]);
+/// // In place: the tensor is where all ranks read and write it.
+/// only.all_reduce_shared(DType::U8, ReduceOp::Sum, &mut gradients, deadline_in(Duration::from_secs(10)))?;
+/// assert_eq!(gradients[..], [1, 2, 3, 4]);
+/// # Ok(()) }
+/// ```
 #[derive(Clone, Debug)]
 pub struct SharedSpace {
     pub(crate) segment: Arc<Segment>,

@@ -187,6 +187,14 @@ pub fn load(machine: &Live) -> Loaded {
 }
 
 /// Probes this machine. [`ProbeOptions`] select another root or more library directories.
+///
+/// ```
+/// let probe = gym_transport_rdma::probe();
+/// match probe.rdma_fault() {
+///     Some(fault) => println!("no RDMA here: {fault}"),
+///     None => assert!(probe.rdma_usable),
+/// }
+/// ```
 #[must_use]
 pub fn probe() -> Probe {
     ProbeOptions::new().probe()

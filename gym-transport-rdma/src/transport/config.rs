@@ -17,6 +17,18 @@ use crate::messaging::round_trips::RoundTrips;
 use crate::messaging::send_queue::{ConnectionWatch, UcxSendQueue};
 
 /// Limits, timeouts and fabric options of UCX connections.
+///
+/// ```
+/// use gym_transport_rdma::{Ucx, UcxConfig};
+///
+/// let mut config = UcxConfig::default();
+/// // Peers of other hosts connect to this address.
+/// config.fabric.listen = Some("10.0.0.7:0".parse()?);
+/// config.fabric.devices = Some("mlx5_0:1".to_owned());
+/// let ucx = Ucx::new(config); // loads nothing
+/// assert!(ucx.stats().is_none());
+/// # Ok::<(), std::net::AddrParseError>(())
+/// ```
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct UcxConfig {
@@ -53,6 +65,18 @@ impl Default for UcxConfig {
 /// UCX in this process: a configuration, and the fabric that is opened with it on first use.
 ///
 /// Cheap to clone. If the library cannot be loaded, later calls return the same error without another attempt.
+///
+/// ```no_run
+/// use gym_transport_rdma::{Ucx, UcxConfig};
+///
+/// # async fn example() {
+/// let ucx = Ucx::new(UcxConfig::default());
+/// // Connectors and listeners open the fabric. A program that opens it first learns at its start whether UCX can be loaded.
+/// if let Err(error) = ucx.fabric().await {
+///     eprintln!("{error}");
+/// }
+/// # }
+/// ```
 #[derive(Clone)]
 pub struct Ucx {
     config: Arc<UcxConfig>,

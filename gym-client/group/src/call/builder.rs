@@ -30,6 +30,27 @@ use crate::call::{Backlog, CallSupport, Gathered, GroupError, RankOutcome, Worke
 
 /// A call to a group. Awaiting it makes the call and gathers the replies; [`GroupCall::start`] makes the call and gathers the
 /// replies later. Dropping either future cancels the call.
+///
+/// ```
+/// use std::time::Duration;
+///
+/// use gym_group::prelude::*;
+/// # struct Scorer;
+/// # worker! {
+/// #     impl Worker for Scorer as scorer {
+/// #         fn start(_: WorkerEnv, _: ()) -> Result<Self> { Ok(Self) }
+/// #         shared(idempotent) async fn score(&self, _: &CallContext, call: Payload<f32>) -> Result<Payload<f32>> {
+/// #             Ok((call.value * 2.0).into())
+/// #         }
+/// #     }
+/// # }
+///
+/// # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<()> {
+/// let group = InProcessGroup::start::<Scorer>("scorers", RankLayout::line(4)?, ()).await?;
+/// let call = group.call(scorer::score, 1.5).dispatch(Dispatch::rank(1)).deadline(Duration::from_secs(5));
+/// assert_eq!(call.await?.into_one()?.value, 3.0);
+/// # Ok(()) }
+/// ```
 #[must_use = "a group call does nothing until it is awaited or started"]
 pub struct GroupCall<'g, M: Method> {
     group: Arc<str>,
@@ -324,6 +345,32 @@ impl<M: Method> fmt::Debug for GroupCall<'_, M> {
 }
 
 /// A call that was submitted; see [`GroupCall::submit`]. Awaiting it gathers the replies.
+///
+/// ```
+/// use gym_group::InProcessOptions;
+/// use gym_group::prelude::*;
+/// # struct Counter(u64);
+/// # worker! {
+/// #     impl Worker for Counter as counter {
+/// #         fn start(_: WorkerEnv, from: u64) -> Result<Self> { Ok(Self(from)) }
+/// #         exclusive async fn add(&mut self, _: &CallContext, call: Payload<u64>) -> Result<Payload<u64>> {
+/// #             self.0 += call.value;
+/// #             Ok(self.0.into())
+/// #         }
+/// #     }
+/// # }
+///
+/// # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<()> {
+/// let mut options = InProcessOptions::default();
+/// options.async_communication = true;
+/// let layout = RankLayout::line(2)?;
+/// let group = InProcessGroup::start_with::<Counter>("counters", layout, 10, options).await?;
+/// drop(group.call(counter::add, 1).submit()); // runs nevertheless
+/// let second = group.call(counter::add, 1).submit();
+/// group.flush(&CallContext::default()).await?;
+/// assert_eq!(second.await?.into_values(), [12, 12]);
+/// # Ok(()) }
+/// ```
 #[must_use = "without `async_communication`, a submitted call does nothing until it is awaited"]
 pub struct Submitted<M: Method>(Submission<M>);
 
@@ -367,6 +414,29 @@ impl<M: Method> fmt::Debug for Submitted<M> {
 }
 
 /// A group call in flight. Awaiting it gathers the replies; dropping it cancels the call.
+///
+/// ```
+/// use gym_group::prelude::*;
+/// # struct Counter(u64);
+/// # worker! {
+/// #     impl Worker for Counter as counter {
+/// #         fn start(_: WorkerEnv, from: u64) -> Result<Self> { Ok(Self(from)) }
+/// #         exclusive async fn add(&mut self, _: &CallContext, call: Payload<u64>) -> Result<Payload<u64>> {
+/// #             self.0 += call.value;
+/// #             Ok(self.0.into())
+/// #         }
+/// #     }
+/// # }
+///
+/// # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<()> {
+/// let group = InProcessGroup::start::<Counter>("counters", RankLayout::line(2)?, 10).await?;
+/// let first = group.call(counter::add, 1).start().await?;
+/// let second = group.call(counter::add, 1).start().await?;
+/// // Each rank runs them in this order, whichever is awaited first.
+/// assert_eq!(second.await?.into_values(), [12, 12]);
+/// assert_eq!(first.await?.into_values(), [11, 11]);
+/// # Ok(()) }
+/// ```
 #[must_use = "dropping it cancels the call"]
 pub struct Pending<M: Method>(Answers<M>);
 

@@ -22,6 +22,29 @@ use parking_lot::{Mutex, MutexGuard};
 use crate::call::{CallSupport, RankMonitor, WorkerGroupExt};
 
 /// Options of an [`InProcessGroup`]. The default has the default limits and is not faithful.
+///
+/// ```
+/// use gym_group::InProcessOptions;
+/// use gym_group::prelude::*;
+/// # struct Counter(u64);
+/// # worker! {
+/// #     impl Worker for Counter as counter {
+/// #         fn start(_: WorkerEnv, from: u64) -> Result<Self> { Ok(Self(from)) }
+/// #         exclusive async fn add(&mut self, _: &CallContext, call: Payload<u64>) -> Result<Payload<u64>> {
+/// #             self.0 += call.value;
+/// #             Ok(self.0.into())
+/// #         }
+/// #     }
+/// # }
+///
+/// # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<()> {
+/// let mut options = InProcessOptions::default();
+/// options.faithful = true; // a value that cannot be written as JSON fails in the test, and not later on a wire
+/// let layout = RankLayout::line(2)?;
+/// let group = InProcessGroup::start_with::<Counter>("counters", layout, 10, options).await?;
+/// assert_eq!(group.call(counter::add, 5).await?.into_values(), [15, 15]);
+/// # Ok(()) }
+/// ```
 #[derive(Clone, Debug, Default)]
 #[non_exhaustive]
 pub struct InProcessOptions {

@@ -46,6 +46,36 @@ use turn::{BundleTurns, TurnGate};
 /// are dropped, unless both set [`share_gpus`](ClusterSpec::share_gpus). That holds for all programs of this SDK with the same temporary folder (`TMPDIR`),
 /// of all users. Processes in containers with a folder of their own do not see each other. A GPU is the same whether `CUDA_VISIBLE_DEVICES` names it by index or
 /// identifier; an index is that of the order of bus addresses, and a MIG device is divided by its own name only. CPUs are counted for each cluster by itself.
+///
+/// ```
+/// use std::time::Duration;
+///
+/// use gym_core::transport::InProcess;
+/// use gym_group::placement::ClusterSpec;
+/// use gym_group::prelude::*;
+/// use gym_group::{GroupOptions, GroupRequest, InProcessRanks, VirtualCluster, WorkerKind, Workers};
+/// # struct Counter(u64);
+/// # worker! {
+/// #     impl Worker for Counter as counter {
+/// #         fn start(_: WorkerEnv, from: u64) -> Result<Self> { Ok(Self(from)) }
+/// #         exclusive async fn add(&mut self, _: &CallContext, call: Payload<u64>) -> Result<Payload<u64>> {
+/// #             self.0 += call.value;
+/// #             Ok(self.0.into())
+/// #         }
+/// #     }
+/// # }
+///
+/// # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<()> {
+/// let network = InProcess::new();
+/// let workers = Workers::new().with("counter", WorkerKind::of::<Counter>());
+/// let ranks = InProcessRanks::new(workers, network.clone());
+/// let cluster = VirtualCluster::new(ClusterSpec::new([2, 2]), ranks)?.simulate_nodes(&[2, 2]);
+/// let request = GroupRequest::new("counters", "counter", &10, GroupOptions::new(network.into()))?;
+/// let counters = cluster.start(&CallContext::default(), request).await?;
+/// assert_eq!(counters.call(counter::add, 5).await?.into_values(), [15; 4]);
+/// cluster.shutdown(Duration::from_secs(1)).await?;
+/// # Ok(()) }
+/// ```
 #[derive(Debug)]
 pub struct VirtualCluster {
     spec: ClusterSpec,
@@ -61,6 +91,19 @@ pub struct VirtualCluster {
 }
 
 /// A request to start a worker group on a cluster.
+///
+/// ```
+/// use gym_client::Transports;
+/// use gym_group::placement::WorkersOn;
+/// use gym_group::{GroupOptions, GroupRequest};
+///
+/// let options = GroupOptions::new(Transports::standard());
+/// let mut request = GroupRequest::new("policy", "policy_worker", &"/models/tiny", options)?;
+/// // Two models, each of two tied ranks on the first node.
+/// request.on = WorkersOn::Tied(vec![(0, vec![0, 1]), (0, vec![2, 3])]);
+/// assert_eq!(request.init.get(), r#""/models/tiny""#);
+/// # Ok::<(), gym_core::Error>(())
+/// ```
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct GroupRequest {

@@ -25,6 +25,35 @@ use crate::usage::process::ProcessUsage;
 pub const DEFAULT_START_TIMEOUT: Duration = Duration::from_secs(600);
 
 /// Finds room for bundles: on this machine, on the nodes of a cluster, or by another engine.
+///
+/// ```
+/// use std::sync::Arc;
+///
+/// use async_trait::async_trait;
+/// use gym_core::{CallContext, Code, Error, Result};
+/// use gym_group::placement::ClusterSpec;
+/// use gym_group::{Local, Provisioner, Reservation, ReserveRequest, VirtualCluster, Workers};
+///
+/// /// At most eight bundles for each cluster, on this machine.
+/// #[derive(Debug)]
+/// struct AtMostEight(Local);
+///
+/// #[async_trait]
+/// impl Provisioner for AtMostEight {
+///     async fn reserve(&self, cx: &CallContext, request: &ReserveRequest) -> Result<Arc<dyn Reservation>> {
+///         match request.cluster.world_size() {
+///             0..=8 => self.0.reserve(cx, request).await,
+///             bundles => Err(Error::not_started(Code::ResourceExhausted, format!("{bundles} bundles, of at most 8"))),
+///         }
+///     }
+/// }
+///
+/// # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<()> {
+/// let cluster = VirtualCluster::new(ClusterSpec::new([9]), AtMostEight(Local::new(Workers::new())))?;
+/// let error = cluster.placement(&CallContext::default()).await.unwrap_err();
+/// assert_eq!(error.code(), Code::ResourceExhausted);
+/// # Ok(()) }
+/// ```
 #[async_trait]
 pub trait Provisioner: fmt::Debug + Send + Sync + 'static {
     /// Places the bundles of a cluster on nodes and holds them. Waits for room no longer than `cx` allows. On this machine, waits at most 10 s for ranks
@@ -71,6 +100,21 @@ pub trait Reservation: fmt::Debug + Send + Sync + 'static {
 }
 
 /// A request for bundles.
+///
+/// ```
+/// use gym_core::transport::InProcess;
+/// use gym_core::{CallContext, Result};
+/// use gym_group::placement::{ClusterSpec, NodeResources};
+/// use gym_group::{InProcessRanks, Provisioner, ReserveRequest, Workers};
+///
+/// # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<()> {
+/// let mut request = ReserveRequest::new(ClusterSpec::new([4, 2]));
+/// request.simulated = Some(vec![NodeResources::simulated("a", 4), NodeResources::simulated("b", 4)]);
+/// let ranks = InProcessRanks::new(Workers::new(), InProcess::new());
+/// let reservation = ranks.reserve(&CallContext::default(), &request).await?;
+/// assert_eq!(reservation.placement().groups.len(), 2);
+/// # Ok(()) }
+/// ```
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct ReserveRequest {
@@ -160,6 +204,17 @@ pub trait Deployment: fmt::Debug + Send + Sync + 'static {
 }
 
 /// Specifies the ranks to start.
+///
+/// ```
+/// use gym_group::{LaunchSpec, RankPlace};
+///
+/// let init = serde_json::value::to_raw_value("/models/tiny")?;
+/// let places = (0..4).map(|rank| RankPlace::on_one_node(rank, 4)).collect();
+/// let mut spec = LaunchSpec::new("policy", "policy_worker", init, places);
+/// spec.memory_limit_bytes = Some(64 << 30);
+/// assert_eq!(spec.ranks[3].world_size, 4);
+/// # Ok::<(), serde_json::Error>(())
+/// ```
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct LaunchSpec {

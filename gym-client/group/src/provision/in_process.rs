@@ -29,6 +29,29 @@ use crate::usage::process::ProcessUsage;
 /// Starts ranks in this process. They are called in memory, each by its own name.
 ///
 /// The environment variables of a rank are only in [`WorkerEnv::variables`], because a process has a single environment.
+///
+/// ```
+/// use gym_core::transport::InProcess;
+/// use gym_group::prelude::*;
+/// use gym_group::{Group, GroupOptions, InProcessRanks, LaunchSpec, RankPlace, WorkerKind, Workers};
+/// # struct Seeded(String);
+/// # worker! {
+/// #     impl Worker for Seeded as seeded {
+/// #         fn start(env: WorkerEnv, _: ()) -> Result<Self> { Ok(Self(env.variables["SEED"].clone())) }
+/// #         shared async fn seed(&self, _: &CallContext, _: Payload<()>) -> Result<Payload<String>> { Ok(self.0.clone().into()) }
+/// #     }
+/// # }
+///
+/// # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<()> {
+/// let network = InProcess::new();
+/// let ranks = InProcessRanks::new(Workers::new().with("seeded", WorkerKind::of::<Seeded>()), network.clone());
+/// let init = serde_json::value::to_raw_value(&()).expect("a unit is JSON");
+/// let mut spec = LaunchSpec::new("samplers", "seeded", init, vec![RankPlace::on_one_node(0, 1)]);
+/// spec.variables.insert("SEED".to_owned(), "7".to_owned());
+/// let group = Group::start(&CallContext::default(), &ranks, spec, GroupOptions::new(network.into())).await?;
+/// assert_eq!(group.call(seeded::seed, ()).await?.into_values(), ["7"]);
+/// # Ok(()) }
+/// ```
 #[derive(Clone, Debug)]
 pub struct InProcessRanks {
     workers: Workers,

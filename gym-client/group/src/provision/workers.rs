@@ -62,6 +62,29 @@ pub struct WorkerKind {
 }
 
 /// Variables and `init` keys that a worker type derives from a rank's place.
+///
+/// ```
+/// use gym_group::prelude::*;
+/// use gym_group::{RankOverrides, RankPlace, WorkerKind};
+/// # #[derive(serde::Deserialize)]
+/// # struct Settings {
+/// #     seed: u64,
+/// # }
+/// # struct Sampler(u64);
+/// # worker! {
+/// #     impl Worker for Sampler as sampler {
+/// #         fn start(_: WorkerEnv, settings: Settings) -> Result<Self> { Ok(Self(settings.seed)) }
+/// #         shared async fn seed(&self, _: &CallContext, _: Payload<()>) -> Result<Payload<u64>> { Ok(self.0.into()) }
+/// #     }
+/// # }
+///
+/// fn configure(place: &RankPlace) -> RankOverrides {
+///     RankOverrides::default().with_init("seed", 1_000 + place.rank)
+/// }
+///
+/// let kind = WorkerKind::of::<Sampler>().with_configure(configure);
+/// assert_eq!(configure(&RankPlace::on_one_node(3, 8)).init["seed"], 1_003);
+/// ```
 #[derive(Clone, Debug, Default, PartialEq)]
 #[non_exhaustive]
 pub struct RankOverrides {

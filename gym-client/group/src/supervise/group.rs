@@ -29,6 +29,38 @@ const COMMANDS: usize = 8;
 const EXIT_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// A supervised group. Dropping it kills its ranks; [`Group::shutdown`] lets running calls finish.
+///
+/// ```
+/// use std::time::Duration;
+///
+/// use gym_core::transport::InProcess;
+/// use gym_group::prelude::*;
+/// use gym_group::{Group, GroupOptions, InProcessRanks, LaunchSpec, RankPlace, WorkerKind, Workers};
+/// # struct Counter(u64);
+/// # worker! {
+/// #     impl Worker for Counter as counter {
+/// #         fn start(_: WorkerEnv, from: u64) -> Result<Self> { Ok(Self(from)) }
+/// #         exclusive async fn add(&mut self, _: &CallContext, call: Payload<u64>) -> Result<Payload<u64>> {
+/// #             self.0 += call.value;
+/// #             Ok(self.0.into())
+/// #         }
+/// #     }
+/// # }
+///
+/// # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<()> {
+/// let network = InProcess::new();
+/// let ranks = InProcessRanks::new(Workers::new().with("counter", WorkerKind::of::<Counter>()), network.clone());
+/// let init = serde_json::value::to_raw_value(&10).expect("a number is JSON");
+/// let places = (0..2).map(|rank| RankPlace::on_one_node(rank, 2)).collect();
+/// let (cx, spec) = (CallContext::default(), LaunchSpec::new("counters", "counter", init, places));
+/// let group = Group::start(&cx, &ranks, spec, GroupOptions::new(network.into())).await?;
+/// assert_eq!(group.call(counter::add, 5).await?.into_values(), [15, 15]);
+/// // A rank that is killed begins anew.
+/// assert_eq!(group.restart_workers(&cx, [1]).await?, [1]);
+/// assert_eq!(group.call(counter::add, 5).await?.into_values(), [20, 15]);
+/// group.shutdown(Duration::from_secs(1)).await?;
+/// # Ok(()) }
+/// ```
 pub struct Group {
     pub(super) shared: Arc<GroupState>,
     layout: RankLayout,

@@ -20,6 +20,28 @@ use crate::supervise::subset::RankSubset;
 pub const DEFAULT_MAX_RESTARTS: u32 = 3;
 
 /// Options of a group: transports, layout, heartbeats and restarts.
+///
+/// ```
+/// use std::time::Duration;
+///
+/// use gym_client::Transports;
+/// use gym_group::prelude::*;
+/// use gym_group::GroupOptions;
+/// # struct Policy;
+/// # worker! {
+/// #     impl Worker for Policy as policy {
+/// #         fn start(_: WorkerEnv, _: ()) -> Result<Self> { Ok(Self) }
+/// #         exclusive async fn load(&mut self, _: &CallContext, _: Payload<String>) -> Result<Payload<()>> { Ok(().into()) }
+/// #     }
+/// # }
+///
+/// let options = GroupOptions::new(Transports::standard()).restarting(3);
+/// let mut options = options.on_restart(policy::load, "/checkpoints/newest".to_owned());
+/// options.layout = Some(RankLayout::new([("data", 2), ("tensor", 4)])?);
+/// options.stall = Duration::from_secs(1_800); // a step may take as long as that
+/// assert!(options.restart_on_failure);
+/// # Ok::<(), Error>(())
+/// ```
 #[derive(Clone)]
 #[non_exhaustive]
 pub struct GroupOptions {

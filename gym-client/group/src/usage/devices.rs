@@ -9,6 +9,11 @@ use std::path::Path;
 
 /// Returns the GPUs that programs may use, as in `CUDA_VISIBLE_DEVICES`: indices, or the identifiers in that variable. Empty if
 /// there are none.
+///
+/// ```
+/// let gpus = gym_group::visible_gpus();
+/// println!("{} GPUs: {}", gpus.len(), gpus.join(","));
+/// ```
 #[must_use]
 pub fn visible_gpus() -> Vec<String> {
     match std::env::var("CUDA_VISIBLE_DEVICES") {

@@ -12,6 +12,19 @@ use self::OtherPieces::{Lazy, Many, Object};
 use self::Pieces::{One, Other};
 
 /// A rope: text in one or more byte slices, so that a reply can be spliced from parts of the request without a copy.
+///
+/// ```
+/// use bytes::Bytes;
+/// use gym_core::Rope;
+///
+/// let task = Bytes::from_static(br#"{"id": 7}"#);
+/// let mut reply = Rope::from(r#"{"task": "#);
+/// reply.push(task.clone());
+/// reply.push(Bytes::from_static(br#", "reward": 1.0}"#));
+/// assert_eq!(reply.to_bytes(), r#"{"task": {"id": 7}, "reward": 1.0}"#);
+/// // A piece is the memory that it was made of.
+/// assert_eq!(reply.pieces()[1].as_ptr(), task.as_ptr());
+/// ```
 #[derive(Clone, Default)]
 pub struct Rope(Pieces);
 

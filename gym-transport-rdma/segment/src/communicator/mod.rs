@@ -28,6 +28,27 @@ use crate::shared::{SharedBuffer, SharedSpace, Space};
 /// - **Errors.** [`Failure`]. After each but `Rejected`, the contents of the buffer are unspecified, and all ranks get
 ///   [`Failure::Aborted`], or what they noticed themselves. An operation succeeds for all ranks that live, or for none.
 /// - **Dropping** it tells nobody that the rank has left.
+///
+/// ```
+/// use std::sync::Arc;
+/// use std::time::Duration;
+///
+/// use gym_core::group::DType;
+/// use gym_segment::{Segment, SegmentCommunicator, Sizes, deadline_in};
+///
+/// # fn main() -> gym_core::Result<()> {
+/// let segment = Arc::new(Segment::create(2, Sizes::default())?);
+/// let mut ranks = [SegmentCommunicator::join(&segment, 0)?, SegmentCommunicator::join(&segment, 1)?];
+/// let mut memory = [vec![7; 3], vec![0; 3]];
+/// std::thread::scope(|threads| {
+///     for (rank, memory) in ranks.iter_mut().zip(&mut memory) {
+///         let deadline = deadline_in(Duration::from_secs(10));
+///         threads.spawn(move || rank.broadcast(DType::U8, 0, memory, deadline).expect("both ranks call it"));
+///     }
+/// });
+/// assert_eq!(memory, [[7; 3]; 2]);
+/// # Ok(()) }
+/// ```
 pub struct SegmentCommunicator {
     segment: Arc<Segment>,
     position: usize,

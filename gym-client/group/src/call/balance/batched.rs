@@ -23,6 +23,32 @@ use crate::health::{Disposition, FailureOrigin, RetryBudget, RetryBudgets};
 const LOST_WHOLE_MAX: u32 = 2;
 
 /// How [`Balancer::map_batched`] divides a list of items into batches.
+///
+/// ```
+/// use std::sync::Arc;
+///
+/// use gym_core::registry::Balance;
+/// use gym_group::prelude::*;
+/// use gym_group::{Balancer, BatchOptions};
+/// # struct Verifier;
+/// # worker! {
+/// #     impl Worker for Verifier as verifier {
+/// #         fn start(_: WorkerEnv, _: ()) -> Result<Self> { Ok(Self) }
+/// #         shared(idempotent) async fn check(&self, _: &CallContext, call: Payload<Vec<u64>>) -> Result<Payload<Vec<bool>>> {
+/// #             Ok(call.value.iter().map(|answer| answer % 2 == 0).collect::<Vec<_>>().into())
+/// #         }
+/// #     }
+/// # }
+///
+/// # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<()> {
+/// let group = InProcessGroup::start::<Verifier>("verifiers", RankLayout::line(4)?, ()).await?;
+/// let balancer = Balancer::new(Arc::new(group), Balance::LeastPending)?;
+/// let mut options = BatchOptions::default();
+/// options.items_max = 16; // each item is large
+/// let results = balancer.map_batched(&CallContext::default(), verifier::check, vec![1, 2, 3], &options).await;
+/// assert_eq!(results.into_iter().collect::<Result<Vec<_>, _>>()?, [false, true, false]);
+/// # Ok(()) }
+/// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct BatchOptions {

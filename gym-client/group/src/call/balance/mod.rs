@@ -38,6 +38,34 @@ pub use batched::{BatchOptions, ItemError};
 /// ejected, they are called nevertheless.
 ///
 /// A rank whose node is about to be taken away ([`RankView::draining`]) is called only if there is no other.
+///
+/// ```
+/// use std::sync::Arc;
+///
+/// use gym_core::registry::Balance;
+/// use gym_group::Balancer;
+/// use gym_group::health::RetryBudgets;
+/// use gym_group::prelude::*;
+/// # struct Scorer;
+/// # worker! {
+/// #     impl Worker for Scorer as scorer {
+/// #         fn start(_: WorkerEnv, _: ()) -> Result<Self> { Ok(Self) }
+/// #         shared(idempotent) async fn score(&self, _: &CallContext, call: Payload<f32>) -> Result<Payload<f32>> {
+/// #             Ok((call.value * 2.0).into())
+/// #         }
+/// #     }
+/// # }
+///
+/// # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<()> {
+/// let group = InProcessGroup::start::<Scorer>("scorers", RankLayout::line(4)?, ()).await?;
+/// let balancer = Balancer::new(Arc::new(group), Balance::LeastPending)?.again(RetryBudgets::default());
+/// let cx = CallContext::default();
+/// let one = balancer.submit(&cx, scorer::score, 1.5, Batch::empty()).await?;
+/// // At most two calls at each rank.
+/// let list = balancer.map(&cx, scorer::score, vec![1.0, 2.0, 3.0], 2).await?;
+/// assert_eq!((one.value, list), (3.0, vec![2.0, 4.0, 6.0]));
+/// # Ok(()) }
+/// ```
 pub struct Balancer {
     group: Arc<dyn WorkerGroupExt>,
     picker: Picker,

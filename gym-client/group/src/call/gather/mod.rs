@@ -65,6 +65,29 @@ pub(crate) struct Terms {
 }
 
 /// The replies of a group call.
+///
+/// ```
+/// use gym_group::prelude::*;
+/// # struct Filter;
+/// # worker! {
+/// #     impl Worker for Filter as filter {
+/// #         fn start(_: WorkerEnv, _: ()) -> Result<Self> { Ok(Self) }
+/// #         shared(idempotent) async fn first(&self, _: &CallContext, call: Payload<usize>) -> Result<Payload<usize>> {
+/// #             Ok(Payload { value: call.batch.rows(), batch: call.batch.slice(0..call.value)? })
+/// #         }
+/// #     }
+/// # }
+///
+/// # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<()> {
+/// let group = InProcessGroup::start::<Filter>("filters", RankLayout::new([("data", 2)])?, ()).await?;
+/// let batch = Batch::empty().with("reward", Tensor::from_vec([4], vec![1.0_f32, 0.5, 0.0, 0.25])?)?;
+/// // Each rank returns the first row of its shard, and the number of rows that it got.
+/// let gathered = group.call(filter::first, 1).batch(batch).dispatch(Dispatch::shard("data")).await?;
+/// let rewards = gathered.batch()?.column("reward")?.dense()?.view::<f32>()?.to_vec();
+/// assert_eq!(rewards, [1.0, 0.0]);
+/// assert_eq!(gathered.into_values(), [2, 2]);
+/// # Ok(()) }
+/// ```
 #[derive(Clone, Debug)]
 pub struct Gathered<R> {
     replies: SmallVec<[RankReply<R>; 1]>,

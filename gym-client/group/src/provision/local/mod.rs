@@ -58,13 +58,40 @@ const REST: u32 = 4;
 ///
 /// Worker types whose name matches `NRL_NSYS_WORKER_PATTERNS` run under Nsight Systems; see [`ProfilerRequest`]. The variable is
 /// read from the group's variables, or else from this process.
+///
+/// ```no_run
+/// use gym_client::launch::prefixed;
+/// use gym_group::placement::ClusterSpec;
+/// use gym_group::prelude::*;
+/// use gym_group::{Local, LocalOptions, VirtualCluster, WorkerKind, Workers};
+/// # struct Counter(u64);
+/// # worker! {
+/// #     impl Worker for Counter as counter {
+/// #         fn start(_: WorkerEnv, from: u64) -> Result<Self> { Ok(Self(from)) }
+/// #         exclusive async fn add(&mut self, _: &CallContext, call: Payload<u64>) -> Result<Payload<u64>> {
+/// #             self.0 += call.value;
+/// #             Ok(self.0.into())
+/// #         }
+/// #     }
+/// # }
+///
+/// fn main() -> Result<(), Box<dyn std::error::Error>> {
+///     let workers = Workers::new().with("counter", WorkerKind::of::<Counter>());
+///     workers.enter(); // the first line: in a worker process it does not return
+///     let mut options = LocalOptions::default();
+///     options.lines = prefixed(std::fs::File::create("workers.log")?);
+///     let cluster = VirtualCluster::new(ClusterSpec::new([8]), Local::new(workers).with(options))?;
+///     // … the groups of the cluster
+///     Ok(())
+/// }
+/// ```
 #[derive(Clone, Debug)]
 pub struct Local {
     workers: Workers,
     options: LocalOptions,
 }
 
-/// Options of local worker processes.
+/// Options of local worker processes, with an example at [`Local`].
 #[derive(Clone)]
 #[non_exhaustive]
 pub struct LocalOptions {

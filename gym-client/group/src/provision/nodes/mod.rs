@@ -62,11 +62,13 @@ const STRAGGLER_TIMEOUT: Duration = Duration::from_secs(1);
 /// Reserves bundles on the nodes of a cluster, and starts ranks there.
 ///
 /// ```no_run
-/// # use std::sync::Arc; use gym_client::{Transports, registry::RemoteRegistry}; use gym_group::{Nodes, VirtualCluster, placement::ClusterSpec};
-/// # use gym_core::{Endpoint, Result, World};
+/// # use std::{sync::Arc, time::Duration}; use gym_client::{Transports, registry::RemoteRegistry};
+/// # use gym_group::{Nodes, NodesOptions, VirtualCluster, placement::ClusterSpec}; use gym_core::{Endpoint, Result, World};
 /// # fn example(secret: String) -> Result<()> {
 /// let head = RemoteRegistry::new(Endpoint::parse("http://10.0.0.1:11000")?, Transports::standard(), World::real());
-/// let nodes = Nodes::of_cluster(Arc::new(head), Transports::standard(), secret);
+/// let mut options = NodesOptions::default();
+/// options.wait_for_room = Duration::from_secs(600); // nodes may still join
+/// let nodes = Nodes::of_cluster(Arc::new(head), Transports::standard(), secret).with(options);
 /// let cluster = VirtualCluster::new(ClusterSpec::new([8, 8]), nodes)?;
 /// # Ok(()) }
 /// ```
@@ -80,7 +82,7 @@ pub struct Nodes {
     options: NodesOptions,
 }
 
-/// Options of a controller of nodes.
+/// Options of a controller of nodes, with an example at [`Nodes`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct NodesOptions {

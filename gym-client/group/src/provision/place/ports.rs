@@ -17,6 +17,14 @@ use tokio::net::TcpSocket;
 pub(crate) const DRAWS: u32 = 50;
 
 /// A TCP port that stays reserved, and on which a program that sets `SO_REUSEADDR` before `bind` can still listen.
+///
+/// ```
+/// use gym_group::HeldPort;
+///
+/// let held = HeldPort::bind(0)?; // any free port
+/// assert!(HeldPort::bind(held.port()).is_err(), "nobody else gets it");
+/// # Ok::<(), std::io::Error>(())
+/// ```
 #[derive(Debug)]
 pub struct HeldPort {
     // Held only for its binding; dropping it releases the port.

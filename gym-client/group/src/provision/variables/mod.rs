@@ -42,6 +42,17 @@ pub const JOIN_SECRET_VARIABLE: &str = "GYM_JOIN_SECRET";
 const SENT_BYTES_MAX: usize = 1 << 20;
 
 /// Environment variables by name.
+///
+/// ```
+/// use gym_client::Transports;
+/// use gym_group::{GroupOptions, GroupRequest, Variables};
+///
+/// let options = GroupOptions::new(Transports::standard());
+/// let mut request = GroupRequest::new("policy", "policy_worker", &"/models/tiny", options)?;
+/// request.variables = Variables::from([("HF_HOME".to_owned(), "/models".to_owned())]);
+/// assert_eq!(request.variables["HF_HOME"], "/models");
+/// # Ok::<(), gym_core::Error>(())
+/// ```
 pub type Variables = BTreeMap<String, String>;
 
 /// The layers of a rank's environment, lowest first; the rank's own layer comes from its place.
