@@ -341,7 +341,7 @@ def main():
         wait("the head server", lambda: get(f"{url}/livez"))
         for name in ("worker-1", "worker-2"):
             processes.start(name, rgym, "run", "--worker", *config, slow, "--head-url", url, "--name", name, "--metrics-port", 0, "--pull-capacity", 3,
-                            "--heartbeat-interval", 1, "--worker-timeout", 10, **gpus)
+                            "--heartbeat-interval", 1, "--worker-timeout", 10, "--checks", "off", **gpus)
         processes.start("node", on_nodes, "node", "node-1", "--host", "127.0.0.1", **gpus, HEAD_SERVER_URL=url)
         api = start_prometheus(processes, folder, head, pushing)
         serving = lambda: [m for m in json.loads(get(f"{url}/cluster/members")) if m["state"] == "serving"]

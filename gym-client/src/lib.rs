@@ -45,6 +45,7 @@
 //! | [`values`] | large values by reference: put once, fetched once by each node |
 //! | [`transport`] | the transports of a program, and the choice among them |
 //! | `launch` | child processes, such as Python servers (Linux) |
+//! | [`metrics`] | the text of `GET /metrics`, and the metrics of every process |
 //!
 //! [`ServerClient`], [`Session`] and [`CookieJar`] are at the root. To choose among the crates, see [`gym_core`].
 #![cfg_attr(docsrs, feature(doc_cfg))]
@@ -55,6 +56,7 @@ pub mod collect;
 pub mod config;
 #[cfg(target_os = "linux")]
 pub mod launch;
+pub mod metrics;
 pub mod prelude;
 pub mod registry;
 pub mod transport;

@@ -83,7 +83,14 @@ const MODULES: &[(&str, &[&[&str]])] = &[
     ),
     (
         "gym-client",
-        &[&["prelude"], &["collect"], &["work"], &["config", "client", "launch"], &["registry"], &["transport"]],
+        &[
+            &["prelude"],
+            &["collect"],
+            &["work"],
+            &["config", "client", "launch"],
+            &["registry"],
+            &["transport", "metrics"],
+        ],
     ),
     (
         "gym-group",

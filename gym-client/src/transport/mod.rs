@@ -7,7 +7,6 @@
 
 pub mod body;
 mod connectors;
-mod exposition;
 pub(crate) mod inquiry;
 mod metrics;
 mod paths;
@@ -27,10 +26,6 @@ use gym_core::transport::{
 };
 use gym_core::{CallContext, Channel, Code, Endpoint, Error, Handler, Request, Response, Result, Route};
 
-pub use exposition::metrics_response;
-// Hidden, because their signatures and traits have types of prometheus-client, whose next version may break them.
-#[doc(hidden)]
-pub use exposition::{ProcessMetrics, open_metrics};
 #[cfg(feature = "http")]
 pub use gym_transport_http as http;
 #[cfg(feature = "rdma")]

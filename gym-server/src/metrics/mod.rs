@@ -9,7 +9,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use gym_client::collect::CollectProgress;
-use gym_client::transport::{ProcessMetrics, open_metrics};
+use gym_client::metrics::{ProcessMetrics, open_metrics};
 use gym_client::work::WorkPool;
 use gym_core::base::stall::{self, StalledHandler};
 use gym_core::registry::AffinityCounts;

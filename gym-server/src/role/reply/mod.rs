@@ -4,7 +4,7 @@ pub(crate) mod aggregate;
 pub(crate) mod health;
 pub(crate) mod runs;
 
-use gym_client::transport::metrics_response;
+use gym_client::metrics::metrics_response;
 use gym_core::server::{ValidationProblem, unprocessable};
 use gym_core::{CallContext, Code, Error, Execution, Message, ModelResponse, RawObject, Response, Status};
 use serde_json::{Value, json};

@@ -19,7 +19,9 @@ use prometheus_client::registry::{Registry, Unit};
 const OPEN_METRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 const PROMETHEUS: &str = "text/plain; version=0.0.4; charset=utf-8";
 
+// Hidden, because its signature has a type of prometheus-client, whose next version may break it.
 /// Returns the text of the metrics in the format of OpenMetrics.
+#[doc(hidden)]
 #[must_use]
 pub fn open_metrics(registry: &Registry) -> String {
     let mut text = String::new();
@@ -84,7 +86,9 @@ fn without_exemplar(sample: &str) -> &str {
     sample
 }
 
-/// CPU time, memory and start of this process, read at each output.
+// Hidden as `open_metrics` is: it implements a trait of prometheus-client.
+/// CPU time and memory of this process, read at each output.
+#[doc(hidden)]
 #[derive(Debug)]
 pub struct ProcessMetrics;
 
