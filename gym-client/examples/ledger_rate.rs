@@ -52,7 +52,7 @@ fn row(number: u32, padding: &str) -> RawObject {
     RawObject::parse(text).expect("an object")
 }
 
-/// What the machine takes for the same bytes without a ledger: making the rows, and writing them 100 to a sync.
+/// The time that the machine takes for the same bytes without a ledger: making the rows, and writing them 100 to a sync.
 fn floor(output: &std::path::Path, rows: u32, bytes: usize) -> AnyResult {
     let padding = "x".repeat(bytes.saturating_sub(80));
     let cpu = processor_time()?;

@@ -1,4 +1,4 @@
-//! What programs that call servers are written with: `use gym_client::prelude::*`.
+//! The names with which programs that call servers are written: `use gym_client::prelude::*`.
 
 pub use crate::client::{CallOptions, ServerClient, Session};
 pub use crate::collect::{CollectOptions, ExistingOutput, Rollout, RolloutCollector, RolloutError, Rollouts};

@@ -28,7 +28,7 @@ impl EndpointUrl {
     /// Parses a URL and drops its fragment.
     ///
     /// # Errors
-    /// What is wrong with the text, without its credentials.
+    /// The problem of the text, without its credentials.
     pub fn parse(text: &str) -> Result<Self, String> {
         // A string that cannot be parsed may contain a password.
         let shown = if text.contains('@') { "the value" } else { text };

@@ -33,7 +33,7 @@ const JITTER: f64 = 0.5;
 /// Checks the servers of a member, before it serves.
 pub type HealthCheck = Arc<dyn Fn() -> BoxFuture<'static, Result<()>> + Send + Sync>;
 
-/// What a member does besides its heartbeats.
+/// The options of a member besides those of its heartbeats.
 #[non_exhaustive]
 pub struct MemberOptions {
     /// The time for which an unreachable head server is tried at the start. Default: 5 minutes.

@@ -12,7 +12,7 @@ const ROSTER_TIMEOUT: Duration = Duration::from_secs(20);
 /// Time between two attempts while the head server does not respond.
 const RETRY_INTERVAL: Duration = Duration::from_millis(200);
 
-/// What a follower of a roster learns.
+/// The news for a follower of a roster.
 pub(crate) enum RosterNews<'a> {
     /// Changes since a version; `None` for the first.
     Update(&'a RosterUpdate, Option<RosterVersion>),

@@ -34,7 +34,7 @@ pub(super) struct PollBody {
     /// Servers that the worker serves; without it, all.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) servers: Option<Vec<String>>,
-    /// What the worker has finished. The bodies are the segments, in this order.
+    /// The finished work. The bodies are the segments, in this order.
     #[serde(default)]
     pub(super) done: Vec<DoneBody>,
     /// The worker ends: it holds nothing and polls no more.

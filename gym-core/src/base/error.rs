@@ -110,7 +110,7 @@ pub struct ErrorLink {
     /// The operation and its target, such as `POST math/verify`; empty if the error names none.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub subject: String,
-    /// What failed, without the subject and the cause; empty if the cause tells.
+    /// The failure, without the subject and the cause; empty if the cause tells.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub message: String,
 }

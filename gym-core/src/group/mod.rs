@@ -1,4 +1,4 @@
-//! What a worker is written with: its methods, its host, batches, the layout of ranks; and the view of a group that hosts and groups share.
+//! The parts of which a worker is written: its methods, its host, batches, the layout of ranks; and the view of a group that hosts and groups share.
 //!
 //! The crate `gym-group` has the controller side: typed calls to the ranks of a group, clusters, supervision, training.
 //!

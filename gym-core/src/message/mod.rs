@@ -20,7 +20,9 @@ pub use context::{
 #[doc(hidden)]
 pub use failure::{FAILURE_METADATA, readable, shorten};
 pub use failure::{read as read_failure, write as write_failure};
-pub use json::{Edit, JsonError, JsonFields, RawObject, Rope, push_json_string};
+pub use json::{
+    Edit, FieldEdit, JsonError, JsonFields, RawObject, Rope, json_string, json_string_length, push_json_string,
+};
 pub use loan::{Lender, Loan};
 pub use metadata::Metadata;
 pub use request::{PeerInfo, Request, Route, Verb};

@@ -188,7 +188,7 @@ pub struct MemberSpec {
     /// Its servers.
     #[serde(default)]
     pub servers: Vec<MemberServer>,
-    /// What it offers to worker groups, if it runs a node agent.
+    /// Its offer to worker groups, if it runs a node agent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub node: Option<MemberNode>,
     /// The settings that must be the same on all members, if it has libraries with such settings.
@@ -293,7 +293,7 @@ pub struct JoinedMember {
     /// The numbers of the replicas, in the order of the servers.
     #[serde(rename = "ranks")]
     pub replicas: Vec<u32>,
-    /// What a person should know about this member, for example that its clock differs.
+    /// Facts about this member that a person should know, for example that its clock differs.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub warnings: Vec<String>,
 }
@@ -368,7 +368,7 @@ impl fmt::Display for MemberState {
 /// A member, as a roster lists it.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Member {
-    /// What the member said when it joined.
+    /// The specification with which the member joined.
     #[serde(flatten)]
     pub spec: MemberSpec,
     /// Its state.

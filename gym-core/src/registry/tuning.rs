@@ -63,7 +63,7 @@ impl MemberTuning {
 pub struct TuningDifference {
     /// The setting.
     pub setting: String,
-    /// What differs, on which members, for people.
+    /// The differences, with their members, for people.
     pub text: String,
     /// Whether the last of the members has a value that none of the others has.
     pub is_new: bool,

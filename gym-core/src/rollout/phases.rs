@@ -1,4 +1,4 @@
-//! What the time of an episode went into.
+//! The phases of an episode, with their time.
 
 use std::fmt;
 use std::time::Duration;
@@ -52,7 +52,7 @@ impl Phase {
 /// One call of an episode.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PhaseSpan {
-    /// What the call was for.
+    /// The purpose of the call.
     pub phase: Phase,
     /// Microseconds from the begin of the episode to the call.
     pub start_us: u64,
@@ -70,7 +70,7 @@ pub struct PhaseSpan {
 pub struct Phases {
     text: String,
     spans: usize,
-    /// What is not in the text.
+    /// The spans that are not in the text.
     later: Vec<PhaseSpan>,
 }
 

@@ -4,7 +4,7 @@
 //! Python servers has seen exactly these messages. They are those of FastAPI and pydantic in lax mode, where `"5"`, `5.0` and
 //! `true` are integers.
 
-use crate::message::{RawObject, Response};
+use crate::message::{RawObject, Response, json_string, json_string_length};
 use crate::server::ValidationProblem;
 use serde_json::value::RawValue;
 use serde_json::{Value, json};
@@ -69,7 +69,7 @@ impl<'a> Arguments<'a> {
 
     /// Returns an argument. If it is missing or has another type, records the problem and returns `None`.
     pub fn take<T: Argument>(&mut self, name: &str) -> Option<T> {
-        self.errors.location.push(quote(name));
+        self.errors.location.push(json_string(name));
         let value = match self.body.get(name) {
             Some(text) => T::read(str::from_utf8(&text).unwrap_or_default(), &mut self.errors),
             None => T::if_missing().or_else(|| {
@@ -314,17 +314,13 @@ fn integer_in_string(text: &str) -> Option<i128> {
     grouped.then(|| whole.replace('_', "").parse().ok()).flatten()
 }
 
-fn quote(text: &str) -> String {
-    serde_json::to_string(text).unwrap_or_default()
-}
-
 /// Returns JSON text as Python's `json` writes it after parsing: no whitespace, exact integers, floats by their `repr`.
 fn as_python_writes(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
     let mut rest = text;
     while let Some(first) = rest.chars().next() {
         let length = match first {
-            '"' => string_length(rest),
+            '"' => json_string_length(rest),
             '-' | '0'..='9' => {
                 rest.find(|c: char| !matches!(c, '0'..='9' | '.' | 'e' | 'E' | '+' | '-')).unwrap_or(rest.len())
             }
@@ -333,9 +329,9 @@ fn as_python_writes(text: &str) -> String {
         let (token, after) = rest.split_at(length);
         match first {
             // A lone surrogate has no UTF-8 form; its escape is kept unchanged.
-            '"' => {
-                out.push_str(&serde_json::from_str::<String>(token).map_or_else(|_| token.to_owned(), |s| quote(&s)))
-            }
+            '"' => out.push_str(
+                &serde_json::from_str::<String>(token).map_or_else(|_| token.to_owned(), |s| json_string(&s)),
+            ),
             '-' | '0'..='9' => out.push_str(&number_as_python_writes(token)),
             ' ' | '\t' | '\n' | '\r' => {}
             _ => out.push(first),
@@ -343,19 +339,6 @@ fn as_python_writes(text: &str) -> String {
         rest = after;
     }
     out
-}
-
-fn string_length(text: &str) -> usize {
-    let mut escaped = false;
-    for (at, byte) in text.bytes().enumerate().skip(1) {
-        match byte {
-            _ if escaped => escaped = false,
-            b'\\' => escaped = true,
-            b'"' => return at + 1,
-            _ => {}
-        }
-    }
-    text.len()
 }
 
 /// Returns the shortest digits that parse to the same number. If two are equally short and near, returns the even one. Numbers

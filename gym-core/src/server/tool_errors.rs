@@ -17,7 +17,7 @@ const NO_CONTENT: u16 = 204;
 /// The start of the message of an unknown tool, which gets the body of FastAPI's 404.
 pub(super) const UNKNOWN_TOOL: &str = "there is no tool `";
 
-/// What an agent does with the errors of tools: the key `tool_errors` of its block.
+/// An agent's treatment of the errors of tools: the key `tool_errors` of its block.
 ///
 /// Errors that the model caused always go to the model: an unknown tool, wrong arguments, and the codes `NotFound`, `InvalidArgument`
 /// and `FailedPrecondition` (in other languages the status 404, 412, 422 and most other 4xx). A lost session always fails the attempt.

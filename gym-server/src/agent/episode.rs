@@ -37,7 +37,7 @@ const ROUTE_SHOWN_BYTES: usize = 120;
 /// Turns of a loop from which the error of a deadline names them: the loop may have no end.
 const LONG_LOOP_TURNS: u32 = 16;
 
-/// What ends a long loop of an agent that calls [`Episode`] itself.
+/// The limit that ends a long loop of an agent that calls [`Episode`] itself.
 const LIMIT_IN_CODE: &str = "limit the turns in the code of the agent";
 
 /// The deadline of a request that closes a session. It is long enough for a busy server, and short enough that requests to an

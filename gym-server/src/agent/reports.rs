@@ -1,4 +1,4 @@
-//! What model servers report about the turns of an episode, as one list: a response has only the report of its own turn.
+//! The reports of model servers about the turns of an episode, as one list: a response has only the report of its own turn.
 
 use bytes::Bytes;
 use gym_core::rollout::TURNS_KEY;

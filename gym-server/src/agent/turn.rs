@@ -405,7 +405,7 @@ impl<'de> Deserialize<'de> for Count {
     }
 }
 
-/// What a value is. All of it is read: what a parser of all values rejects is an error, such as a lone surrogate or too many nested lists.
+/// The kind of a value. All of the value is read: what a parser of all values rejects is an error, such as a lone surrogate or too many nested lists.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kind {
     Null,
@@ -433,7 +433,7 @@ impl Word {
     }
 }
 
-/// What is kept of a value.
+/// The part of a value that is kept.
 trait Kept {
     fn of_text(text: &str) -> Self;
     fn of(kind: Kind) -> Self;

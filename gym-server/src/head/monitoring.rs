@@ -1,4 +1,4 @@
-//! What the head server tells Prometheus: the state of the cluster, and the processes that have metrics.
+//! The report of the head server to Prometheus: the state of the cluster, and the processes that have metrics.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;

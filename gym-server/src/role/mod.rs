@@ -65,7 +65,7 @@ pub struct ServerContext {
     pub metrics: Metrics,
     /// The transports that the implementation calls other servers with; `/health` reports their peers. `None` if it calls none.
     pub transports: Option<Transports>,
-    /// What the calls of the implementation wait for, which `/health` reports. `None` if it calls no server by name.
+    /// The waits of the implementation's calls, which `/health` reports. `None` if it calls no server by name.
     pub awaited: Option<AwaitedServers>,
     /// The incarnation of the instance: requests for another one are rejected, and responses carry it.
     pub incarnation: Option<Incarnation>,

@@ -328,8 +328,8 @@ impl Stack {
                     )));
                 }
                 None if instance.entrypoint.is_some() => {
-                    let host = if is_unspecified(&instance.host) { &self.own_host } else { &instance.host };
-                    python_instances.push((instance.clone(), host.clone()));
+                    let host = self.reachable_host(&instance.host).unwrap_or(&instance.host).clone();
+                    python_instances.push((instance.clone(), host));
                 }
                 None => return Err(unknown_implementation(instance, servers)),
             }
@@ -369,9 +369,7 @@ impl Stack {
         // Over HTTP only, regardless of the policy: clients find all other servers through the head server.
         let http = HttpBackend::new(options.http.clone(), Default::default());
         let mut place = ListenOptions::default().at(config.head.host.clone(), config.head.port);
-        if is_unspecified(&config.head.host) {
-            place = place.advertised_as(self.own_host.clone());
-        }
+        place.advertise = self.reachable_host(&config.head.host).cloned();
         let listened = Transports::new().with(http).listen(place, handler, &[HTTP]).await;
         let (listener, handler) = match listened {
             Ok(listened) => listened,
@@ -399,6 +397,11 @@ impl Stack {
         Ok(())
     }
 
+    /// Returns the host at which others reach a server that binds all addresses; `None` for another `host`.
+    fn reachable_host(&self, host: &str) -> Option<&String> {
+        is_unspecified(host).then_some(&self.own_host)
+    }
+
     /// Returns the configuration of Python servers, which find other servers only by the addresses in it: those that live elsewhere,
     /// and those of this process.
     async fn python_configuration(&self, config: &GymConfig, python: &[(InstanceConfig, String)]) -> String {
@@ -422,12 +425,10 @@ impl Stack {
         local: bool,
         options: &StackOptions,
     ) -> Result<()> {
-        let stage = &mut self.stages[stage_of(instance.kind)];
         let mut place = if local { ListenOptions::named(&instance.name) } else { ListenOptions::default() };
-        let own = is_unspecified(&instance.host).then_some(&self.own_host);
-        if let Some(told) = self.advertised.as_ref().or(own).filter(|_| !options.in_process) {
-            place = place.advertised_as(told.clone());
-        }
+        let advertised = self.advertised.as_ref().or_else(|| self.reachable_host(&instance.host));
+        place.advertise = advertised.filter(|_| !options.in_process).cloned();
+        let stage = &mut self.stages[stage_of(instance.kind)];
         let mut port = instance.port.unwrap_or(0);
         let needed = if options.in_process { [].as_slice() } else { [HTTP].as_slice() };
         let last = if instance.port_chosen && port != 0 { port.saturating_add(PORTS_TRIED) } else { port };

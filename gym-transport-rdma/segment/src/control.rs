@@ -27,11 +27,11 @@ pub(crate) struct Control {
     pub(crate) layout: Layout,
 }
 
-/// What a rank calls; `None` if it cannot be read.
+/// The call of a rank; `None` if it cannot be read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Announced {
     pub(crate) call: Option<Call>,
-    /// What else the operation tells. The barrier and the abort do not look at it.
+    /// Further facts about the operation. The barrier and the abort do not look at it.
     pub(crate) detail: u64,
 }
 

@@ -22,11 +22,11 @@ pub enum Failure {
     Differs {
         /// The position of this rank.
         position: usize,
-        /// What this rank calls.
+        /// The call of this rank.
         own: Call,
         /// The position of the other rank, the lowest one that differs.
         other_position: usize,
-        /// What the other rank calls; `None` if it is no call of this version.
+        /// The call of the other rank; `None` if it is no call of this version.
         other: Option<Call>,
     },
     /// The kernel does not let the rank wait.

@@ -113,7 +113,7 @@ impl Layout {
         self.rank_line(position) + 8
     }
 
-    /// What a rank calls, in one half: three 64-bit words.
+    /// The call of a rank, in one half: three 64-bit words.
     pub(crate) fn call(&self, position: usize, half: Half) -> usize {
         self.rank_line(position) + LINE + 24 * half.index()
     }

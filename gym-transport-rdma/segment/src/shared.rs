@@ -163,7 +163,7 @@ impl fmt::Debug for SharedBuffer {
     }
 }
 
-/// What is free of the space of a rank, in whole pages.
+/// The free space of a rank, in whole pages.
 #[derive(Debug)]
 pub(crate) struct Space {
     total: usize,

@@ -1,6 +1,6 @@
 //! A folder that holds a machine: the root of a container, or a machine that a test has written.
 //!
-//! What no file of the kernel tells is in files of the folder's own: `recorded/addresses.json` has the addresses of the interfaces, because programs ask for them
+//! Facts that no file of the kernel tells are in files of the folder's own: `recorded/addresses.json` has the addresses of the interfaces, because programs ask for them
 //! by netlink. `proc/self/environ` has the variables.
 
 use std::collections::BTreeMap;

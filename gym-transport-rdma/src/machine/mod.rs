@@ -93,7 +93,7 @@ pub struct Library {
     pub version: Option<String>,
 }
 
-/// What libraries said of themselves when they were loaded, which only the live machine does.
+/// The answers of libraries about themselves when they were loaded, which only the live machine does.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Loaded {
     /// The version of NCCL, or why it cannot be loaded; `None` if it was not loaded.
@@ -107,11 +107,11 @@ pub struct Loaded {
 pub struct Space {
     /// The size of the file system.
     pub total: u64,
-    /// What an unprivileged user may still write.
+    /// The bytes that an unprivileged user may still write.
     pub free: u64,
 }
 
-/// What checks look at.
+/// A machine, as checks look at it.
 pub trait Machine: fmt::Debug {
     /// Returns the contents of a text file, untrimmed, with U+FFFD for what is not UTF-8.
     fn text(&self, path: &str) -> Answer<String>;

@@ -55,7 +55,7 @@ impl RawConfig {
 }
 
 functions! {
-    /// What communicators call.
+    /// The functions that communicators call.
     CommunicatorFunctions {
         get_last_error: "ncclGetLastError"(RawComm) -> *const c_char;
         init: "ncclCommInitRankConfig"(*mut RawComm, c_int, RawId, c_int, *mut RawConfig) -> NcclResult;

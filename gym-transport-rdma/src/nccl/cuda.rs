@@ -200,7 +200,7 @@ pub struct CudaMemory {
     address: Address,
     bytes: usize,
     device: CudaDevice,
-    /// What keeps the memory of another library; `None` if the memory is freed with this value.
+    /// The owner of another library's memory; `None` if the memory is freed with this value.
     owner: Option<Box<dyn Any + Send + Sync>>,
 }
 

@@ -58,7 +58,7 @@ impl Run {
     }
 }
 
-/// What happens when a communicator fails by itself.
+/// The function that is called when a communicator fails by itself.
 pub(super) type OnFailure = Box<dyn Fn(Error) + Send>;
 
 pub(super) enum Command {

@@ -94,7 +94,7 @@ impl Library {
     /// Loads the first library that `read` accepts. A location that was set is the only one.
     ///
     /// # Errors
-    /// What was wrong with each location.
+    /// The problem of each location.
     pub(super) fn load<T>(
         kind: &Kind,
         options: &LoadOptions,
@@ -199,7 +199,7 @@ macro_rules! functions {
 pub(super) use functions;
 
 functions! {
-    /// What needs no communicator.
+    /// The functions that need no communicator.
     Functions {
         get_version: "ncclGetVersion"(*mut c_int) -> NcclResult;
         get_error_string: "ncclGetErrorString"(NcclResult) -> *const c_char;
@@ -208,7 +208,7 @@ functions! {
 }
 
 functions! {
-    /// What CUDA's driver tells without a GPU.
+    /// The answers of CUDA's driver without a GPU.
     DriverFunctions {
         version: "cuDriverGetVersion"(*mut c_int) -> c_int;
     }

@@ -1,4 +1,4 @@
-//! What the checks ask a machine, in the forms that they need.
+//! The questions of the checks to a machine, in the forms that they need.
 
 use std::cell::RefCell;
 

@@ -85,7 +85,7 @@ pub struct Finding {
     pub found: String,
     /// Steps to fix the problem; `None` if there is none.
     pub fix: Option<String>,
-    /// What decided, if it was a rule about settings and machines: where a setting comes from, or a file. Otherwise empty:
+    /// The source of the decision, if it was a rule about settings and machines: where a setting comes from, or a file. Otherwise empty:
     /// see [`Topic::source`].
     pub because: String,
     /// Whether RDMA cannot be used because of it. A fault of one port is none as long as another port is usable.

@@ -16,7 +16,7 @@ use crate::tuning::host::{Host, Port};
 use crate::tuning::rules::limits::{Node, Pinning};
 use crate::tuning::rules::{Chosen, cards, chosen, fabric, limits, rows, ucx};
 
-/// What RDMA is used by, for a text.
+/// The ports and the library that RDMA uses, for a text.
 pub(crate) struct Usable {
     /// The usable ports, or else the active ones.
     pub(crate) ports: String,

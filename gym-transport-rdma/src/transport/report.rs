@@ -24,7 +24,7 @@ pub struct UcxReport {
     pub signals_restored: Vec<i32>,
     /// Functions of libc that UCX patched in memory.
     pub patched: Vec<String>,
-    /// What UCX warned of, in its words, such as a variable that it does not know.
+    /// The warnings of UCX, in its words, such as a variable that it does not know.
     #[serde(default)]
     pub warnings: Vec<String>,
 }

@@ -1,4 +1,4 @@
-//! What a check of settings has found.
+//! The findings of a check of settings.
 
 use std::fmt;
 
@@ -28,7 +28,7 @@ impl Severity {
     }
 }
 
-/// What a check has found: the fact, and the way to mend it.
+/// A finding of a check: the fact, and the way to mend it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct Finding {
@@ -38,9 +38,9 @@ pub struct Finding {
     pub severity: Severity,
     /// The fact.
     pub found: String,
-    /// What to do. Empty for [`Severity::Ok`].
+    /// The fix. Empty for [`Severity::Ok`].
     pub fix: String,
-    /// What decided: where the setting comes from, the file of the machine, or the source of the rule.
+    /// The source of the decision: where the setting comes from, the file of the machine, or the source of the rule.
     pub because: String,
 }
 

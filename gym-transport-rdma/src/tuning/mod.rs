@@ -61,7 +61,7 @@ pub struct Unreadable {
     pub value: String,
     /// Where the value comes from, such as `set in the environment`, or `/etc/ucx/ucx.conf:3`.
     pub origin: String,
-    /// What to do.
+    /// The fix.
     pub fix: String,
 }
 
@@ -99,7 +99,7 @@ pub struct Explained {
     pub value: String,
     /// Where the value comes from: `the environment`, or `/etc/nccl.conf:3`.
     pub from: String,
-    /// What other sources say, and are not heard, in their order.
+    /// The values of other sources, which are not heard, in their order.
     pub hides: Vec<(String, String)>,
 }
 

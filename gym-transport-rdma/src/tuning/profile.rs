@@ -9,7 +9,7 @@ const NCCL_FINDS_ROW: Version = Version(2, 21, 0);
 /// Queue pairs on a bond, so that both of its links carry data.
 const QUEUE_PAIRS_ON_BOND: &str = "4";
 
-/// What a machine does not tell of its fabric. The default takes what the driver says.
+/// Facts about its fabric that a machine does not tell. The default takes what the driver says.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Fabric {
@@ -47,7 +47,7 @@ impl Fabric {
 pub struct Profile {
     /// Names and values, those of NCCL first.
     pub variables: Vec<(&'static str, String)>,
-    /// What a person has to know of them.
+    /// Facts about them that a person has to know.
     pub notes: Vec<String>,
 }
 

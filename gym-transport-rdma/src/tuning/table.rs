@@ -33,13 +33,13 @@ pub struct Variable {
     pub name: &'static str,
     /// How it is written.
     pub kind: Kind,
-    /// What holds if it is unset.
+    /// The default.
     pub default: &'static str,
     /// The first version that reads it; empty if every supported one does.
     pub since: &'static str,
     /// Whether it must be the same on all nodes.
     pub same_everywhere: bool,
-    /// What it does.
+    /// The effect.
     pub text: &'static str,
 }
 

@@ -1,6 +1,6 @@
 //! Which variables of a driver vLLM copies to its Ray workers, by version. Read in `vllm/ray/ray_env.py` and `vllm/envs.py` of the published versions.
 
-/// What vLLM copies from its driver to its Ray workers, beginning with a version.
+/// The variables that vLLM copies from its driver to its Ray workers, beginning with a version.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct CopiedVariables {

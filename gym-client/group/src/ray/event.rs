@@ -1,4 +1,4 @@
-//! What the driver of a job reports, and what it adds up to. Uses no clock and no sockets.
+//! The reports of a job's driver, and their sum. Uses no clock and no sockets.
 
 use std::fmt::Write as _;
 
@@ -77,7 +77,7 @@ pub(super) struct RunState {
     seen: u64,
     /// The node on which the driver runs, once it is connected.
     pub(super) driver: Option<String>,
-    /// What Ray says about the job while it has not started its driver.
+    /// Ray's message about the job while it has not started its driver.
     pub(super) pending: Option<PendingJob>,
     /// The number of the attempt to place the bundles, while they wait for room.
     pub(super) waiting: Option<u32>,

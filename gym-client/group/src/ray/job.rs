@@ -31,7 +31,7 @@ const INTERPRETER: &str = "raylet=$(awk '/^PPid:/ { print $2 }' /proc/$PPID/stat
     python=$(tr '\\0' '\\n' < /proc/$raylet/cmdline | sed -n 's/^--python_worker_command=\\([^ ]*\\) .*/\\1/p'); \
     [ -x \"$python\" ] || python=$(command -v python || command -v python3); exec \"$python\"";
 
-/// What the driver is given.
+/// The input of the driver.
 #[derive(Serialize)]
 struct ShimSpec<'a> {
     run: &'a str,
@@ -56,7 +56,7 @@ struct ShimSpec<'a> {
     max_restarts: u32,
 }
 
-/// What a driver that is a child of this program is given in addition.
+/// The additional input of a driver that is a child of this program.
 #[derive(Serialize)]
 struct ChildFields<'a> {
     address: &'a str,
@@ -65,7 +65,7 @@ struct ChildFields<'a> {
     working_dir: Option<&'a str>,
 }
 
-/// What each attempt of a job has in common.
+/// The common part of all attempts of a job.
 #[derive(Debug)]
 pub(super) struct JobTemplate {
     pub(super) dashboard: Arc<RayDashboard>,

@@ -322,7 +322,7 @@ impl HeadPorts {
     }
 }
 
-/// What each program says whose port another one has (`EADDRINUSE`).
+/// The message of each program whose port another one has (`EADDRINUSE`).
 const IN_USE: &str = "ddress already in use";
 
 /// Returns `true` if no program listens on this port of this machine. Does not listen itself, not even for a moment: a head that starts now could not.

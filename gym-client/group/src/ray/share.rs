@@ -10,7 +10,7 @@ use crate::ray::RayNode;
 
 /// CPUs of a share whose ranks count none: Ray requires some resource.
 const SOME_CPU: f64 = 0.01;
-/// What a share takes of the resource that announces its domain: each node of the domain has 1.
+/// The part that a share takes of the resource that announces its domain: each node of the domain has 1.
 const SOME_DOMAIN: f64 = 0.001;
 /// A node announces its NVLink domain by a custom resource with this prefix, as NeMo RL's clusters do, or by the label [`DOMAIN_LABEL`].
 const DOMAIN_RESOURCE: &str = "nvlink_domain_";
@@ -18,7 +18,7 @@ const DOMAIN_LABEL: &str = "nvlink_domain";
 /// The resource or label with the position of a node among all, from 1.
 const RANK_NAME: &str = "topo_rank";
 
-/// What is requested from Ray.
+/// The request to Ray.
 #[derive(Debug, PartialEq)]
 pub(super) struct SharePlan {
     /// The resources of each share.

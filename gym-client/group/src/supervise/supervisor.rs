@@ -134,7 +134,7 @@ impl GroupStop {
     }
 }
 
-/// What the supervisor's task has to do next.
+/// The next step of the supervisor's task.
 enum Turn {
     Event(RankEvent),
     Done(std::result::Result<JobResult, tokio::task::JoinError>),

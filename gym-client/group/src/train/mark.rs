@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use gym_core::group::{Rank, Tensor};
 use serde::{Deserialize, Serialize};
 
-/// What a rank answers about its parameters after a step of training. A collective operation that fails may have ended on some ranks, so that they have
+/// The answer of a rank about its parameters after a step of training. A collective operation that fails may have ended on some ranks, so that they have
 /// taken a step which others have not.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct StepMark {

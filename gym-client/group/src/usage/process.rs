@@ -32,7 +32,7 @@ pub struct ProcessUsage {
     pub gpu_memory_bytes: Option<u64>,
 }
 
-/// What was read of the processes of one worker at one moment.
+/// One reading of the processes of one worker.
 #[derive(Debug)]
 pub(crate) struct ProcessSample {
     members: BTreeSet<i32>,

@@ -148,7 +148,7 @@ impl Loaded {
     }
 }
 
-/// What this process knows of a value.
+/// This process's knowledge of a value.
 #[derive(Debug, Default)]
 struct SlotState {
     loaded: Option<Loaded>,

@@ -65,9 +65,9 @@ pub struct CollectOptions {
     pub input: PathBuf,
     /// The file for the rollouts. The other files are written to the same directory; see [`OutputFiles`].
     pub output: PathBuf,
-    /// What happens if files of `output` exist. Default: [`ExistingOutput::Reject`].
+    /// The behavior if files of `output` exist. Default: [`ExistingOutput::Reject`].
     pub existing: ExistingOutput,
-    /// What happens if a resumed collection has other settings of its servers than those that made the recorded rewards. Default:
+    /// The behavior if a resumed collection has other settings of its servers than those that made the recorded rewards. Default:
     /// [`ChangedSettings::Reject`].
     pub changed_settings: ChangedSettings,
     /// Settings that turn input rows into rollouts. Default: one rollout per row; see [`MaterializeOptions::new`].

@@ -1,4 +1,4 @@
-//! What follows a collection while it runs: a file of events, a TensorBoard file, and a monitor.
+//! The observers of a running collection: a file of events, a TensorBoard file, and a monitor.
 
 use std::path::Path;
 use std::sync::Arc;

@@ -20,7 +20,7 @@ const LINKS_MAX: usize = 40;
 /// Characters of a part of a name from which another letter in it is a typing mistake, and not another run.
 const PART_CHARS_MIN: usize = 3;
 
-/// What a collection does if its output exists.
+/// The behavior of a collection if its output exists.
 ///
 /// ```
 /// use gym_client::collect::ExistingOutput;

@@ -9,6 +9,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::hash::Hasher;
 use std::io::{BufRead, Seek, SeekFrom, Write};
 
+use gym_core::message::json_string;
 use gym_core::rollout::metrics::{JsonFields, ROLLOUT_INDEX, TASK_INDEX, is_truthy};
 
 use crate::collect::input::error::InputError;
@@ -16,7 +17,6 @@ use crate::collect::input::options::{DEFAULT_KEY, MaterializeOptions, Repeats, R
 use crate::collect::input::prompt::PromptTemplate;
 use crate::collect::input::python::{PythonValue, dumps};
 use crate::collect::input::rows::{AGENT_REF, ENVIRONMENT_SERVER, RowKey, agent_name, parse_row, text_member};
-use crate::collect::input::splice::{MemberEdits, json_string};
 use crate::config::nearest_name;
 
 const PARAMS: &str = "responses_create_params";
@@ -188,8 +188,7 @@ impl<N: AgentNames> Materializer<N> {
     /// Computes the properties that all copies of a row share; `None` if no rule assigns the row to a target.
     fn prepare<'a>(&self, lines: &'a InputLines<'_>) -> Result<Option<PreparedRow<'a>>, InputError> {
         let fail = |problem: String| lines.fail(problem);
-        let text = lines.row()?;
-        let members = parse_row(text).map_err(fail)?;
+        let members = parse_row(lines.row()?).map_err(fail)?;
         let task_source = text_member(&members, TASK_SOURCE)
             .map_err(|()| fail("task_source is not a string; set it to the name of the dataset's server".to_owned()))?;
         let named = agent_name(&members).map_err(fail)?;
@@ -232,7 +231,6 @@ impl<N: AgentNames> Materializer<N> {
             index.map_err(|_| fail(format!("{TASK_INDEX} is {raw}; expected {bounds}, or leave it out")))
         });
         Ok(Some(PreparedRow {
-            text,
             task_index: task_index.transpose()?,
             members,
             taskset,
@@ -284,15 +282,15 @@ impl<N: AgentNames> Materializer<N> {
             return Err(format!("{refused} cannot be applied to a row with task_id and task_input; remove the option"));
         }
         let text = filled.as_deref().or_else(|| row.get(PARAMS)).ok_or_else(|| without_params(row))?;
-        let members = object(text, PARAMS)?;
+        let params = object(text, PARAMS)?;
         if self.overrides.is_empty() {
             return Ok(filled);
         }
-        let mut edits = MemberEdits::default();
+        let mut edit = params.edit();
         for (key, value) in &self.overrides {
-            edits.set(key, value);
+            edit.set(key, value);
         }
-        Ok(Some(edits.applied(text, &members)))
+        Ok(Some(edit.to_text()))
     }
 
     /// Appends the line of one copy to `out` and returns its target.
@@ -309,37 +307,37 @@ impl<N: AgentNames> Materializer<N> {
         let (task, rollout_text) = (task.to_string(), rollout.to_string());
         let server = row.environment_server.as_deref().map(json_string);
         let mut agent = row.agent.clone();
-        let mut edits = MemberEdits::default();
+        let mut edit = row.members.edit();
         // In the order in which NeMo Gym sets the keys, because the order decides where new keys are inserted.
         if let (Some(_), Some(params)) = (&self.options.prompt, &row.params) {
-            edits.set(PARAMS, params);
+            edit.set(PARAMS, params);
         }
         if let Some(agent_ref) = &row.agent_ref {
-            edits.set(AGENT_REF, agent_ref);
+            edit.set(AGENT_REF, agent_ref);
         }
         if let Some(params) = &row.params {
-            edits.set(PARAMS, params);
+            edit.set(PARAMS, params);
         }
         if let (Some(skills), None) = (&self.skills_ref, &row.taskset) {
-            edits.set("skills_ref", skills);
+            edit.set("skills_ref", skills);
         }
         if row.task_index.is_none() {
-            edits.set(TASK_INDEX, &task);
+            edit.set(TASK_INDEX, &task);
         }
         if let Some(server) = &server {
-            edits.set(ENVIRONMENT_SERVER, server);
+            edit.set(ENVIRONMENT_SERVER, server);
         }
         let restamped = target.filter(|target| agent.as_deref() != Some(target)).map(agent_reference);
         if let (Some(target), Some(restamped)) = (target, &restamped) {
             agent = Some(target.to_owned());
-            edits.set(AGENT_REF, restamped);
+            edit.set(AGENT_REF, restamped);
         }
-        edits.set(ROLLOUT_INDEX, &rollout_text);
+        edit.set(ROLLOUT_INDEX, &rollout_text);
         let seeded;
         if self.options.add_seed {
             let params = row.params.as_deref().or_else(|| row.members.get(PARAMS)).unwrap_or("{}");
             seeded = with_seed(params, rollout).map_err(fail)?;
-            edits.set(PARAMS, &seeded);
+            edit.set(PARAMS, &seeded);
         }
         let resolved;
         if agent.is_none() && row.taskset.is_none() {
@@ -354,10 +352,10 @@ impl<N: AgentNames> Materializer<N> {
             };
             if let Some(agent) = &agent {
                 resolved = agent_reference(agent);
-                edits.set(AGENT_REF, &resolved);
+                edit.set(AGENT_REF, &resolved);
             }
         }
-        edits.apply(row.text, &row.members, out);
+        edit.push_to(out);
         Ok(RowTarget { agent, environment_server: row.environment_server.clone() })
     }
 }
@@ -382,7 +380,6 @@ impl RowTarget {
 
 /// An input row with all properties except the indices.
 struct PreparedRow<'a> {
-    text: &'a str,
     members: JsonFields<'a>,
     task_index: Option<i64>,
     taskset: Option<String>,
@@ -656,47 +653,31 @@ fn object<'a>(text: &'a str, key: &str) -> Result<JsonFields<'a>, String> {
 
 /// Returns `responses_create_params` with the template's messages as `input`.
 fn prompted(prompt: &PromptTemplate, row: &JsonFields<'_>) -> Result<String, String> {
-    let params = row.get(PARAMS).unwrap_or("{}");
-    let members = object(params, PARAMS)?;
-    if members.get("input").is_some_and(is_truthy) {
+    let params = object(row.get(PARAMS).unwrap_or("{}"), PARAMS)?;
+    if params.get("input").is_some_and(is_truthy) {
         return Err("the row has responses_create_params.input although a prompt template is set; remove one of them"
             .to_owned());
     }
     let input = prompt.fill(row).map_err(|error| error.to_string())?;
-    let mut edits = MemberEdits::default();
-    edits.set("input", &input);
-    Ok(edits.applied(params, &members))
+    Ok(params.with("input", &input))
 }
 
 /// Returns `responses_create_params` with the seed in `metadata.extra_body`, a string that holds JSON, which vLLM
 /// servers read.
 fn with_seed(params: &str, seed: u32) -> Result<String, String> {
-    let members = object(params, PARAMS)?;
-    let metadata = members.get("metadata").filter(|raw| is_truthy(raw)).unwrap_or("{}");
-    let metadata_members = object(metadata, "responses_create_params.metadata")?;
+    let params = object(params, PARAMS)?;
+    let metadata = params.get("metadata").filter(|raw| is_truthy(raw)).unwrap_or("{}");
+    let metadata = object(metadata, "responses_create_params.metadata")?;
     let not_text = "responses_create_params.metadata.extra_body must be a string that holds a JSON object";
-    let body = match metadata_members.get("extra_body") {
+    let body = match metadata.get("extra_body") {
         None => "{}".to_owned(),
         Some(raw) => serde_json::from_str::<String>(raw).map_err(|_| not_text)?,
     };
-    let Ok(PythonValue::Dict(mut extra)) = PythonValue::parse(&body) else { return Err(not_text.to_owned()) };
+    let Ok(PythonValue::Dict(extra)) = PythonValue::parse(&body) else { return Err(not_text.to_owned()) };
     let seed = seed.to_string();
-    extra.set("seed", &seed);
-    let mut dumped = String::from("{");
-    for (place, (key, value)) in extra.iter().enumerate() {
-        if place > 0 {
-            dumped.push_str(", ");
-        }
-        dumps(&json_string(key), &mut dumped).map_err(|error| error.to_string())?;
-        dumped.push_str(": ");
-        dumps(value, &mut dumped).map_err(|_| not_text)?;
-    }
-    dumped.push('}');
-    let dumped = json_string(&dumped);
-    let mut edits = MemberEdits::default();
-    edits.set("extra_body", &dumped);
-    let metadata = edits.applied(metadata, &metadata_members);
-    let mut edits = MemberEdits::default();
-    edits.set("metadata", &metadata);
-    Ok(edits.applied(params, &members))
+    let kept = extra.iter().map(|(key, value)| (key, if key == "seed" { &seed } else { value }));
+    let added = extra.get("seed").is_none().then_some(("seed", &*seed));
+    let dumped = dumps(kept.chain(added)).map_err(|_| not_text)?;
+    let metadata = metadata.with("extra_body", &json_string(&dumped));
+    Ok(params.with("metadata", &metadata))
 }

@@ -8,7 +8,6 @@ mod prompt;
 mod python;
 pub(in crate::collect) mod rows;
 pub(in crate::collect) mod source;
-pub(in crate::collect) mod splice;
 
 pub use error::InputError;
 pub use materializer::{AgentNames, MaterializeSummary, Materializer, NoAgentNames, TargetUse};

@@ -69,9 +69,11 @@ fn deeper(depth: usize) -> Result<usize, serde_json::Error> {
     if depth < DEPTH_MAX { Ok(depth + 1) } else { Err(serde::de::Error::custom("the value is nested too deeply")) }
 }
 
-/// Appends `json.dumps(value)`: separators `", "` and `": "`, and characters outside ASCII escaped.
-pub(crate) fn dumps(raw: &str, into: &mut String) -> Result<(), serde_json::Error> {
-    push_dumps(raw, into, 0)
+/// Returns `json.dumps` of a dict: separators `", "` and `": "`, and characters outside ASCII escaped.
+pub(crate) fn dumps<'f>(fields: impl Iterator<Item = (&'f str, &'f str)>) -> Result<String, serde_json::Error> {
+    let mut text = String::new();
+    push_dict_dumps(fields, &mut text, 0)?;
+    Ok(text)
 }
 
 /// Appends items between two brackets, separated by a comma and a space, as `repr` and `json.dumps` do.
@@ -93,6 +95,18 @@ fn push_joined<T>(
     Ok(())
 }
 
+fn push_dict_dumps<'f>(
+    fields: impl Iterator<Item = (&'f str, &'f str)>,
+    into: &mut String,
+    depth: usize,
+) -> Result<(), serde_json::Error> {
+    push_joined("{}", fields, into, |(key, value), into| {
+        dumps_text(key, into);
+        into.push_str(": ");
+        push_dumps(value, into, depth)
+    })
+}
+
 fn push_dumps(raw: &str, into: &mut String, depth: usize) -> Result<(), serde_json::Error> {
     let depth = deeper(depth)?;
     match PythonValue::parse(raw)? {
@@ -102,11 +116,7 @@ fn push_dumps(raw: &str, into: &mut String, depth: usize) -> Result<(), serde_js
         PythonValue::Float(value) => into.push_str(&float_repr(value)),
         PythonValue::Text(text) => dumps_text(&text, into),
         PythonValue::List(items) => push_joined("[]", items, into, |item, into| push_dumps(item, into, depth))?,
-        PythonValue::Dict(members) => push_joined("{}", members.iter(), into, |(key, value), into| {
-            dumps_text(key, into);
-            into.push_str(": ");
-            push_dumps(value, into, depth)
-        })?,
+        PythonValue::Dict(members) => push_dict_dumps(members.iter(), into, depth)?,
     }
     Ok(())
 }
@@ -223,7 +233,7 @@ mod tests {
     fn a_text_of_brackets_is_refused_and_does_not_end_the_stack() {
         let deep = "[".repeat(100_000) + &"]".repeat(100_000);
         assert!(repr(&deep).unwrap_err().to_string().contains("nested too deeply"));
-        assert!(dumps(&deep, &mut String::new()).is_err());
+        assert!(push_dumps(&deep, &mut String::new(), 0).is_err());
     }
 
     #[test]

@@ -3,7 +3,8 @@
 use gym_core::RawObject;
 use serde_json::value::RawValue;
 
-use crate::config::{nearest_name, params};
+use crate::config::nearest_name;
+use crate::config::params::{self, ParamMistake};
 
 const PARAMS: &str = "responses_create_params";
 const INPUT: &str = "input";
@@ -37,7 +38,10 @@ pub(super) fn check(row: &RawObject, begins: bool) -> Result<(), String> {
     for key in request.keys() {
         let Some(value) = request.get(key) else { continue };
         let value = std::str::from_utf8(&value).map_err(|error| format!("{PARAMS}.{key}: {error}"))?;
-        params::check(key, value).map_err(|(path, problem)| format!("{PARAMS}.{key}{path} {problem}"))?;
+        params::check(key, value).map_err(|mistake| match mistake {
+            ParamMistake::UnknownKey(fix) => format!("{PARAMS}.{key}: unknown key; {fix}"),
+            ParamMistake::Value(path, problem) => format!("{PARAMS}.{key}{path} {problem}"),
+        })?;
     }
     let Some(input) = request.get(INPUT) else {
         return Err(format!("{PARAMS}.{INPUT} is missing; add it: a string, or a list of messages"));

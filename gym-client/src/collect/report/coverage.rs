@@ -7,7 +7,6 @@ use gym_core::rollout::metrics::{JsonFields, TASK_INDEX, TaskCompletion};
 use serde::Serialize;
 use serde_json::value::RawValue;
 
-use crate::collect::input::splice::MemberEdits;
 use crate::collect::run::{AgentSummary, TaskCoverage};
 
 /// The key of the coverage in an entry of `<output>_aggregate_metrics.json`.
@@ -68,11 +67,11 @@ fn corrected_task(text: &str, incomplete: &BTreeMap<i64, TaskCompletion>) -> Opt
     let index = fields.get(TASK_INDEX).and_then(|index| index.parse().ok());
     let Some(completion) = index.and_then(|index: i64| incomplete.get(&index)) else { return Some(text.to_owned()) };
     let metrics = completion.metrics().map(|(key, value)| (key, value.to_string()));
-    let mut edits = MemberEdits::default();
+    let mut edit = fields.edit();
     for (key, value) in metrics.iter().filter(|(key, _)| fields.get(key).is_some()) {
-        edits.set(key, value);
+        edit.set(key, value);
     }
-    Some(edits.applied(text, &fields))
+    Some(edit.to_text())
 }
 
 #[cfg(test)]

@@ -4,10 +4,10 @@ use std::cell::RefCell;
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::io::{self, Read, Seek, Write};
 
+use gym_core::message::json_string;
 use gym_core::rollout::metrics::{AggregateOptions, Aggregation, JsonFields, MetricsError};
 use serde::ser::{Serialize, SerializeMap, Serializer};
 
-use crate::collect::input::splice::json_string;
 use crate::collect::report::coverage::{COVERAGE_KEY, ServerCoverage};
 use crate::collect::report::index::{FileRows, RolloutsIndex};
 

@@ -24,7 +24,7 @@ use crate::collect::run::{AgentSummary, CollectProgress, TaskCoverage};
 /// Bytes that one read transfers.
 const BUFFER_BYTES: usize = 128 << 10;
 
-/// What the files of a collection say about its agents.
+/// The agents of a collection, by its files.
 #[derive(Clone, Debug, Default, PartialEq)]
 #[non_exhaustive]
 pub struct RecordedSummary {

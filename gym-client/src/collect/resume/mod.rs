@@ -210,7 +210,7 @@ fn same_scalar(old: &str, new: &str) -> bool {
     matches!((number(old), number(new)), (Ok(old), Ok(new)) if short && old == new)
 }
 
-/// What differs between the recorded and the requested rows.
+/// The differences between the recorded and the requested rows.
 #[derive(Default)]
 struct Differences {
     fields: Vec<FieldChange>,
@@ -315,7 +315,7 @@ mod tests {
     use super::*;
     use crate::collect::input::{MaterializeOptions, Materializer, NoAgentNames, Repeats};
 
-    /// What a user requests.
+    /// The request of a user.
     #[derive(Clone, Debug)]
     struct Requested {
         tasks: usize,

@@ -15,7 +15,7 @@ const FORMAT: u32 = 1;
 /// Differences that an error lists; the rest is counted.
 const LISTED_MAX: usize = 10;
 
-/// What a resumed collection does if its servers' settings are not those that made the recorded rewards.
+/// The behavior of a resumed collection if its servers' settings are not those that made the recorded rewards.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum ChangedSettings {
     /// The collection is rejected before its first rollout.

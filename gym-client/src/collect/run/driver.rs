@@ -52,7 +52,7 @@ pub struct DriverOptions {
     /// When the run stops early because rollouts fail. Default: [`FailFast::Never`]; a collection
     /// has [`FailFast::Alike`].
     pub fail_fast: FailFast,
-    /// What becomes of rollouts whose last model response was cut off. Default: [`TruncatedRollouts::Score`].
+    /// The treatment of rollouts whose last model response was cut off. Default: [`TruncatedRollouts::Score`].
     pub truncated: TruncatedRollouts,
     /// Delays before further attempts. Default: at least 200 ms, otherwise [`RetryPolicy::default`].
     pub backoff: RetryPolicy,
@@ -104,7 +104,7 @@ impl FailFast {
     pub const ALIKE_MIN: u64 = 32;
 }
 
-/// What becomes of a rollout whose last model response was cut off: by its limit of tokens, by the model's context, or by a filter.
+/// The treatment of a rollout whose last model response was cut off: by its limit of tokens, by the model's context, or by a filter.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum TruncatedRollouts {
     /// It keeps the reward of its verifier, as in NeMo Gym.

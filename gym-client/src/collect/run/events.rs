@@ -1,4 +1,4 @@
-//! What happens to rollouts while they run, for programs that watch a collection: attempts that start, finish and fail.
+//! Events of running rollouts, for programs that watch a collection: attempts that start, finish and fail.
 //!
 //! Events are no record of a run: the ledger is. An event is built only if an observer is set.
 
@@ -62,11 +62,11 @@ pub struct RolloutEvent {
     pub attempt: Attempt,
     /// The agent of the rollout.
     pub agent: Arc<str>,
-    /// What happened.
+    /// The event.
     pub kind: RolloutEventKind,
 }
 
-/// What happened to an attempt. Each attempt that starts has one more event, unless the run ends first. An attempt that exceeded its
+/// An event of an attempt. Each attempt that starts has one more event, unless the run ends first. An attempt that exceeded its
 /// deadline fails, and may still finish later.
 #[derive(Clone, Debug)]
 #[non_exhaustive]

@@ -105,7 +105,7 @@ impl AttemptFailure {
     }
 }
 
-/// What NeMo Gym's record of a failure says beside its causes.
+/// The fields of NeMo Gym's record of a failure, without its causes.
 pub(super) struct FailureEvidence<'a> {
     pub(super) evidence: Evidence,
     pub(super) reason: &'a str,

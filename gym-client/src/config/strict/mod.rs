@@ -10,9 +10,9 @@ use std::path::PathBuf;
 
 use gym_core::server::ServerKind;
 
-use crate::config::check::{self, FoundServer, composed_kinds, has_entrypoint, is_reserved, references_of};
+use crate::config::check::{self, FoundServer, composed_kinds, has_entrypoint, references_of};
 use crate::config::compose::{COPY, INHERIT};
-use crate::config::params;
+use crate::config::params::{self, ParamMistake};
 use crate::config::problem::{Mistake, Origin, Problem, nearest, suggest};
 use crate::config::reference::{
     COLLECT_IGNORED_KEYS, COLLECT_KEYS, COLLECT_UNSUPPORTED_KEYS, ConfigKey, KeyType, TOP_LEVEL_KEYS,
@@ -72,11 +72,11 @@ pub(crate) fn check(
         for (place, name) in named_servers(&key, node) {
             mistakes.extend(absent(&place, name, &key, resolved, servers));
         }
-        if let Some(known) = COLLECT_KEYS.iter().find(|known| known.name == key) {
-            mistakes.extend(count(known, node));
-        }
-        let reserved = TOP_LEVEL_KEYS.iter().chain(&COLLECT_KEYS).find(|known| known.name == key);
-        mistakes.extend(reserved.and_then(|known| typed::mistyped(known, node)));
+        let find = |keys: &'static [ConfigKey]| keys.iter().find(|known| known.name == key);
+        let collected = find(&COLLECT_KEYS);
+        let known = find(&TOP_LEVEL_KEYS).or(collected);
+        mistakes.extend(collected.and_then(|known| count(known, node)));
+        mistakes.extend(known.and_then(|known| typed::mistyped(known, node)));
         if key == "responses_create_params" {
             mistakes.extend(wrong_params(node));
         }
@@ -86,7 +86,12 @@ pub(crate) fn check(
         let source = node.origin.source.as_deref();
         let of_command_line = source == Some(COMMAND_LINE);
         let of_file = source.is_some_and(|source| files.contains(source));
-        if is_known(&key) || used.contains(&key) || servers.iter().any(|server| server.name == key) {
+        let mut unread = COLLECT_IGNORED_KEYS.iter().chain(&COLLECT_UNSUPPORTED_KEYS);
+        if known.is_some()
+            || unread.any(|known| *known == key)
+            || used.contains(&key)
+            || servers.iter().any(|server| server.name == key)
+        {
             continue;
         }
         if !of_file && !of_command_line {
@@ -135,12 +140,6 @@ pub(crate) fn check(
         );
     }
     mistakes
-}
-
-fn is_known(key: &str) -> bool {
-    let collected = || COLLECT_KEYS.iter().map(|known| known.name);
-    is_reserved(key)
-        || collected().chain(COLLECT_IGNORED_KEYS).chain(COLLECT_UNSUPPORTED_KEYS).any(|known| known == key)
 }
 
 /// Keys that users of `rgym collect` write for those of NeMo Gym: its options, and parameters of a request.
@@ -210,11 +209,16 @@ fn wrong_params(node: &Node) -> Vec<Problem> {
     let given = node.as_map().map(|map| map.0.as_slice()).unwrap_or_default();
     let given = given.iter().map(|(key, node)| (key.to_string(), node));
     let wrong = given.filter(|(_, node)| !node.is_interpolation() && !node.is_missing()).filter_map(|(key, node)| {
-        let (path, problem) = params::check(&key, &node.to_json().to_string()).err()?;
-        let (what, fix) = problem.split_once("; ").unwrap_or((&problem, ""));
-        let what = if what.starts_with("is ") { format!("the value {what}") } else { what.to_owned() };
-        let key = format!("responses_create_params.{key}{}", path.trim_end_matches(':'));
-        Some(Problem::new(Mistake::Value, &node.origin, key, what).fix(fix))
+        let key_path = format!("responses_create_params.{key}");
+        let (path, what, fix) = match params::check(&key, &node.to_json().to_string()).err()? {
+            ParamMistake::UnknownKey(fix) => (key_path, "unknown key".to_owned(), fix),
+            ParamMistake::Value(path, problem) => {
+                let (what, fix) = problem.split_once("; ").unwrap_or((&problem, ""));
+                let what = if what.starts_with("is ") { format!("the value {what}") } else { what.to_owned() };
+                (key_path + &path, what, fix.to_owned())
+            }
+        };
+        Some(Problem::new(Mistake::Value, &node.origin, path, what).fix(fix))
     });
     wrong.collect()
 }

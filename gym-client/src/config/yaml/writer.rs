@@ -5,7 +5,7 @@ use crate::config::yaml::float::yaml_float;
 use crate::config::yaml::node::{Key, Node, Tree};
 use crate::config::yaml::parser;
 
-/// What is shown in the place of a secret.
+/// The text in the place of a secret.
 pub const MASK: &str = "****";
 
 /// Writes YAML that OmegaConf's loader reads into equal values.

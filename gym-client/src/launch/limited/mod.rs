@@ -63,7 +63,7 @@ pub struct LimitedProgram {
     pub limits: Limits,
 }
 
-/// What a [`LimitedProgram`] may use. The kernel enforces the limits of each process; those of all its processes together are checked every 100 ms.
+/// The limits of a [`LimitedProgram`]. The kernel enforces the limits of each process; those of all its processes together are checked every 100 ms.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Limits {

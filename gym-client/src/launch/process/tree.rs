@@ -50,7 +50,7 @@ pub(in crate::launch) struct TreeProcess {
     group: i32,
 }
 
-/// What the living processes of a tree use together.
+/// The resources that the living processes of a tree use together.
 #[derive(Debug, Clone, Copy, Default)]
 pub(in crate::launch) struct TreeUsage {
     pub(in crate::launch) processes: usize,

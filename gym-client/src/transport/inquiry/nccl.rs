@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 /// First argument that makes a process load NCCL and ask it for a unique id.
 pub(super) const ROLE: &str = "--gym-nccl-meeting";
 
-/// What NCCL says when it makes a unique id, which needs no GPU.
+/// The report of NCCL when it makes a unique id, which needs no GPU.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct NcclMeeting {
     /// The version that the library tells, such as `2.27.3`.

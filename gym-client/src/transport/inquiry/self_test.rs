@@ -31,7 +31,7 @@ const LARGE_BYTES: usize = 16 << 20;
 /// Time for which large calls are made; at least two.
 const LARGE_CALLS_TIMEOUT: Duration = Duration::from_millis(250);
 
-/// What was measured between two processes of this machine.
+/// The measurements between two processes of this machine.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct SelfTest {
     /// Median time from a small call (64 bytes) to its response, in microseconds.

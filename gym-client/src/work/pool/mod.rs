@@ -404,7 +404,7 @@ fn full(error: &WorkQueueError) -> Error {
     Error::not_started(Code::ResourceExhausted, error.to_string())
 }
 
-/// What follows a poll.
+/// The next step after a poll.
 enum PollNext {
     Answer(Response),
     Wait { open: OpenPoll, until: Instant, wake: Arc<Notify> },

@@ -1,4 +1,4 @@
-//! What a pool knows: its queue, who waits, and which workers take work, are suspect, or are lost.
+//! The state of a pool: its queue, who waits, and which workers take work, are suspect, or are lost.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -25,7 +25,7 @@ pub(super) struct PoolState {
     pub(super) memberships: BTreeMap<Arc<str>, WorkingMember>,
     /// Suspect workers that a warning has named.
     pub(super) suspects: BTreeSet<Arc<str>>,
-    /// What the head server lists; `None` if the pool follows none, or has heard nothing yet.
+    /// The head server's list; `None` if the pool follows none, or has heard nothing yet.
     pub(super) members: Option<ListedMembers>,
     /// The workers that take work without being members; `None` if any may.
     pub(super) admitted: Option<BTreeSet<String>>,

@@ -41,7 +41,7 @@ const TRACES_MAX: usize = 64;
 /// Maximum number of bytes of a description. Texts of other programs can be longer.
 const TEXT_BYTES_MAX: usize = 400;
 
-/// What a wait is for.
+/// The kind of a wait.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
@@ -290,7 +290,7 @@ impl WaitQuery {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct WaitReport {
-    /// What the wait is for.
+    /// The kind of the wait.
     pub kind: WaitKind,
     /// The trace of the attempt in hexadecimal digits; empty if it has none.
     #[serde(default, skip_serializing_if = "String::is_empty")]
@@ -304,7 +304,7 @@ pub struct WaitReport {
     /// The route or the method.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub route: String,
-    /// What the wait is about, for a person.
+    /// The subject of the wait, for a person.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub on: String,
     /// The group whose calls the wait is for.

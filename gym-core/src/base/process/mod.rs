@@ -1,4 +1,4 @@
-//! What `/proc` and the clocks of the kernel tell of this machine and its processes. The memory and CPU time of control groups is in [`cgroup`](crate::base::cgroup).
+//! Facts about this machine and its processes, from `/proc` and the clocks of the kernel. The memory and CPU time of control groups is in [`cgroup`](crate::base::cgroup).
 
 use std::fs;
 use std::time::Duration;

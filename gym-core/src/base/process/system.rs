@@ -12,7 +12,7 @@ use crate::base::process::{PROC, kilobytes, ticks};
 pub struct SystemMemory {
     /// All memory.
     pub total_bytes: u64,
-    /// What programs can get without swapping.
+    /// The memory that programs can get without swapping.
     pub available_bytes: u64,
 }
 

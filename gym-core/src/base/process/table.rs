@@ -30,7 +30,7 @@ pub struct ProcessTable {
 pub struct MemoryUsage {
     /// Resident memory. Pages that processes share count for each process.
     pub resident_bytes: u64,
-    /// What a limit counts: proportional set sizes, in which a page that N processes of the machine share counts as an N-th of a page for each, and files of
+    /// The memory that a limit counts: proportional set sizes, in which a page that N processes of the machine share counts as an N-th of a page for each, and files of
     /// shared memory that are open and not mapped. `None` if it is far below the limit and was not read.
     pub counted_bytes: Option<u64>,
 }
@@ -178,7 +178,7 @@ pub fn add_descendants(all: &BTreeMap<i32, ProcessStat>, members: &mut BTreeSet<
     }
 }
 
-/// What this process and all its descendants use together.
+/// The resources that this process and all its descendants use together.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct FamilyUsage {
     /// CPU time, user and system, with that of the descendants that have ended. Descendants have a resolution of 10 ms.

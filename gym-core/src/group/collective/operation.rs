@@ -55,7 +55,7 @@ pub enum ReduceOp {
     Max,
 }
 
-/// What one rank calls: the operation, and the type, number and place of its elements.
+/// The call of one rank: the operation, and the type, number and place of its elements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Call {
     /// The operation.

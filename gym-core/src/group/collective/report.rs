@@ -1,4 +1,4 @@
-//! What a rank's collective operations do: those that wait, and totals.
+//! The collective operations of a rank: those that wait, and totals.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -19,7 +19,7 @@ pub struct CollectiveReport {
     /// The operations that the rank has called and that are not over, oldest first.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub waiting: Vec<WaitingOperation>,
-    /// What has succeeded since the rank started.
+    /// The operations that have succeeded since the rank started.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub totals: Vec<OperationTotals>,
     /// Meetings of the rank that have failed.

@@ -15,7 +15,7 @@ pub struct DeviceTensor {
     memory: Arc<Box<dyn DeviceMemory>>,
 }
 
-/// What is known of a tensor without its memory.
+/// The description of a tensor without its memory.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct TensorSpec {
     pub(super) dtype: DType,

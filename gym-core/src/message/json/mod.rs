@@ -11,11 +11,11 @@ mod scan;
 mod view;
 
 pub use edit::Edit;
-pub use fields::JsonFields;
+pub use fields::{FieldEdit, JsonFields};
 pub use index::JsonError;
 pub use object::RawObject;
 pub use rope::Rope;
-pub use scan::push_json_string;
+pub use scan::{json_string, json_string_length, push_json_string};
 
 #[cfg(test)]
 mod tests;

@@ -264,3 +264,26 @@ pub fn push_json_string(into: &mut String, text: &str) {
         into.push_str(&serde_json::Value::from(text).to_string());
     }
 }
+
+/// Returns a text as a JSON string.
+#[must_use]
+pub fn json_string(text: &str) -> String {
+    let mut string = String::with_capacity(text.len() + 2);
+    push_json_string(&mut string, text);
+    string
+}
+
+/// Returns the length of the JSON string at the start of a text, with its quotes; all of the text if the string does not end.
+#[must_use]
+pub fn json_string_length(text: &str) -> usize {
+    let mut escaped = false;
+    for (at, byte) in text.bytes().enumerate().skip(1) {
+        match byte {
+            _ if escaped => escaped = false,
+            b'\\' => escaped = true,
+            b'"' => return at + 1,
+            _ => {}
+        }
+    }
+    text.len()
+}

@@ -264,3 +264,26 @@ proptest! {
         prop_assert_eq!(edited.fields(), parsed.fields());
     }
 }
+
+proptest! {
+    #[test]
+    fn an_edit_of_fields_changes_only_what_it_names(
+        members in prop::collection::vec(("[a-e\\\\\"é😀]{0,3}", any_json()), 0..6),
+        changes in prop::collection::vec(("[a-e\\\\\"é😀]{0,3}", any_json()), 0..4),
+        pretty in any::<bool>(),
+    ) {
+        let mut expected: serde_json::Map<String, Value> = members.into_iter().collect();
+        let value = Value::Object(expected.clone());
+        let text = if pretty { serde_json::to_string_pretty(&value).unwrap() } else { value.to_string() };
+        let changes: Vec<_> = changes.into_iter().map(|(key, value)| (key, value.to_string())).collect();
+        let fields = JsonFields::parse(&text).unwrap();
+        let mut edit = fields.edit();
+        for (key, value) in &changes {
+            edit.set(key, value);
+            expected.insert(key.clone(), serde_json::from_str(value).unwrap());
+        }
+        let edited: Value = serde_json::from_str(&edit.to_text()).unwrap();
+        // Compared as text, so that the order of the keys counts.
+        prop_assert_eq!(edited.to_string(), Value::Object(expected).to_string());
+    }
+}

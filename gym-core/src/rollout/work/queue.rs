@@ -108,7 +108,7 @@ pub struct Assignment {
     pub cancelled: Vec<WorkId>,
 }
 
-/// What a lost worker held.
+/// The work that a lost worker held.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct LostWork {
     /// Items that may have run, and are not handed out again.

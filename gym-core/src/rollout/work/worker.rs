@@ -51,7 +51,7 @@ pub struct WorkPoll {
     pub paused: bool,
 }
 
-/// What the queue knows of a worker.
+/// The queue's knowledge of a worker.
 #[derive(Debug)]
 pub(super) struct Worker {
     pub(super) id: WorkerId,

@@ -23,9 +23,9 @@ const PAGE_BYTES: usize = 4096;
 /// The contents of one file.
 #[derive(Debug, Default)]
 pub(super) struct Pages {
-    /// What processes read.
+    /// The content that processes read.
     cache: Vec<u8>,
-    /// What the disk has, also beyond the durable length.
+    /// The content of the disk, also beyond the durable length.
     disk: Vec<u8>,
     /// The length that survives a crash.
     length: usize,

@@ -63,7 +63,7 @@ struct Call {
     _permit: OwnedSemaphorePermit,
 }
 
-/// What polls the future of a call.
+/// The owner of a call's future, which polls it.
 enum RunsAs {
     /// Nothing yet: its message is still arriving.
     Nothing,

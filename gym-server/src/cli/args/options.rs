@@ -275,7 +275,7 @@ pub(in crate::cli) struct RunArgs {
     pub(in crate::cli) cluster: ClusterArgs,
 }
 
-/// What a failed check does.
+/// The effect of a failed check.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(in crate::cli) enum ChecksMode {
     /// An error in what is asked for ends the start with 2

@@ -127,7 +127,7 @@ struct Collection<'a> {
     world: World,
 }
 
-/// What a collection calls, once its servers are known.
+/// The callees of a collection, once its servers are known.
 struct Prepared {
     client: ServerClient,
     names: ServerNames,
@@ -135,7 +135,7 @@ struct Prepared {
     plan: Option<PullPlan>,
 }
 
-/// What watches a collection while it runs, apart from its files.
+/// The observers of a running collection, apart from its files.
 struct Watched {
     models: ModelWatch,
     /// The responses that each endpoint had aborted before.

@@ -53,7 +53,7 @@ struct Load {
     resident_bytes: u64,
 }
 
-/// What a number of workers is expected to do.
+/// The expected performance of a number of workers.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 struct Expected {
     workers: u64,
@@ -62,7 +62,7 @@ struct Expected {
     rollouts_per_minute: f64,
 }
 
-/// What limits a worker.
+/// The limit of a worker.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 enum Limit {

@@ -31,7 +31,7 @@ pub(super) struct CollectReport<'a> {
     recorded_earlier: u64,
     /// Rollouts that failed, in this run or an earlier one, and were not tried again or have no attempts left.
     failed: u64,
-    /// What --resume does with the rollouts of `failed`: it tries those of `attempts_left` again, and the others only with more --attempts
+    /// The action of --resume on the rollouts of `failed`: it tries those of `attempts_left` again, and the others only with more --attempts
     /// (`attempts_spent`), with more --lost-attempts (`workers_lost`), or never (`terminal`).
     unrecorded: UnrecordedRollouts,
     /// Rollouts that were not tried to their end.

@@ -191,7 +191,7 @@ fn with_named(mut sources: Sources, named: Vec<String>) -> Sources {
     sources
 }
 
-/// What the libraries of communication get on this machine.
+/// The settings that the libraries of communication get on this machine.
 #[cfg(feature = "rdma")]
 mod of_machine {
     use std::process::ExitCode;

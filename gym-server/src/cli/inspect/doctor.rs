@@ -30,7 +30,7 @@ struct Diagnosis {
     summary: String,
     /// The transports in order of preference.
     transports: Vec<TransportReport>,
-    /// What two processes of this machine have measured; empty without the self-test.
+    /// The measurements of two processes of this machine; empty without the self-test.
     self_test: Vec<Tested>,
     findings: Vec<Finding>,
     /// Ports of RDMA devices, with the GID to use.

@@ -8,7 +8,7 @@ pub(super) struct Finding {
     /// The status: `ok`, `warning`, `error`, `missing` or `not_needed`.
     pub(super) status: &'static str,
     pub(super) found: String,
-    /// What to do; only for an error, a warning and something missing.
+    /// The fix; only for an error, a warning and something missing.
     pub(super) fix: Option<String>,
 }
 

@@ -1,4 +1,4 @@
-//! What `rgym doctor` says of this machine: the port of the head server, file descriptors, the disk, and the clock.
+//! The findings of `rgym doctor` about this machine: the port of the head server, file descriptors, the disk, and the clock.
 //!
 //! Facts are gathered first, and a pure function judges them.
 
@@ -39,7 +39,7 @@ const DESCRIPTORS: &str = "descriptors";
 const DISK: &str = "disk";
 const CLOCK: &str = "clock";
 
-/// What is examined.
+/// The subjects of the checks.
 #[derive(Debug)]
 pub(super) struct Examined<'a> {
     pub(super) head: (&'a str, u16),

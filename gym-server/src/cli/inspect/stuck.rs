@@ -29,7 +29,7 @@ const HEAD_TIMEOUT: Duration = Duration::from_secs(3);
 /// Rollouts in flight that the message about an unknown one names.
 const NAMED_MAX: usize = 5;
 
-/// What `--json` prints.
+/// The output of `--json`.
 #[derive(Debug, Serialize)]
 struct StuckReport {
     #[serde(flatten)]

@@ -133,7 +133,7 @@ async fn read(registry: &RemoteRegistry, seen: Option<&str>) -> Result<ClusterVi
     })
 }
 
-/// What a rollout waits for, by its attempt.
+/// The wait of each rollout, by its attempt.
 type Waits = BTreeMap<String, RolloutWait>;
 
 #[derive(Deserialize)]

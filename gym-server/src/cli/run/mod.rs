@@ -117,7 +117,7 @@ struct Serving<'a> {
     console: &'a Console,
 }
 
-/// What this process is in the cluster of its head server.
+/// The part of this process in the cluster of its head server.
 struct Membership {
     joined: Option<JoinOptions>,
     node: Option<HostedNode>,

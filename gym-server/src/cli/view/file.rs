@@ -53,13 +53,13 @@ pub(super) struct RolloutFile {
     rows: Vec<RowPlace>,
     /// The number of rows before the filter.
     pub(super) total: usize,
-    /// What the rows before the filter are.
+    /// The properties of the rows before the filter.
     pub(super) seen: Seen,
     /// Lines that are no rows, such as the last one of a file that is being written.
     pub(super) unreadable: Vec<String>,
 }
 
-/// What the rows of the files are, whatever the filter takes.
+/// The properties of the files' rows, whatever the filter takes.
 #[derive(Debug, Default)]
 pub(super) struct Seen {
     pub(super) agents: BTreeSet<String>,

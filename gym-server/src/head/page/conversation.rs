@@ -36,7 +36,7 @@ pub(crate) struct Course {
     pub(crate) tokens: Option<TokenUsage>,
 }
 
-/// What identifies a row, and what rows are filtered by.
+/// The fields that identify a row, and those by which rows are filtered.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub(crate) struct RowLabel {
     pub(crate) task: u64,

@@ -31,7 +31,7 @@ const STATE_TIMEOUT: Duration = Duration::from_secs(5);
 /// The longest wait for a rollout: the collector reports once a second, and its search has a limit.
 const ROLLOUT_TIMEOUT: Duration = Duration::from_secs(15);
 
-/// What the page shows.
+/// The content of the page.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) struct ClusterView {
     /// The number of reports, for the next request.

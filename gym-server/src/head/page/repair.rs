@@ -1,6 +1,8 @@
 //! Rows that are JSON and that `serde_json` does not read as values: a lone surrogate in a string, a number beyond a double, two hundred nested
 //! lists. Their writers are Python programs and models; a person must be able to look at them all the same.
 
+use gym_core::message::json_string_length;
+
 /// Maximum depth that is kept; `serde_json` reads 127 levels.
 const DEPTH_MAX: usize = 100;
 
@@ -13,7 +15,7 @@ pub(super) fn repaired(json: &[u8]) -> String {
         let shown = depth <= DEPTH_MAX;
         let length = match first {
             '"' => {
-                let length = string_length(rest);
+                let length = json_string_length(rest);
                 if shown {
                     push_string(&mut out, &rest[..length]);
                 }
@@ -45,20 +47,6 @@ pub(super) fn repaired(json: &[u8]) -> String {
         rest = &rest[length..];
     }
     out
-}
-
-/// Returns the length of the string at the start of a text, with its quotes.
-fn string_length(text: &str) -> usize {
-    let mut escaped = false;
-    for (at, byte) in text.bytes().enumerate().skip(1) {
-        match byte {
-            _ if escaped => escaped = false,
-            b'\\' => escaped = true,
-            b'"' => return at + 1,
-            _ => {}
-        }
-    }
-    text.len()
 }
 
 /// Adds a string in quotes, with U+FFFD for each surrogate that is not one of a pair.

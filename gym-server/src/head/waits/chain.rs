@@ -18,13 +18,13 @@ pub(crate) struct Hop {
     pub(crate) text: String,
 }
 
-/// What blocks one rollout, or one call without a rollout.
+/// The waits that block one rollout, or one call without a rollout.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct Chain {
     /// `17-3-a1`; `None` for a call of no rollout.
     pub(crate) rollout: Option<String>,
     pub(crate) age_ms: u64,
-    /// What the rollout does: `queue`, `seed`, `model`, `tool`, `verify`, `retry`, …
+    /// The phase of the rollout: `queue`, `seed`, `model`, `tool`, `verify`, `retry`, …
     pub(crate) phase: &'static str,
     /// The time since that phase began.
     pub(crate) phase_ms: u64,

@@ -1,4 +1,4 @@
-//! What blocks rollouts, across the processes of a cluster: for `rgym stuck` and for the page.
+//! The waits that block rollouts, across the processes of a cluster: for `rgym stuck` and for the page.
 //!
 //! ```text
 //!   servers of the head · collectors and controllers of this machine ◄── GET /waits?older_ms=…   which traces are old

@@ -36,7 +36,7 @@ impl Address {
     }
 }
 
-/// What an address answered.
+/// The answer of an address.
 #[derive(Debug)]
 pub(super) struct Asked {
     pub(super) address: Address,
@@ -50,7 +50,7 @@ pub(crate) struct NoAnswer {
     pub(crate) url: String,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) pid: Option<u32>,
-    /// What is known about the process.
+    /// The facts that are known about the process.
     pub(crate) reason: String,
     /// A server of another program, which serves and does not report waits.
     #[serde(skip)]

@@ -43,7 +43,7 @@ struct Crowd {
     tokens: f64,
 }
 
-/// What a crowded endpoint shows.
+/// The signs of a crowded endpoint.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct Hint {
     /// Mean number of calls in flight.

@@ -13,7 +13,7 @@ use crate::model::upstream::response::EndpointResponse;
 /// Maximum names of models that a message lists.
 const NAMES_MAX: usize = 5;
 
-/// What the list of models tells about the engine.
+/// Facts about the engine, from its list of models.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Engine {
     /// Tokens of the model's context, if it tells.

@@ -9,7 +9,7 @@ use serde_json::Value;
 /// The finish reason of a response that vLLM aborted, as JSON.
 const ABORTED: &str = r#""abort""#;
 
-/// What an error status of an endpoint says: whether the same request may be answered when it is sent again, and who is to blame.
+/// The meaning of an error status of an endpoint: whether the same request may be answered when it is sent again, and who is to blame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::model) enum StatusMeaning {
     /// The endpoint, or a gateway before it, takes no request at the moment. Repeated for as long as the budget allows.

@@ -1,4 +1,4 @@
-//! What a response reports beyond the Responses API: the words of the engine about the turn, and what shaped its prompt.
+//! The reports of a response beyond the Responses API: the words of the engine about the turn, and what shaped its prompt.
 //!
 //! The reports are keys of the response: NeMo Gym's agents and verifiers in Python drop unknown keys of its items, and keep those of
 //! the response itself. Values keep the engine's text.

@@ -70,7 +70,7 @@ pub(in crate::model) async fn run(
     }
 }
 
-/// What a trial shows.
+/// The result of a trial.
 #[derive(Debug)]
 pub(in crate::model) struct Finding {
     /// `Misconfigured` if each rollout would fail.

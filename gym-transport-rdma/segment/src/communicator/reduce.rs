@@ -22,7 +22,7 @@ use crate::shared::SharedBuffer;
 
 /// Tensors up to this size take one barrier.
 const SMALL_BYTES: usize = PIECE_BYTES_MIN;
-/// What is added and copied at once, so that its result is still in the first-level cache when it is copied.
+/// The bytes that are added and copied at once, so that their result is still in the first-level cache when it is copied.
 const BLOCK_BYTES: usize = 8 << 10;
 
 /// The detail of a rank whose tensor is not in the segment. Others tell where theirs is in their space.

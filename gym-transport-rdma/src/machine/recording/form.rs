@@ -37,7 +37,7 @@ struct Form {
     files: BTreeMap<String, BTreeMap<String, Line<File>>>,
 }
 
-/// What was asked about one path.
+/// The answers about one path.
 #[derive(Serialize, Deserialize)]
 struct File {
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -66,7 +66,7 @@ struct Hex {
     length: usize,
 }
 
-/// What a library said.
+/// The answer of a library.
 #[derive(Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 enum Version {

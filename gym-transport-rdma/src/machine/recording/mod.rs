@@ -16,7 +16,7 @@ pub enum RecordingError {
     /// It is no JSON object with the key `rgym_recording`.
     #[error("no recording of a machine: {because}; rgym doctor --record FILE writes one")]
     Foreign {
-        /// What it is instead.
+        /// The kind of text that it is instead.
         because: String,
     },
     /// A newer program has written it.
@@ -44,7 +44,7 @@ pub struct Recording {
     pub taken: String,
     /// Whether names and addresses are replaced by stand-ins.
     pub redacted: bool,
-    /// What libraries said of themselves.
+    /// The answers of libraries about themselves.
     pub loaded: Loaded,
     /// Texts that were left out because of their size.
     pub cut: Vec<Cut>,
@@ -98,7 +98,7 @@ impl<T> From<Noted<T>> for Answer<T> {
     }
 }
 
-/// What was asked about one path.
+/// The answers about one path.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Entry {
     pub(super) text: Option<Noted<String>>,

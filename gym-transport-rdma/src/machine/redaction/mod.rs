@@ -21,7 +21,7 @@ pub struct Redactor {
     known: Known,
 }
 
-/// What may be in a text.
+/// The kind of names and addresses that a text may have.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Kind {
     /// Names of hosts and users, and addresses.

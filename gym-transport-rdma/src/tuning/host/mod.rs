@@ -1,4 +1,4 @@
-//! What the rules know of a machine: cards with their ports and GID rows, interfaces with their addresses, versions of libraries.
+//! The rules' knowledge of a machine: cards with their ports and GID rows, interfaces with their addresses, versions of libraries.
 
 mod cards;
 mod interfaces;

@@ -93,7 +93,7 @@ fn row_of_older(host: &Host<'_>, roce: &[&Port]) -> Option<Finding> {
     Some(Finding::error(INDEX, found, format!("write {INDEX}={right}, or upgrade to NCCL 2.21 or later")))
 }
 
-/// What NCCL's own search finds: a row of version 2, of the family, inside the range, and not link-local. If nothing fits, it stays at row 0.
+/// Returns the result of NCCL's own search: a row of version 2, of the family, inside the range, and not link-local. If nothing fits, it stays at row 0.
 fn searched(host: &Host<'_>, roce: &[&Port]) -> Option<Finding> {
     let wants_v6 = host.settings.nccl("NCCL_IB_ADDR_FAMILY").is_some_and(|family| family.value == "AF_INET6");
     let range = host.settings.nccl("NCCL_IB_ADDR_RANGE");

@@ -83,7 +83,7 @@ pub(crate) struct Settings {
     pub(crate) variables: BTreeMap<String, String>,
     nccl: BTreeMap<String, Setting>,
     ucx: BTreeMap<String, Setting>,
-    /// What is wrong with the files themselves.
+    /// The problems of the files themselves.
     pub(crate) of_files: Vec<Finding>,
 }
 
@@ -319,7 +319,7 @@ fn home_of_user(machine: &dyn Machine) -> Option<String> {
     passwd.lines().find_map(of_user).or_else(|| (uid == "0").then(|| "/root".to_owned()))
 }
 
-/// What `strtoll` with base 0 reads, as NCCL calls it.
+/// The number that `strtoll` with base 0 reads, as NCCL calls it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Number {
     Read {

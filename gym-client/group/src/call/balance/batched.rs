@@ -137,7 +137,7 @@ struct Piece {
     error: Option<Arc<GroupError>>,
 }
 
-/// What one future of the list has come to.
+/// The outcome of one future of the list.
 enum Step<'b, R> {
     /// A rank has answered, or is lost.
     Answered { piece: Piece, in_flight: InFlightCall<'b>, began: Instant, answer: Result<R, GroupError> },
@@ -145,7 +145,7 @@ enum Step<'b, R> {
     Rested(Vec<Piece>),
 }
 
-/// What a future of the list does.
+/// The work of a future of the list.
 enum Work<'b, A> {
     Call { piece: Piece, args: A, in_flight: InFlightCall<'b> },
     Rest { pieces: Vec<Piece>, pause: Duration },

@@ -1,4 +1,4 @@
-//! What a group call in flight waits for: a turn, or ranks and the calls that they run.
+//! The waits of a group call in flight: for a turn, or ranks and the calls that they run.
 
 use std::fmt::Write as _;
 use std::sync::Arc;

@@ -171,7 +171,7 @@ fn keep_slice(memory: &mut BytesMut, slice: Range<usize>) {
     *memory = BytesMut::from(&memory[slice]);
 }
 
-/// What every rank calls, by position, with the elements that came with it. `None` for this rank.
+/// The call of every rank, by position, with the elements that came with it. `None` for this rank.
 type Heard = Vec<Option<(Call, Bytes)>>;
 
 /// The whole buffers of all ranks.

@@ -1,4 +1,4 @@
-//! What ranks answer to messages that no other rank of their build sends, or sends only in a race. One of the ranks is played by the test.
+//! The answers of ranks to messages that no other rank of their build sends, or sends only in a race. One of the ranks is played by the test.
 
 #![allow(clippy::unwrap_used)] // In a test a panic is the message.
 

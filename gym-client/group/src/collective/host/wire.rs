@@ -29,7 +29,7 @@ pub(super) fn chunks_max(world_size: usize) -> usize {
 pub(super) enum Packet {
     /// Answered with a [`Joined`] when the receiver has joined the same meeting.
     Join(Join),
-    /// What the sender calls, with its elements if they are few.
+    /// The call of the sender, with its elements if they are few.
     Call(CallPacket),
     /// Further elements of a call.
     Chunk(ChunkPacket),

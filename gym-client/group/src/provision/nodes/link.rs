@@ -102,7 +102,7 @@ struct LinkState {
     fenced: Option<Instant>,
 }
 
-/// What a poll of an agent came to.
+/// The outcome of a poll of an agent.
 #[derive(Debug)]
 pub(super) enum LinkNews {
     Reply {

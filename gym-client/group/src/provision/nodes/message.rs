@@ -40,7 +40,7 @@ pub(super) use gym_client::transport::body::{read, write};
 /// The metadata that carries the join secret.
 pub(super) const SECRET_METADATA: &str = "authorization";
 
-/// What a node has, and what no session holds.
+/// The resources of a node, and those that no session holds.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(super) struct NodeReport {
     pub(super) name: String,

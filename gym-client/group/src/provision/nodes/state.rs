@@ -86,7 +86,7 @@ pub(super) trait NodeRanks: fmt::Debug + Send + Sync {
     async fn stop(&self, grace: Duration) -> Result<()>;
 }
 
-/// What is held on one agent.
+/// The resources that are held on one agent.
 struct Holding {
     client: AgentClient,
     report: NodeReport,

@@ -133,7 +133,7 @@ impl HeldRendezvous {
     }
 }
 
-/// What a group has of this machine as long as its ranks may run: its ports, and the GPUs of its cluster.
+/// The part of this machine that a group has as long as its ranks may run: its ports, and the GPUs of its cluster.
 #[derive(Debug)]
 pub(crate) struct HeldPlace {
     _ports: HeldRendezvous,

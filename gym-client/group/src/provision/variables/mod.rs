@@ -62,7 +62,7 @@ pub(crate) struct VariableLayers<'a> {
     pub defaults: Variables,
     /// The environment of this process.
     pub process: Variables,
-    /// What the controller has sent, if it is another process.
+    /// The variables that the controller has sent, if it is another process.
     pub controller: Option<&'a Variables>,
     /// The variables of the group.
     pub group: Option<&'a Variables>,

@@ -31,9 +31,9 @@ const CALL_TIMEOUT: Duration = Duration::from_secs(5);
 const JOBS: &str = "/api/jobs/";
 /// Limit of a submission. The dashboard hands it on to the job agent of the head, for which it waits up to 10 s before it answers.
 const SUBMIT_TIMEOUT: Duration = Duration::from_secs(15);
-/// What Ray says if the head has no job agent.
+/// Ray's message if the head has no job agent.
 const NO_AGENT: &str = "No available agent";
-/// What to do then, unless the cluster has just started.
+/// The fix for it, unless the cluster has just started.
 const AGENT_FIX: &str = "look into logs/dashboard_agent.log in the directory of the head's session (/tmp/ray/session_latest); if another program has its port, for \
                          example another Ray cluster of the machine (52365 by default), start the head with `ray start --head \
                          --dashboard-agent-listen-port=PORT`";
@@ -41,7 +41,7 @@ const AGENT_FIX: &str = "look into logs/dashboard_agent.log in the directory of 
 const START_RETRY_INTERVAL: Duration = Duration::from_millis(500);
 /// Limit of a response: a log, or the list of nodes.
 const RESPONSE_BYTES_MAX: usize = 64 << 20;
-/// What to do about a program that is too large.
+/// The fix for a program that is too large.
 const SMALLER: &str =
     "build it with --release and strip it, or copy it to every node and name its path there with RayOptions::program";
 /// Ray accepts no larger request.
@@ -79,7 +79,7 @@ pub struct RayNode {
     pub state: String,
     /// Why a node is dead.
     pub state_message: Option<String>,
-    /// What the node has, by the name of the resource: `CPU`, `GPU`, `memory` in bytes, and custom resources.
+    /// The resources of the node, by name: `CPU`, `GPU`, `memory` in bytes, and custom resources.
     pub resources_total: BTreeMap<String, f64>,
     /// The labels of the node.
     pub labels: BTreeMap<String, String>,
@@ -104,13 +104,13 @@ pub struct RayJob {
     pub status: String,
     /// The command.
     pub entrypoint: Option<String>,
-    /// What happened, with the end of the log for a failed job.
+    /// The message of Ray, with the end of the log for a failed job.
     pub message: Option<String>,
     /// The node of the command.
     pub driver_node_id: Option<String>,
     /// The exit status of the command; `None` while it runs and for a stopped job.
     pub driver_exit_code: Option<i32>,
-    /// What its submitter noted.
+    /// The notes of its submitter.
     pub metadata: Option<BTreeMap<String, String>>,
 }
 
@@ -193,7 +193,7 @@ pub(super) struct JobRequest {
     pub(super) submission_id: String,
     pub(super) metadata: BTreeMap<String, String>,
     pub(super) runtime_env: Value,
-    /// What the driver needs; without it, Ray runs the driver on the head.
+    /// The resources that the driver needs; without them, Ray runs the driver on the head.
     pub(super) entrypoint_resources: BTreeMap<String, f64>,
 }
 

@@ -36,7 +36,7 @@ struct Running {
     is_checked: AtomicBool,
 }
 
-/// What a driver has printed.
+/// The output of a driver.
 #[derive(Default)]
 struct Output {
     /// Its events that were not taken yet: those of the last second, of which each share has a few.

@@ -1,4 +1,4 @@
-//! What is called where with what, and what comes back in which order.
+//! The place and the arguments of each call, and the order of its replies.
 
 use futures_util::future::join_all;
 use gym_core::Code;

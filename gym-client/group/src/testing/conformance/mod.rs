@@ -1,4 +1,4 @@
-//! What every worker group must do, wherever its ranks live.
+//! The contract of every worker group, wherever its ranks live.
 //!
 //! A backend implements [`GroupFixture`] and runs [`group`]. One whose ranks are handlers of this process, reached over some
 //! transport, says only how a handler is reached: [`ServedGroups`].
@@ -36,13 +36,13 @@ const LONG_TIMEOUT: Duration = Duration::from_secs(60);
 /// A deadline that a call is meant to reach.
 const SHORT_TIMEOUT: Duration = Duration::from_millis(100);
 
-/// What a case asks of a fresh group.
+/// The requirements of a case for a fresh group.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct GroupSetup {
     /// Its ranks.
     pub layout: RankLayout,
-    /// What runs on them, made from `()`.
+    /// The kind of worker that runs on them, made from `()`.
     pub worker: TestWorkerKind,
     /// [`HostOptions::calls_max`] of each rank.
     pub calls_max: usize,

@@ -48,7 +48,7 @@ methods! {
     Advance = "test.advance": u64 => ();
 }
 
-/// What [`Echo`] answers.
+/// The answer of [`Echo`].
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(super) struct Echoed {
     pub(super) rank: Rank,

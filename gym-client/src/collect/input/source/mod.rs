@@ -12,13 +12,13 @@ use crate::collect::files::nearest_file;
 use crate::collect::input::error::InputError;
 use crate::collect::input::places::RowPlaces;
 
-/// What a Parquet file begins with.
+/// The first bytes of a Parquet file.
 const MAGIC: &[u8] = b"PAR1";
 
-/// What a file of UTF-8 may begin with.
+/// The byte order mark, with which a file of UTF-8 may begin.
 const BYTE_ORDER_MARK: &[u8] = "\u{FEFF}".as_bytes();
 
-/// What compressed files begin with, the name of the coding, and the command that unpacks a file.
+/// The first bytes of compressed files, the name of the coding, and the command that unpacks a file.
 const PACKED: [(&[u8], &str, &str); 4] = [
     (&[0x1f, 0x8b], "gzip", "gunzip -k"),
     (&[0x28, 0xb5, 0x2f, 0xfd], "zstd", "unzstd"),

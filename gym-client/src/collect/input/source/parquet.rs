@@ -21,6 +21,7 @@ use std::path::Path;
 use base64::Engine as _;
 use base64::prelude::BASE64_STANDARD;
 use chrono::{DateTime, NaiveTime};
+use gym_core::message::json_string;
 use parquet::basic::{ConvertedType, LogicalType, TimeUnit};
 use parquet::data_type::Decimal;
 use parquet::file::reader::{FileReader as _, SerializedFileReader};
@@ -29,7 +30,6 @@ use parquet::schema::types::Type;
 use serde_json::value::RawValue;
 
 use crate::collect::input::error::InputError;
-use crate::collect::input::splice::json_string;
 
 /// Writes at most `rows_max` rows of a file, one per line, and returns their number.
 ///

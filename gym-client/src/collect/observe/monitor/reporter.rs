@@ -40,7 +40,7 @@ const OLDEST_MAX: usize = 50;
 /// Rows of one report.
 const ROWS_MAX: usize = 4;
 
-/// What does not change while a collection runs.
+/// The facts that do not change while a collection runs.
 #[derive(Clone, Debug)]
 pub(in crate::collect) struct ReportedCollection {
     pub(in crate::collect) run_id: String,

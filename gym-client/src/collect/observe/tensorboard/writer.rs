@@ -24,7 +24,7 @@ const WRITE_INTERVAL: Duration = Duration::from_secs(10);
 const END_TIMEOUT: Duration = Duration::from_secs(5);
 /// Bytes of scalars that wait for a disk: some hours.
 const PENDING_BYTES_MAX: usize = 1 << 20;
-/// What TensorBoard looks for in the name of a file, and how we know our own.
+/// The part of a file's name that TensorBoard looks for, and by which we know our own.
 const PREFIX: &str = "events.out.tfevents.";
 const SUFFIX: &str = ".gym";
 

@@ -10,7 +10,7 @@ use super::AgentScore;
 use super::rewards::{RewardBin, RewardHistogram};
 use super::tasks::{BestOfK, PassRate, TaskScores};
 
-/// What one recorded rollout adds to the figures of its agent.
+/// The contribution of one recorded rollout to the figures of its agent.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(in crate::collect) struct RolloutFigures {
     /// The reward, if there is one that counts.

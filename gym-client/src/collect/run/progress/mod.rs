@@ -72,7 +72,7 @@ pub struct UnrecordedRollouts {
     pub terminal: u64,
 }
 
-/// What a resumed run does with a rollout that failed; see [`UnrecordedRollouts`].
+/// The action of a resumed run on a rollout that failed; see [`UnrecordedRollouts`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::collect) enum Unrecorded {
     AttemptsLeft,
@@ -136,7 +136,7 @@ pub struct ProgressSnapshot {
     pub already_given_up: u64,
     /// Rollouts that used up their attempts or failed permanently in this run.
     pub given_up: u64,
-    /// What a resumed run does with the rollouts of `given_up` and `already_given_up`.
+    /// The action of a resumed run on the rollouts of `given_up` and `already_given_up`.
     pub unrecorded: UnrecordedRollouts,
     /// Rollouts in flight.
     pub in_flight: u64,

@@ -33,7 +33,7 @@ pub use write::to_raw;
 /// The first character of a marked number. JSON text must escape it, and has one way to do so.
 const MARK: char = '\0';
 
-/// What follows the mark, as Rust prints the numbers.
+/// The text after the mark, as Rust prints the numbers.
 const NOT_FINITE: [(&str, f64); 3] = [("NaN", f64::NAN), ("inf", f64::INFINITY), ("-inf", f64::NEG_INFINITY)];
 
 /// The meaning of a string in a text.

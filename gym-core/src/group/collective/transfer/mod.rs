@@ -32,7 +32,7 @@ pub struct Completion(oneshot::Sender<Moved>);
 pub struct Moved {
     /// The buffer.
     pub buffer: Buffer,
-    /// What was moved, or why the operation failed.
+    /// The bytes that were moved, or the failure of the operation.
     pub result: Result<Moving>,
 }
 

@@ -1,4 +1,4 @@
-//! What each operation must return, computed element by element from the documented formula. Uses nothing of the code under test.
+//! The expected result of each operation, computed element by element from the documented formula. Uses nothing of the code under test.
 
 use bytes::BytesMut;
 use half::{bf16, f16};

@@ -44,7 +44,7 @@ pub(super) struct SpanQueue {
     counts: Arc<ExportCounts>,
 }
 
-/// What happened to the spans.
+/// The counts of spans by their outcome.
 #[derive(Debug, Default)]
 struct ExportCounts {
     dropped: AtomicU64,

@@ -30,7 +30,7 @@ struct Told {
     severity: &'static str,
     found: String,
     fix: Option<String>,
-    /// What decided.
+    /// The source of the decision.
     because: String,
 }
 

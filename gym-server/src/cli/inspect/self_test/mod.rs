@@ -22,7 +22,7 @@ pub(in crate::cli) use ranks::workers;
 const TEST_TIMEOUT: Duration = Duration::from_secs(20);
 const TOPIC: &str = "self_test";
 
-/// What was measured over one way between two processes.
+/// The measurements over one way between two processes.
 #[derive(Debug, Serialize)]
 pub(super) struct Tested {
     /// A transport, or `all_reduce`.

@@ -1,4 +1,4 @@
-//! What the configuration or the environment of a worker asks for. An error about it ends the start; an error about the rest is a warning.
+//! The requests of a worker's configuration or environment. An error about it ends the start; an error about the rest is a warning.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -27,10 +27,10 @@ const RDMA_OFF: &str = "NCCL_IB_DISABLE";
 /// Most names of variables in a text.
 const NAMES_MAX: usize = 4;
 
-/// What a worker is asked for, each with what asks for it.
+/// The requests to a worker, each with its source.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Asked {
-    /// What asks for GPUs.
+    /// The source of the request for GPUs.
     pub(super) gpus: Option<String>,
     /// The key of the configuration that names NCCL.
     pub(super) nccl: Option<String>,

@@ -11,7 +11,7 @@ use super::asked::Asked;
 use crate::cli::args::options::ChecksMode;
 use crate::cli::exit::Failure;
 
-/// What the checks say: lines in their order, and the failures that end the start.
+/// The report of the checks: lines in their order, and the failures that end the start.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct StartReport {
     pub(super) lines: Vec<String>,

@@ -13,7 +13,7 @@ pub(in crate::cli) struct Setting {
     /// The value. Empty, if an empty variable hides the files.
     pub(in crate::cli) value: String,
     pub(in crate::cli) from: String,
-    /// What other sources say and are not heard.
+    /// The values of other sources, which are not heard.
     pub(in crate::cli) hides: Vec<Hidden>,
 }
 

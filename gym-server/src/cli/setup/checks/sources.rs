@@ -1,4 +1,4 @@
-//! What a worker says of its configuration: where it comes from, with masked secrets.
+//! The report of a worker on its configuration: its sources, with masked secrets.
 
 use gym_client::config::GymConfig;
 use gym_client::config::{MASK, is_secret_key};

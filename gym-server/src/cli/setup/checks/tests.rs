@@ -110,7 +110,7 @@ fn one_wrong_setting_of_each_kind_ends_the_start_with_its_fix() {
     assert_eq!(kinds.iter().map(String::as_str).collect::<Vec<_>>(), wanted);
 }
 
-/// What the environment alone asks for: no key of a configuration.
+/// The requests of the environment alone: no key of a configuration.
 #[test]
 fn a_wrong_variable_ends_the_start_without_any_configuration() {
     for id in [

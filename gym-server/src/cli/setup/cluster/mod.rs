@@ -1,4 +1,4 @@
-//! What a process of a cluster reads from its head server: a configuration if it has none of its own, and the servers that its files
+//! The parts that a process of a cluster reads from its head server: a configuration if it has none of its own, and the servers that its files
 //! name and do not define.
 
 pub(in crate::cli) mod node;
@@ -107,7 +107,7 @@ pub(in crate::cli) async fn load_member(
     Ok(loaded)
 }
 
-/// What helps if no head server responds.
+/// The fix if no head server responds.
 const HEAD_FIX: &str = "start the head server, or name the right one with --head-url or HEAD_SERVER_URL";
 
 /// Asks the head server, and waits while it does not respond.

@@ -65,7 +65,7 @@ pub(super) struct Peer {
     pub(super) id: u64,
 }
 
-/// What one rank knows of all.
+/// One rank's knowledge of all ranks.
 pub(super) struct State {
     pub(super) seats: Vec<SeatState>,
     /// The operations that this rank has called: collective ones, and sends and receives by the position of the other rank.
@@ -112,7 +112,7 @@ struct Running {
     agreed: bool,
 }
 
-/// What has come from one rank and was not taken yet, and how the rank has gone.
+/// The messages of one rank that were not taken yet, and how the rank has gone.
 #[derive(Debug, Default)]
 pub(super) struct SeatState {
     rounds: Arrivals,
@@ -167,7 +167,7 @@ impl Drop for Expecting<'_> {
     }
 }
 
-/// What another rank calls.
+/// The call of another rank.
 #[derive(Debug)]
 pub(super) struct Announced {
     number: u64,

@@ -1,4 +1,4 @@
-//! What a meeting tells of its operations.
+//! The report of a meeting on its operations.
 
 use gym_core::group::Rank;
 use gym_core::group::collective::{Collective, Moving, WaitingOperation};

@@ -65,7 +65,7 @@ pub struct NodeOptions {
     pub port: u16,
     /// The host at which other machines reach this one. Default: `host`, or for `0.0.0.0` the address of the route to the head server.
     pub advertise: Option<String>,
-    /// What the node offers. Default: the CPUs of this machine, and its visible GPUs. Controllers get those that no other program of the machine holds.
+    /// The resources that the node offers. Default: the CPUs of this machine, and its visible GPUs. Controllers get those that no other program of the machine holds.
     pub resources: NodeResources,
     /// The intervals of its heartbeats to the head server.
     pub timing: MemberTiming,

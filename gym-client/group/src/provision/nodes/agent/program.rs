@@ -66,7 +66,7 @@ pub(crate) struct AgentLines {
     pub(crate) grace_s: f64,
 }
 
-/// What an agent tells the process that started it.
+/// The message of an agent to the process that started it.
 #[derive(Serialize)]
 struct AgentHello<'a> {
     endpoints: &'a [Endpoint],

@@ -1,4 +1,4 @@
-//! What one controller holds on a node: resources, ports, and ranks under a lease.
+//! The session of one controller on a node: resources, ports, and ranks under a lease.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, OnceLock};
