@@ -73,14 +73,14 @@ impl InputSource {
         }
     }
 
-    /// Checks that the tasks can be opened. Nothing is converted.
+    /// Checks that the tasks can be opened, and that each Parquet file is complete. Nothing is converted.
     ///
     /// # Errors
     /// As [`InputSource::open`].
     pub(in crate::collect) fn check(&self) -> Result<(), InputError> {
         match self {
             Self::Lines(_) => self.open(Path::new(""), None).map(drop),
-            Self::Parquet(_) => Ok(()),
+            Self::Parquet(files) => files.iter().try_for_each(|file| check_complete(file)),
         }
     }
 
@@ -165,6 +165,16 @@ fn rows(files: &[PathBuf], limit: Option<u64>, spool: File) -> Result<(File, Row
     let spool = rewound.and_then(|mut spool| spool.rewind().map(|()| spool));
     let spool = spool.map_err(|error| InputError::io("write the rows of the input", error))?;
     Ok((spool, RowPlaces::new(places)))
+}
+
+#[cfg(feature = "parquet")]
+fn check_complete(file: &Path) -> Result<(), InputError> {
+    parquet::check(file)
+}
+
+#[cfg(not(feature = "parquet"))]
+fn check_complete(_: &Path) -> Result<(), InputError> {
+    unreachable!("`find` rejects Parquet without the feature")
 }
 
 #[cfg(not(feature = "parquet"))]
