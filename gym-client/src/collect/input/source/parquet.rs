@@ -28,6 +28,7 @@ use parquet::record::{Field, Row};
 use parquet::schema::types::Type;
 use serde_json::value::RawValue;
 
+use crate::collect::files::fix_of_unopened;
 use crate::collect::input::error::InputError;
 use crate::collect::input::splice::json_string;
 
@@ -59,7 +60,10 @@ fn caught<T>(path: &Path, read: impl FnOnce() -> Result<T, InputError>) -> Resul
 
 fn open(path: &Path) -> Result<SerializedFileReader<File>, InputError> {
     let invalid = |problem: String| InputError::file(path, problem);
-    let file = File::open(path).map_err(|error| invalid(format!("cannot read the input: {error}")))?;
+    let file = File::open(path).map_err(|error| {
+        let fix = fix_of_unopened(path, &error, "name a Parquet file with --input");
+        invalid(format!("cannot read the input: {error}\n  fix: {fix}"))
+    })?;
     SerializedFileReader::new(file)
         .map_err(|error| invalid(format!("it is no complete Parquet file: {error}; download or write it again")))
 }
