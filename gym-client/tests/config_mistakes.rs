@@ -75,6 +75,15 @@ fn broken_yaml_names_file_line_and_column() {
 }
 
 #[test]
+fn a_number_beyond_64_bits_names_the_highest() {
+    Case::main("max_steps: 99999999999999999999\n").says(&[
+        "main.yaml:1:",
+        "the integer 99999999999999999999 exceeds 64 bits",
+        "to 18446744073709551615",
+    ]);
+}
+
+#[test]
 fn a_tab_as_indentation_names_the_line() {
     Case::main("a:\n\tb: 1\n").says(&["main.yaml:2: malformed YAML"]);
 }
@@ -84,6 +93,14 @@ fn an_absent_file_suggests_its_neighbour() {
     Case::files(&[("main.yaml", "config_paths:\n- openai_modle.yaml\n"), ("openai_model.yaml", "")]).says(&[
         "main.yaml:2: config_paths: 'openai_modle.yaml' was not found; searched",
         "fix: did you mean 'openai_model.yaml'?",
+    ]);
+}
+
+#[test]
+fn a_file_that_cannot_be_looked_for_is_not_called_absent() {
+    Case::files(&[("main.yaml", "config_paths:\n- file/openai_model.yaml\n"), ("file", "")]).says(&[
+        "main.yaml:2: config_paths: cannot read 'file/openai_model.yaml': Not a directory",
+        "fix: check the path",
     ]);
 }
 
@@ -224,6 +241,11 @@ fn what_the_loader_accepts_and_cannot_run_is_listed() {
             "",
         ),
         (
+            format!("{MODEL}responses_create_params: {{temperature: -5}}\n"),
+            "responses_create_params.temperature: the value is a number: -5\n  fix: write 0 or more",
+            "",
+        ),
+        (
             format!("{MODEL}responses_create_params: {{max_tokens: 5}}\n"),
             "unknown key\n  fix: write `max_output_tokens`",
             "",
@@ -345,6 +367,13 @@ fn what_the_loader_accepts_and_cannot_run_is_listed() {
     // The file serves several commands, and its variables are for those that need them.
     let config = Case::files(&[("main.yaml", MODEL), ("env.yaml", "colour: red\n")]).load().unwrap();
     assert!(config.warnings.is_empty() && config.mistakes.is_empty(), "{:?}", config.warnings);
+    let config = Case::files(&[("main.yaml", MODEL), ("env.yaml", "num_repeat: 4\n")]).load().unwrap();
+    let said = config.warnings.iter().map(ToString::to_string).collect::<String>();
+    assert!(
+        said.contains("env.yaml:1: num_repeat: unknown key 'num_repeat'\n  fix: did you mean 'num_repeats'?"),
+        "{said}"
+    );
+    assert!(config.mistakes.is_empty(), "{:?}", config.mistakes);
 }
 
 #[test]

@@ -10,6 +10,7 @@ use std::sync::Arc;
 
 use gym_client::collect::input::Repeats;
 use gym_client::collect::{CollectOptions, ExistingOutput, OutputFiles};
+use gym_core::base::RealFiles;
 use parquet::basic::{Compression, ZstdLevel};
 use parquet::data_type::{ByteArray, ByteArrayType, Int64Type};
 use parquet::file::properties::WriterProperties;
@@ -129,8 +130,15 @@ async fn an_error_names_the_file_and_the_row() {
         ("damaged.parquet", &["damaged.parquet", "damaged"]),
         ("x-*.parquet", &["x-*.parquet: no file fits"]),
     ] {
-        let refused = ground.collect(options(&ground, input)).await.unwrap_err().to_string();
-        assert!(says.iter().all(|words| refused.contains(words)), "{input}: {refused}");
+        let options = options(&ground, input);
+        let early = match options.check_output(&RealFiles::new()).await {
+            Ok(_) => options.check_rows(&ground.names()).await,
+            Err(error) => Err(error),
+        };
+        let refused = [early.unwrap_err(), ground.collect(options).await.unwrap_err()];
+        for refused in refused.map(|error| error.to_string()) {
+            assert!(says.iter().all(|words| refused.contains(words)), "{input}: {refused}");
+        }
     }
     let mut with_seed = options(&ground, "b-*.parquet");
     with_seed.materialize.agent_map.insert("agent".to_owned(), "absent".to_owned());

@@ -116,6 +116,7 @@ fn main() -> ExitCode {
         models::a_truncated_rollout_is_scored_or_fails,
         plan::a_plan_is_computed_from_a_measurement_that_checks_itself,
         plan::a_plan_of_rollouts_that_fail_says_why,
+        resume::outputs_that_cannot_continue_are_refused_before_servers_start,
         resume::a_resume_with_other_settings_is_refused_or_marked,
         resume::a_remote_head_server_tells_the_settings_of_its_servers,
         resume::results_without_settings_resume_with_one_warning,

@@ -475,6 +475,9 @@ fn a_file_of_worker_groups_is_checked_as_one() {
     assert!(code == Some(0) && text.contains("ok: a cluster and 1 worker group from 1 file, and no servers"), "{text}");
     let (code, text) = check("cluster: {bundle_ct_per_node_list: [2]}\npolicy: {memory_limt: 1GB}\n");
     assert!(code == Some(2) && text.contains("main.yaml:2") && text.contains("memory_limit"), "{text}");
+    let (code, text) = check("cluster: {bundle_ct_per_node_list: [2]}\npolicy: {transport: tpc}\n");
+    let says = "main.yaml:2: policy.transport: transport `tpc` is no transport\n  fix: use auto, or one or more of";
+    assert!(code == Some(2) && text.contains(says), "{text}");
 }
 
 #[test]

@@ -66,6 +66,15 @@ pub(crate) fn cases() -> Vec<Case> {
              openai_model: x\n",
             &["main.yaml:", "openai_base_url", "expected a string"],
         ),
+        cli(
+            CONFIG,
+            "a base URL that has the route",
+            "m:\n  responses_api_models:\n    openai_model:\n      entrypoint: app.py\n      openai_base_url: http://h:1/v1/chat/completions\n      \
+             openai_model: x\n",
+            &["config", "check", "main.yaml"],
+            "exit 2",
+            &["openai_base_url", "write http://h:1/v1"],
+        ),
         config(
             "a pool without room",
             "my_pool:\n  environment_servers:\n    pool: {entrypoint: app.py, rollouts_max: 0, agent_server: {type: \

@@ -100,6 +100,18 @@ pub(crate) fn cases() -> Vec<Case> {
         ),
         row(
             TYPE,
+            "a temperature below zero",
+            br#"{"responses_create_params": {"input": "x", "temperature": -5}, "expected_answer": "4", "agent_ref": {"name": "a_good"}}"#,
+            &["line 2", "responses_create_params.temperature is a number: -5; write 0 or more"],
+        ),
+        row(
+            TYPE,
+            "a content part of chat completions",
+            br#"{"responses_create_params": {"input": [{"role": "user", "content": [{"type": "text", "text": "x"}]}]}, "expected_answer": "4", "agent_ref": {"name": "a_good"}}"#,
+            &["line 2", "responses_create_params.input[0].content[0].type is \"text\"; write `input_text`"],
+        ),
+        row(
+            TYPE,
             "a tool in the form of chat completions",
             br#"{"responses_create_params": {"input": "x", "tools": [{"type": "function", "function": {"name": "f"}}]}, "expected_answer": "4", "agent_ref": {"name": "a_good"}}"#,
             &["line 2", "responses_create_params.tools[0] has the form of chat completions"],

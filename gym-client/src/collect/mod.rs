@@ -13,7 +13,7 @@ pub(crate) mod run;
 pub use collector::{CollectOptions, CollectSummary, RolloutCollector};
 #[doc(hidden)]
 pub use files::chunks::write_new_file;
-pub use files::{ExistingOutput, OutputFiles, nearest_file};
+pub use files::{ExistingOutput, OutputFiles, fix_of_unopened, nearest_file};
 pub use names::{ServerNames, connect_head};
 pub use observe::monitor;
 pub use resume::settings::ChangedSettings;

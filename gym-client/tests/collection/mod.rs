@@ -74,7 +74,10 @@ impl Ground {
         };
         let transports = Transports::new().with_connector(Arc::new(self.servers.clone()));
         let client = ServerClient::new(Arc::new(StaticRegistry::new(vec![agent])), transports, &world);
-        let names = ServerNames::of_merged(&json!({"agent": {"responses_api_agents": {"small": {}}}}));
-        RolloutCollector::new(client, names, world)
+        RolloutCollector::new(client, self.names(), world)
+    }
+
+    pub(crate) fn names(&self) -> ServerNames {
+        ServerNames::of_merged(&json!({"agent": {"responses_api_agents": {"small": {}}}}))
     }
 }

@@ -60,6 +60,40 @@ pub(crate) fn a_resume_with_other_settings_is_refused_or_marked() {
     ended_with(&folder.run(&["view", "out/rollouts.jsonl", "--list"]), 0);
 }
 
+pub(crate) fn outputs_that_cannot_continue_are_refused_before_servers_start() {
+    let folder = recorded();
+    let refused = |options: &[&str], says: &str| {
+        let (_, error) = own(&folder, options, 2);
+        assert!(error.contains(says) && !error.contains("started 4 servers"), "{options:?}: {error}");
+    };
+    let before = folder.contents();
+    refused(&["--resume", "--limit", "1"], "there are fewer tasks");
+    refused(&["--resume", "--temperature", "0.5"], "responses_create_params.temperature: was absent, is 0.5");
+    refused(
+        &["--resume", "--events", "/proc/events.jsonl"],
+        "write events to /proc/events.jsonl: No such file or directory (os error 2); choose another path",
+    );
+    refused(&["--resume", "--tensorboard", "/proc/scalars"], "to /proc/scalars: ");
+    let elsewhere =
+        ["collect", "--config", "gym.yaml", "-a", "digit_agent", "-i", "tasks.jsonl", "-o", "/proc/new.jsonl"];
+    let (_, error) = ended_with(&folder.run(&elsewhere), 2);
+    let says = "write /proc/new.jsonl: no file can be created in this folder";
+    assert!(error.contains(says) && !error.contains("started 4 servers"), "{error}");
+    let locked = std::fs::File::open(folder.file("out/rollouts.jsonl")).unwrap();
+    locked.try_lock().unwrap();
+    let says = "out/rollouts.jsonl: another collector writes to this file; wait until it ends or choose another output";
+    for options in ["--resume", "--overwrite"] {
+        let (_, error) = own(&folder, &[options], 1);
+        assert!(error.contains(says) && !error.contains("started 4 servers"), "{error}");
+    }
+    drop(locked);
+    set(&folder, "seed: 7");
+    refused(&["--resume"], "scripted_model.seed: was absent, is 7");
+    std::fs::write(folder.file("gym.yaml"), CONFIG).unwrap();
+    assert!(folder.contents() == before, "a refused collection changed a file");
+    own(&folder, &["--resume", "--num-repeats", "2", "--events", "events/new.jsonl"], 0);
+}
+
 pub(crate) fn a_remote_head_server_tells_the_settings_of_its_servers() {
     let folder = recorded();
     set(&folder, "model: \"${other_model}\"\nother_model: elsewhere");

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use gym_client::config::{BlockFile, ConfigError, nearest_name};
+use gym_core::transport::Transport;
 use gym_core::{Code, Error};
 
 use crate::placement::{ClusterSpec, WorkerGroupConfig};
@@ -25,6 +26,7 @@ pub struct ClusterFile {
     pub cluster: ClusterSpec,
     /// Its worker groups by name.
     pub groups: BTreeMap<String, WorkerGroupConfig>,
+    blocks: BlockFile,
     source: String,
 }
 
@@ -36,7 +38,7 @@ impl ClusterFile {
     /// ([`ConfigError::Unsupported`]). The error names file, line and key.
     pub fn read(path: impl AsRef<Path>) -> Result<Self, ConfigError> {
         let path = path.as_ref();
-        Self::of(&BlockFile::read(path)?, path.display().to_string())
+        Self::of(BlockFile::read(path)?, path.display().to_string())
     }
 
     /// Reads and checks a text, such as that of a file which the program includes; `source` is its name in errors.
@@ -44,18 +46,29 @@ impl ClusterFile {
     /// # Errors
     /// As [`ClusterFile::read`].
     pub fn parse(text: &str, source: &str) -> Result<Self, ConfigError> {
-        Self::of(&BlockFile::parse(text, source)?, source.to_owned())
+        Self::of(BlockFile::parse(text, source)?, source.to_owned())
     }
 
-    fn of(blocks: &BlockFile, source: String) -> Result<Self, ConfigError> {
+    fn of(blocks: BlockFile, source: String) -> Result<Self, ConfigError> {
         let cluster: ClusterSpec = blocks.block(CLUSTER)?;
         cluster.validate().map_err(|error| blocks.placed(CLUSTER, &error))?;
         let mut groups = BTreeMap::new();
         for name in blocks.names().into_iter().filter(|name| name != CLUSTER) {
             let group: WorkerGroupConfig = blocks.block(&name)?;
+            group.validate().map_err(|error| blocks.placed(&name, &error))?;
             groups.insert(name, group);
         }
-        Ok(Self { cluster, groups, source })
+        Ok(Self { cluster, groups, blocks, source })
+    }
+
+    /// Checks the names of transports against those of a program, as each group does when it starts.
+    ///
+    /// # Errors
+    /// The file, the line, the key and the known names.
+    pub fn check_transports(&self, known: &[Transport]) -> Result<(), ConfigError> {
+        self.groups.iter().try_for_each(|(name, group)| {
+            group.check_transports(known).map_err(|error| self.blocks.placed(name, &error))
+        })
     }
 
     /// Returns the configuration of the worker group of that name.
@@ -94,6 +107,23 @@ mod tests {
         let error =
             ClusterFile::parse("cluster: {bundle_ct_per_node_lst: [2]}", "included.yaml").expect_err("misspelled");
         assert!(error.to_string().contains("included.yaml:1: cluster."), "{error}");
+        let known = [Transport::MEM, Transport::new("http", 400)];
+        for (group, says) in [
+            (
+                "transport: tpc",
+                "cluster.yaml:2: policy.transport: transport `tpc` is no transport\n  fix: use auto, or one or more of",
+            ),
+            ("transport: [http, tpc]", "`tpc` is no transport"),
+            ("require_transport: tpc", "policy.require_transport: require_transport `tpc` is no transport\n  fix: use"),
+            ("load_balancing_strategy: affinity", "policy.load_balancing_strategy: "),
+            ("load_balancing_strategy: afinity", "affinity"),
+            ("transport: [http, mem]", ""),
+        ] {
+            let file = read(&format!("cluster: {{bundle_ct_per_node_list: [2]}}\npolicy: {{{group}}}\n"));
+            let checked = file.and_then(|file| file.check_transports(&known));
+            let said = checked.err().map(|error| error.to_string()).unwrap_or_default();
+            assert!(said.contains(says) && said.is_empty() == says.is_empty(), "{group}: {said}");
+        }
         assert_eq!((&json.cluster, &json.groups), (&yaml.cluster, &yaml.groups));
         assert_eq!(yaml.group("policy").expect("is there").memory_limit, Some(1_000_000_000));
         let error = yaml.group("polcy").expect_err("misspelled").to_string();

@@ -1,7 +1,7 @@
 //! Configuration of a worker group, with the key names of NeMo RL's documentation.
 
 use gym_core::registry::Balance;
-use gym_core::transport::TransportPolicy;
+use gym_core::transport::{Transport, TransportPolicy};
 use gym_core::{Error, Result};
 use serde::Deserialize;
 use serde::de::{self, Deserializer};
@@ -44,6 +44,33 @@ impl WorkerGroupConfig {
     #[must_use]
     pub fn balancing(&self) -> Option<Balance> {
         self.load_balancing_strategy.clone().or_else(|| self.enable_load_balancing.then(Balance::default))
+    }
+
+    /// Checks the values that are no group's.
+    ///
+    /// # Errors
+    /// `InvalidArgument`, with the key first and the fix last.
+    pub(crate) fn validate(&self) -> Result<()> {
+        match self.load_balancing_strategy {
+            Some(Balance::Affinity) => Err(Error::invalid(
+                "load_balancing_strategy `affinity` balances the replicas of a model, and calls of a worker group have no session; use \
+                 least_pending, power_of_two_choices or round_robin",
+            )),
+            _ => Ok(()),
+        }
+    }
+
+    /// Checks the names of transports, as [`WorkerGroupConfig::validate`] does the other values.
+    pub(crate) fn check_transports(&self, known: &[Transport]) -> Result<()> {
+        let at = |key: &str, error: Error| match error.message().starts_with(key) {
+            true => error,
+            false => Error::invalid(format!("{key} {}", error.message())),
+        };
+        if let Some(transport) = &self.transport {
+            transport.check(known).map_err(|error| at("transport", error))?;
+        }
+        let policy = self.transport_policy().map_or(Ok(()), |policy| policy.check(known));
+        policy.map_err(|error| at("require_transport", error))
     }
 
     /// Returns the transport policy of the group; `None` if the configuration sets none. The group checks the names when it starts.
@@ -110,7 +137,6 @@ pub fn parse_memory(text: &str) -> Result<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use gym_core::transport::Transport;
 
     #[test]
     fn the_documented_configuration_parses() {

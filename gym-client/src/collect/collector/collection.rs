@@ -11,10 +11,11 @@ use gym_core::{CallContext, CancelToken, Error, Result};
 use crate::collect::collector::observers::Observers;
 use crate::collect::collector::reader::{OpenRows, read_rows};
 use crate::collect::collector::requested::RequestedRows;
-use crate::collect::collector::{CollectOptions, CollectSummary, OPEN_TIMEOUT, RolloutCollector, blocking};
+use crate::collect::collector::{CollectOptions, CollectSummary, OPEN_TIMEOUT, RolloutCollector, blocking, discard};
 use crate::collect::files::{ExistingOutput, OutputFiles, output_exists};
 use crate::collect::input::MaterializeSummary;
 use crate::collect::ledger::{JsonlLedger, OpenMode};
+use crate::collect::names::ServerNames;
 use crate::collect::observe::EventTarget;
 use crate::collect::resume::compare;
 use crate::collect::resume::settings::{AcceptedSettings, first_settings, resumed_settings};
@@ -68,12 +69,11 @@ impl<'a> Collection<'a> {
             Some(path) => Some((path.as_path(), EventTarget::open(path).await?)),
             None => None,
         };
-        // The name contains the process ID because only the ledger's lock, which is taken later, rejects a second collector.
-        let partial = files.materialized.with_extension(format!("jsonl.{}.partial", std::process::id()));
-        let matched = if resumes { collector.match_recorded(options, &files.materialized).await? } else { None };
+        let partial = partial_of(&files);
+        let matched = if resumes { options.match_recorded(&collector.names, &files.materialized).await? } else { None };
         let requested = match matched {
             Some(requested) => requested,
-            None => collector.materialize(options, &partial).await?,
+            None => options.materialize(&collector.names, &*collector.world.files, &partial).await?,
         };
         let overwrites = options.existing == ExistingOutput::Overwrite;
         // Without leave to overwrite, nothing is removed, even if another collector wrote the files since the check.
@@ -83,7 +83,7 @@ impl<'a> Collection<'a> {
         let (ledger, opened) = match opened {
             Ok(opened) => opened,
             Err(error) => {
-                collector.discard(&partial).await;
+                discard(&*collector.world.files, &partial).await;
                 return Err(error);
             }
         };
@@ -100,7 +100,7 @@ impl<'a> Collection<'a> {
     pub(super) async fn accept(self, requested: RequestedRows) -> Result<(Self, Accepted)> {
         let accepted = async {
             let compared = self.compare(requested).await?;
-            let settings = self.compare_settings(&compared.rows).await?;
+            let settings = self.settings(&compared.rows).await?;
             Ok::<_, Error>((compared, settings))
         };
         let Self { collector, files, partial, .. } = &self;
@@ -114,11 +114,11 @@ impl<'a> Collection<'a> {
                 (rows, settings)
             }
             Ok((ComparedRows { rows, replace: false }, settings)) => {
-                collector.discard(partial).await;
+                discard(&*collector.world.files, partial).await;
                 (rows, settings)
             }
             Err(error) => {
-                collector.discard(partial).await;
+                discard(&*collector.world.files, partial).await;
                 self.ledger.close(&CallContext::within(OPEN_TIMEOUT)).await?;
                 return Err(error);
             }
@@ -207,7 +207,11 @@ impl<'a> Collection<'a> {
         }
         // Without the lock, another collector may have replaced the file since it was compared.
         let is_current = requested.recorded.as_ref().is_none_or(|file| file.is_at(&files.materialized));
-        let mut rows = if is_current { requested } else { collector.materialize(options, partial).await? };
+        let mut rows = if is_current {
+            requested
+        } else {
+            options.materialize(&collector.names, &*collector.world.files, partial).await?
+        };
         let resumes = options.existing == ExistingOutput::Resume && (self.resumes || self.is_recorded);
         let replace = rows.recorded.is_none() && (!resumes || compare_rows(files, partial).await?);
         if rows.recorded.is_none() && !replace {
@@ -217,26 +221,13 @@ impl<'a> Collection<'a> {
         Ok(ComparedRows { rows, replace })
     }
 
-    /// Compares the settings of the servers with the recorded ones. The ledger is locked.
-    async fn compare_settings(&self, requested: &RequestedRows) -> Result<AcceptedSettings> {
-        let targets = requested.summary.targets.keys().map(String::as_str);
-        let settings = self.collector.names.reward_settings(targets);
-        if !self.is_recorded {
-            return first_settings(&settings);
+    /// Returns the settings of the servers after their comparison with the recorded ones. The ledger is locked.
+    async fn settings(&self, requested: &RequestedRows) -> Result<AcceptedSettings> {
+        let Self { collector, options, files, completed, .. } = self;
+        if self.is_recorded {
+            return compare_settings(options, &collector.names, files, requested, *completed).await;
         }
-        let (path, changed, completed) = (self.files.settings.clone(), self.options.changed_settings, self.completed);
-        blocking(move || {
-            let text = match std::fs::read_to_string(&path) {
-                Ok(text) => Some(text),
-                Err(error) if error.kind() == ErrorKind::NotFound => None,
-                Err(error) => {
-                    let doing = format!("read {}", path.display());
-                    return Err(Error::invalid("the file cannot be read").about(doing).caused_by(error));
-                }
-            };
-            resumed_settings(&path, text.as_deref(), &settings, changed, completed)
-        })
-        .await
+        first_settings(&collector.names.reward_settings(requested.summary.targets.keys().map(String::as_str)))
     }
 }
 
@@ -285,7 +276,7 @@ fn rollouts_by_descriptors(wanted: usize) -> usize {
 ///
 /// # Errors
 /// `InvalidArgument` if there are outcomes but no materialized inputs: starting again would remove the outcomes.
-fn has_outcomes(files: &OutputFiles) -> Result<bool> {
+pub(super) fn has_outcomes(files: &OutputFiles) -> Result<bool> {
     let has = |path: &Path| std::fs::metadata(path).is_ok_and(|found| found.len() > 0);
     let recorded = has(&files.rollouts) || has(&files.failures);
     if recorded && !has(&files.materialized) {
@@ -299,8 +290,38 @@ fn has_outcomes(files: &OutputFiles) -> Result<bool> {
     Ok(recorded)
 }
 
+/// Compares the settings of the servers with those that made the recorded rewards, of which `completed` rollouts have one.
+pub(super) async fn compare_settings(
+    options: &CollectOptions,
+    names: &ServerNames,
+    files: &OutputFiles,
+    requested: &RequestedRows,
+    completed: u64,
+) -> Result<AcceptedSettings> {
+    let settings = names.reward_settings(requested.summary.targets.keys().map(String::as_str));
+    let (path, changed) = (files.settings.clone(), options.changed_settings);
+    blocking(move || {
+        let text = match std::fs::read_to_string(&path) {
+            Ok(text) => Some(text),
+            Err(error) if error.kind() == ErrorKind::NotFound => None,
+            Err(error) => {
+                let doing = format!("read {}", path.display());
+                return Err(Error::invalid("the file cannot be read").about(doing).caused_by(error));
+            }
+        };
+        resumed_settings(&path, text.as_deref(), &settings, changed, completed)
+    })
+    .await
+}
+
+/// Returns the name of the requested rows, until it is clear that they replace the recorded ones. It has the process ID because only the
+/// ledger's lock, which is taken later, rejects a second collector.
+pub(super) fn partial_of(files: &OutputFiles) -> PathBuf {
+    files.materialized.with_extension(format!("jsonl.{}.partial", std::process::id()))
+}
+
 /// Returns `true` if the materialized inputs must be replaced by the requested rows, which extend them.
-async fn compare_rows(files: &OutputFiles, requested: &Path) -> Result<bool> {
+pub(super) async fn compare_rows(files: &OutputFiles, requested: &Path) -> Result<bool> {
     let (recorded, requested) = (files.materialized.clone(), requested.to_owned());
     let compared = blocking(move || compare(&recorded, &requested)).await;
     compared.map_err(|error| match error.subject() {

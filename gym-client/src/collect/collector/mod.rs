@@ -1,5 +1,6 @@
 //! Runs a whole collection: materializes the tasks, runs the rollouts, records them and requests the statistics.
 
+mod check;
 mod collection;
 mod observers;
 mod reader;
@@ -23,13 +24,12 @@ use crate::client::ServerClient;
 use crate::collect::collector::collection::Collection;
 use crate::collect::collector::requested::{RequestedRows, RowMatcher, RowSink, RowWriter};
 use crate::collect::files::chunks::{CHUNKS_AHEAD, ChunkWriter, replace_json_file, write_new_file};
-use crate::collect::files::{ExistingOutput, OutputFiles, output_exists};
+use crate::collect::files::{ExistingOutput, OutputFiles};
 use crate::collect::input::places::RowPlaces;
 use crate::collect::input::source::InputSource;
 use crate::collect::input::{InputError, MaterializeOptions, MaterializeSummary, Materializer};
 use crate::collect::names::ServerNames;
 use crate::collect::observe::monitor::CollectionMonitor;
-use crate::collect::observe::{EventTarget, TensorBoardFile};
 use crate::collect::report::read_recorded;
 use crate::collect::resume::settings::ChangedSettings;
 use crate::collect::run::progress::RequestedTasks;
@@ -123,87 +123,7 @@ impl CollectOptions {
             tensorboard: None,
         }
     }
-
-    /// Checks the paths, and returns the output files that have content. [`RolloutCollector::collect`] does the same before it opens
-    /// a file for writing; call this before servers start.
-    ///
-    /// # Errors
-    /// `InvalidArgument` if the input cannot be used, if two of the files are the same file, if an output exists and `existing` rejects that, if a file of its
-    /// name is no output of a collection, or if the events file
-    /// or the directory for TensorBoard cannot be written. The errors of
-    /// the disk.
-    pub async fn check_output(&self, disk: &dyn Files) -> Result<Vec<PathBuf>> {
-        let files = OutputFiles::beside(&self.output);
-        let source = InputSource::find(&self.input).map_err(|error| invalid(&error))?;
-        for input in source.files() {
-            files.check_distinct(input, self.events.as_deref())?;
-        }
-        source.check().map_err(|error| invalid(&error))?;
-        self.materialize.check().map_err(|error| invalid(&error))?;
-        if let Some(events) = &self.events {
-            EventTarget::check(events, self.existing)?;
-        }
-        if let Some(folder) = &self.tensorboard {
-            TensorBoardFile::check(folder, self.existing)?;
-        }
-        if std::fs::metadata(&files.rollouts).is_ok_and(|found| !found.is_file() && !found.is_dir()) {
-            let output = files.rollouts.display();
-            return Err(Error::invalid(format!(
-                "{output}: this is no regular file, and rollouts need one\n  fix: name a file"
-            )));
-        }
-        for written in [Some(&files.rollouts), self.events.as_ref()].into_iter().flatten() {
-            check_is_output(written)?;
-        }
-        let existing = files.existing(disk).await?;
-        match (self.existing, existing.first()) {
-            (ExistingOutput::Reject, Some(first)) => Err(output_exists(first)),
-            _ => Ok(existing),
-        }
-    }
 }
-
-/// Checks that a file, if it exists, may be one of an earlier collection: JSON lines. `--overwrite` is no leave to replace another file.
-fn check_is_output(path: &Path) -> Result<()> {
-    let mut begins = [0; 256];
-    let is_file = std::fs::metadata(path).is_ok_and(|found| found.is_file());
-    let Some(length) = is_file.then(|| File::open(path).ok()?.read(&mut begins).ok()).flatten() else { return Ok(()) };
-    // A file system may leave zeros at the end of a file after a crash.
-    let first = begins[..length].iter().find(|byte| !byte.is_ascii_whitespace() && **byte != 0);
-    match first {
-        None | Some(b'{') => Ok(()),
-        Some(_) => Err(Error::invalid(format!(
-            "{}: this file is no output of a collection: it does not begin with a JSON object\n  fix: name another file, or remove this one",
-            path.display()
-        ))),
-    }
-}
-
-impl CollectOptions {
-    /// Checks the first thousand rows of an input of JSON lines, as [`RolloutCollector::collect`] checks all of them: call this before servers
-    /// start, which may take minutes. What only a running server knows, such as the type of its task, is not checked.
-    ///
-    /// # Errors
-    /// `InvalidArgument`, with the file and the line.
-    pub async fn check_rows(&self, names: &ServerNames) -> Result<()> {
-        let mut options = self.materialize.clone();
-        let limit = options.limit.filter(|limit| *limit > 0).unwrap_or(u64::MAX);
-        (options.limit, options.interleave) = (Some(limit.min(CHECKED_ROWS)), false);
-        let materializer = Materializer::new(options, names.clone()).map_err(|error| invalid(&error))?;
-        let input = self.input.clone();
-        blocking(move || {
-            let source = InputSource::find(&input).map_err(|error| invalid(&error))?;
-            // Parquet would be converted into a file first.
-            let InputSource::Lines(_) = source else { return Ok(()) };
-            let (reader, _) = source.open(Path::new(""), None).map_err(|error| invalid(&error))?;
-            materializer.each_row(reader, |_, _, _, _| Ok(())).map(drop).map_err(|error| invalid(&error))
-        })
-        .await
-    }
-}
-
-/// Rows that are checked before servers start: few enough that nobody waits for them.
-const CHECKED_ROWS: u64 = 1_000;
 
 /// The result of a collection.
 #[derive(Clone, Debug)]
@@ -343,20 +263,34 @@ impl RolloutCollector {
         replace_json_file(&*self.world.files, path, written, sending).await
     }
 
+    /// Counts the rollouts that earlier runs recorded: the rows in the first `bytes` of the file.
+    async fn count_recorded(&self, rollouts: &Path, bytes: u64) -> Result<()> {
+        let (rollouts, progress) = (rollouts.to_owned(), Arc::clone(&self.progress));
+        let reading = move || {
+            let (file, name) = (open(&rollouts)?, rollouts.display().to_string());
+            let file = BufReader::with_capacity(BUFFER_BYTES, file.take(bytes));
+            let read = read_recorded(file, &name, |agent, key, rollout| progress.add_recorded(agent, key, rollout));
+            read.map_err(|error| Error::internal(error.to_string()))
+        };
+        blocking(reading).await
+    }
+}
+
+impl CollectOptions {
     /// Writes the rows to dispatch and checks that each row has a server.
-    async fn materialize(&self, options: &CollectOptions, partial: &Path) -> Result<RequestedRows> {
+    async fn materialize(&self, names: &ServerNames, disk: &dyn Files, partial: &Path) -> Result<RequestedRows> {
         let (chunks, written) = mpsc::channel(CHUNKS_AHEAD);
-        let keeps_offsets = options.existing == ExistingOutput::Resume;
-        let reading = self.each_row(options, partial, RowWriter::new(ChunkWriter::new(chunks), keeps_offsets));
-        let written = write_new_file(&*self.world.files, partial, written, reading).await;
+        let keeps_offsets = self.existing == ExistingOutput::Resume;
+        let reading = self.each_row(names, partial, RowWriter::new(ChunkWriter::new(chunks), keeps_offsets));
+        let written = write_new_file(disk, partial, written, reading).await;
         let (materialized, RowWriter { offsets, .. }) = written.map_err(|error| match error.code() {
             Code::NotFound => Error::invalid("no file can be created in this folder; choose another path")
                 .about(format!("write {}", partial.display()))
                 .caused_by(error),
             _ => error,
         })?;
-        if let Err(error) = self.check_targets(options, &materialized) {
-            self.discard(partial).await;
+        if let Err(error) = self.check_targets(names, &materialized.summary, materialized.places.as_ref()) {
+            discard(disk, partial).await;
             return Err(error);
         }
         let Materialized { summary, tasks, places } = materialized;
@@ -364,9 +298,9 @@ impl RolloutCollector {
     }
 
     /// Compares the requested rows with the recorded ones while they are materialized; `None` if their texts differ.
-    async fn match_recorded(&self, options: &CollectOptions, recorded: &Path) -> Result<Option<RequestedRows>> {
-        let (materialized, matcher) = self.each_row(options, recorded, RowMatcher::open(recorded)?).await?;
-        self.check_targets(options, &materialized)?;
+    async fn match_recorded(&self, names: &ServerNames, recorded: &Path) -> Result<Option<RequestedRows>> {
+        let (materialized, matcher) = self.each_row(names, recorded, RowMatcher::open(recorded)?).await?;
+        self.check_targets(names, &materialized.summary, materialized.places.as_ref())?;
         let Materialized { summary, tasks, places } = materialized;
         Ok(matcher.matched.map(|(file, offsets)| RequestedRows {
             summary,
@@ -378,17 +312,12 @@ impl RolloutCollector {
     }
 
     /// Materializes the rows on a blocking thread. Temporary files are written to the folder of `output`.
-    async fn each_row<S: RowSink>(
-        &self,
-        options: &CollectOptions,
-        output: &Path,
-        mut sink: S,
-    ) -> Result<(Materialized, S)> {
-        let (input, limit) = (options.input.clone(), options.materialize.limit);
+    async fn each_row<S: RowSink>(&self, names: &ServerNames, output: &Path, mut sink: S) -> Result<(Materialized, S)> {
+        let (input, limit) = (self.input.clone(), self.materialize.limit);
         let folder =
             output.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new(".")).to_owned();
         let materializer =
-            Materializer::new(options.materialize.clone(), self.names.clone()).map_err(|error| invalid(&error))?;
+            Materializer::new(self.materialize.clone(), names.clone()).map_err(|error| invalid(&error))?;
         blocking(move || {
             let source = InputSource::find(&input).map_err(|error| invalid(&error))?;
             let (reader, places) = source.open(&folder, limit).map_err(|error| invalid(&error))?;
@@ -405,33 +334,26 @@ impl RolloutCollector {
     }
 
     /// Checks that each agent and environment server of the rows can be called.
-    fn check_targets(&self, options: &CollectOptions, materialized: &Materialized) -> Result<()> {
-        for (target, used) in &materialized.summary.targets {
-            if let Err(error) = self.names.check_target(target) {
-                let input = options.input.display().to_string();
-                let place = RowPlaces::name(materialized.places.as_ref(), &input, used.first_line);
+    fn check_targets(
+        &self,
+        names: &ServerNames,
+        summary: &MaterializeSummary,
+        places: Option<&RowPlaces>,
+    ) -> Result<()> {
+        for (target, used) in &summary.targets {
+            if let Err(error) = names.check_target(target) {
+                let input = self.input.display().to_string();
+                let place = RowPlaces::name(places, &input, used.first_line);
                 return Err(Error::invalid(error.message().to_owned()).about(place));
             }
         }
         Ok(())
     }
+}
 
-    /// Removes the rows to dispatch. Best effort: a later run writes the file again.
-    async fn discard(&self, partial: &Path) {
-        let _ = self.world.files.remove(partial).await;
-    }
-
-    /// Counts the rollouts that earlier runs recorded: the rows in the first `bytes` of the file.
-    async fn count_recorded(&self, rollouts: &Path, bytes: u64) -> Result<()> {
-        let (rollouts, progress) = (rollouts.to_owned(), Arc::clone(&self.progress));
-        let reading = move || {
-            let (file, name) = (open(&rollouts)?, rollouts.display().to_string());
-            let file = BufReader::with_capacity(BUFFER_BYTES, file.take(bytes));
-            let read = read_recorded(file, &name, |agent, key, rollout| progress.add_recorded(agent, key, rollout));
-            read.map_err(|error| Error::internal(error.to_string()))
-        };
-        blocking(reading).await
-    }
+/// Removes the rows to dispatch. Best effort: a later run writes the file again.
+async fn discard(disk: &dyn Files, partial: &Path) {
+    let _ = disk.remove(partial).await;
 }
 
 /// The rows of an input, once all of them were materialized.

@@ -10,7 +10,7 @@ use gym_core::base::Files;
 use gym_core::{Error, Result};
 
 use crate::collect::files::near::ENTRIES_MAX;
-pub use crate::collect::files::near::nearest_file;
+pub use crate::collect::files::near::{fix_of_unopened, nearest_file};
 use crate::collect::ledger::index_path;
 use crate::config::nearest_name;
 

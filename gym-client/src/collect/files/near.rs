@@ -1,5 +1,6 @@
 //! The file of a folder that a misspelled path probably means.
 
+use std::io;
 use std::path::{Path, PathBuf};
 
 use crate::config::nearest_name;
@@ -19,6 +20,19 @@ pub fn nearest_file(path: &Path) -> Option<PathBuf> {
     nearest_name(wanted, names.iter().map(String::as_str)).map(|near| path.with_file_name(near))
 }
 
+/// Returns the fix of a file that cannot be opened: the nearest name, or the permission. `otherwise` is the fix without either.
+#[must_use]
+pub fn fix_of_unopened(path: &Path, error: &io::Error, otherwise: &str) -> String {
+    match error.kind() {
+        io::ErrorKind::NotFound => match nearest_file(path) {
+            Some(near) => format!("did you mean `{}`?", near.display()),
+            None => otherwise.to_owned(),
+        },
+        io::ErrorKind::PermissionDenied => "let this user read the file and its directory".to_owned(),
+        _ => otherwise.to_owned(),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -32,5 +46,9 @@ mod tests {
         assert_eq!(nearest_file(&at("taks.jsonl")), Some(at("tasks.jsonl")));
         assert_eq!(nearest_file(&at("other.jsonl")), None);
         assert_eq!(nearest_file(&at("no/taks.jsonl")), None);
+        let fix = |kind: io::ErrorKind| fix_of_unopened(&at("taks.jsonl"), &kind.into(), "name a file");
+        assert!(fix(io::ErrorKind::NotFound).ends_with("tasks.jsonl`?"));
+        assert_eq!(fix(io::ErrorKind::PermissionDenied), "let this user read the file and its directory");
+        assert_eq!(fix(io::ErrorKind::IsADirectory), "name a file");
     }
 }

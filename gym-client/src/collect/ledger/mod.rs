@@ -9,6 +9,7 @@ mod tests;
 
 use serde_json::Value;
 
+pub(in crate::collect) use jsonl::lock_output;
 pub use jsonl::{JsonlLedger, OpenMode, RecoveryReport, failures_path, index_path};
 pub use memory::MemoryLedger;
 pub(in crate::collect) use stream::StreamLedger;

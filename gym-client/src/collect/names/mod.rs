@@ -1,5 +1,6 @@
 //! The servers of a configuration or head server: their kinds, addresses and agents.
 
+mod content;
 mod params;
 pub(super) mod settings;
 

@@ -3,6 +3,7 @@
 use gym_core::RawObject;
 use serde_json::value::RawValue;
 
+use crate::collect::names::content;
 use crate::config::nearest_name;
 use crate::config::params::{self, ParamMistake};
 
@@ -11,13 +12,22 @@ const INPUT: &str = "input";
 /// The roles of messages in the Responses API, and those of tools that engines accept.
 const ROLES: [&str; 6] = ["user", "assistant", "system", "developer", "tool", "function"];
 
+/// The roles of messages whose content is checked.
+const WRITTEN_BY_PEOPLE: [&str; 3] = ["user", "system", "developer"];
+
 /// An item of the input, as far as it is checked.
 #[derive(serde::Deserialize)]
 struct Item<'a> {
     #[serde(borrow, default)]
     role: Option<&'a RawValue>,
-    #[serde(rename = "type", default)]
-    kind: Option<serde::de::IgnoredAny>,
+    #[serde(rename = "type", default, borrow)]
+    kind: Option<&'a RawValue>,
+}
+
+impl Item<'_> {
+    fn is_message(&self) -> bool {
+        self.kind.is_none_or(|kind| matches!(kind.get(), "null" | r#""message""#))
+    }
 }
 
 /// Keys that begin a conversation without a message in `input`.
@@ -57,19 +67,15 @@ pub(super) fn check(row: &RawObject, begins: bool) -> Result<(), String> {
         _ => return Err(format!("{PARAMS}.{INPUT} is neither a string nor a list of messages")),
     }
     let text = std::str::from_utf8(&input).map_err(|error| format!("{PARAMS}.{INPUT}: {error}"))?;
-    let items: Vec<Option<Item<'_>>> = serde_json::from_str::<Vec<&RawValue>>(text)
-        .map_err(|error| format!("{PARAMS}.{INPUT}: {error}"))?
-        .into_iter()
-        .map(|item| serde_json::from_str(item.get()).ok())
-        .collect();
+    let items: Vec<&RawValue> = serde_json::from_str(text).map_err(|error| format!("{PARAMS}.{INPUT}: {error}"))?;
     if items.is_empty() && empty {
         return Err(format!(
             "{PARAMS}.{INPUT} is an empty list; add a message: {{\"role\": \"user\", \"content\": \"…\"}}"
         ));
     }
-    for (index, item) in items.iter().enumerate() {
+    for (index, raw) in items.iter().enumerate() {
         let place = format!("{PARAMS}.{INPUT}[{index}]");
-        let Some(item) = item else {
+        let Ok(item) = serde_json::from_str::<Item<'_>>(raw.get()) else {
             return Err(format!("{place} is no message; write {{\"role\": \"user\", \"content\": \"…\"}}"));
         };
         let Some(role) = item.role else {
@@ -85,6 +91,10 @@ pub(super) fn check(row: &RawObject, begins: bool) -> Result<(), String> {
                 None => "use user, assistant, system or developer".to_owned(),
             };
             return Err(format!("{place}.role: {} is no role; {fix}", role.get()));
+        }
+        if WRITTEN_BY_PEOPLE.contains(&known) && item.is_message() {
+            let members = serde_json::from_str(raw.get()).map_err(|error| format!("{place}: {error}"))?;
+            content::check(&members).map_err(|(below, problem)| format!("{place}{below} {problem}"))?;
         }
     }
     Ok(())
@@ -128,11 +138,24 @@ mod tests {
                 r#"responses_create_params.temperature is a string: "hot"; write a number"#,
             ),
             (r#"{"input": "x", "temperature": [1]}"#, "temperature is a list: [1]; write a number"),
-            (r#"{"input": "x", "temperature": "0.5", "top_p": " 1_0.5e-1 ", "max_output_tokens": "12"}"#, ""),
+            (r#"{"input": "x", "temperature": "0.5", "top_p": " 0_9.5e-1 ", "max_output_tokens": "12"}"#, ""),
             (r#"{"input": "x", "temperature": null, "top_p": true, "max_output_tokens": 12.0}"#, ""),
             (r#"{"input": "x", "temperature": "1__0"}"#, "temperature is a string"),
             (r#"{"input": "x", "max_output_tokens": 1.5}"#, "max_output_tokens is a number: 1.5; write a whole number"),
             (r#"{"input": "x", "max_output_tokens": 123456789012345678901234567890}"#, ""),
+            // Ranges: only what no engine accepts.
+            (r#"{"input": "x", "temperature": 3, "top_p": 0, "max_output_tokens": 1}"#, ""),
+            (
+                r#"{"input": "x", "temperature": -5}"#,
+                "responses_create_params.temperature is a number: -5; write 0 or more, such as 0.7",
+            ),
+            (r#"{"input": "x", "temperature": "nan"}"#, r#"temperature is a string: "nan"; write 0 or more"#),
+            (r#"{"input": "x", "top_p": 3}"#, "top_p is a number: 3; write a number from 0 to 1"),
+            (
+                r#"{"input": "x", "max_output_tokens": 0}"#,
+                "max_output_tokens is a number: 0; write 1 or more, or remove",
+            ),
+            (r#"{"input": "x", "max_output_tokens": "-1"}"#, r#"max_output_tokens is a string: "-1"; write 1 or more"#),
             (r#"{"input": "x", "parallel_tool_calls": "Yes", "store": 0}"#, ""),
             (
                 r#"{"input": "x", "parallel_tool_calls": "maybe"}"#,
@@ -191,6 +214,32 @@ mod tests {
             ),
             (r#"{"input": [{"role": 3}]}"#, "input[0].role: 3 is no role; use user, assistant"),
             (r#"{"input": [{"content": "x"}]}"#, "input[0] has neither a role nor a type"),
+            // The content of messages.
+            (
+                r#"{"input": [{"role": "user", "contnt": "x"}]}"#,
+                "responses_create_params.input[0] has no content; write `content` for `contnt`",
+            ),
+            (r#"{"input": [{"role": "user"}]}"#, "input[0] has no content; add it"),
+            (
+                r#"{"input": [{"role": "user", "content": [{"type": "text", "text": "x"}]}]}"#,
+                r#"input[0].content[0].type is "text"; write `input_text`"#,
+            ),
+            (
+                r#"{"input": [{"role": "user", "content": [{"type": "input_txt", "text": "x"}]}]}"#,
+                r#"input[0].content[0].type is "input_txt"; did you mean `input_text`?"#,
+            ),
+            (
+                r#"{"input": [{"type": "message", "role": "system", "content": [{"type": "input_text", "txt": "x"}]}]}"#,
+                "input[0].content[0] has no text; write `text` for `txt`",
+            ),
+            (r#"{"input": [{"role": "user", "content": [{"text": "x"}]}]}"#, "content[0] has no type; add it"),
+            (r#"{"input": [{"role": "user", "content": ["x"]}]}"#, "content[0] is no object; write"),
+            (
+                r#"{"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}, {"type": "sensor"}]}]}"#,
+                "",
+            ),
+            (r#"{"input": [{"role": "assistant", "content": [{"type": "text", "text": "x"}]}]}"#, ""),
+            (r#"{"input": [{"role": "assistant", "tool_calls": []}]}"#, ""),
             (r#"{"input": ["x"]}"#, "input[0] is no message; write"),
             ("3", "responses_create_params: "),
         ] {

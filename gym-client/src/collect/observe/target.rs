@@ -70,6 +70,18 @@ impl EventTarget {
         Ok(())
     }
 
+    /// Checks that the file can be created, if there is none. Its directory is created if needed.
+    ///
+    /// # Errors
+    /// `InvalidArgument` with the fix.
+    pub(in crate::collect) fn check_folder(path: &Path) -> Result<()> {
+        if path.exists() {
+            return Ok(());
+        }
+        let created = open_now(path).and_then(|_| std::fs::remove_file(path));
+        created.map_err(|error| unusable(path, &error))
+    }
+
     /// Opens the file, and creates it and its directory if needed. The contents are not changed. Waits a few seconds for the reader of a
     /// pipe, which a script may start at the same time.
     ///

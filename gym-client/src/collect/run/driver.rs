@@ -347,7 +347,9 @@ impl Driver {
     /// Returns what a run does with a rollout that is not completed.
     fn unrecorded(&self, state: KeyState) -> Unrecorded {
         match state {
-            KeyState::Open { failures, .. } if failures >= self.options.attempts_max => Unrecorded::AttemptsSpent,
+            KeyState::Open { failures, .. } if failures >= self.options.attempts_max => {
+                Unrecorded::AttemptsSpent(failures)
+            }
             KeyState::Open { lost, .. } if lost >= self.options.lost_max => Unrecorded::WorkersLost,
             KeyState::Open { .. } => Unrecorded::AttemptsLeft,
             KeyState::Completed | KeyState::Terminal => Unrecorded::Terminal,

@@ -192,6 +192,10 @@ impl<'a> ConfigFiles<'a> {
     fn absent(&self, name: &str, origin: &Origin) -> Problem {
         let path = Path::new(name);
         let looked = self.roots.candidates(path);
+        let unreadable = looked.iter().find_map(|path| Some((path, path.try_exists().err()?)));
+        if let Some((path, error)) = unreadable {
+            return unread(&path.display().to_string(), &error, origin);
+        }
         let list = looked.iter().map(|path| path.display().to_string()).collect::<Vec<_>>().join(", ");
         let near = looked.iter().find_map(|candidate| {
             let wanted = candidate.file_name()?.to_str()?.to_owned();
@@ -251,10 +255,17 @@ impl<'a> ConfigFiles<'a> {
     }
 }
 
+fn unread(shown: &str, error: &io::Error, listed_at: &Origin) -> Problem {
+    let fix = match error.kind() {
+        io::ErrorKind::PermissionDenied => "let this user read the file and its directory",
+        _ => "check the path and its permissions",
+    };
+    Problem::new(Mistake::File, listed_at, "config_paths", format!("cannot read '{shown}': {error}")).fix(fix)
+}
+
 fn read(path: &Path, shown: &str, listed_at: &Origin) -> Result<Node, Problem> {
     let wrong = |what: String, fix: &str| Problem::new(Mistake::File, listed_at, "config_paths", what).fix(fix);
-    let io_problem =
-        |error: &io::Error| wrong(format!("cannot read '{shown}': {error}"), "check the path and its permissions");
+    let io_problem = |error: &io::Error| unread(shown, error, listed_at);
     let size = std::fs::metadata(path).map_err(|error| io_problem(&error))?;
     if size.is_dir() {
         return Err(wrong(format!("'{shown}' is a directory"), "name a YAML file in it"));

@@ -46,13 +46,20 @@ const KINDS: &[(&str, Kind)] = &[
     ("user", Kind::Text),
 ];
 
+/// The numbers that engines accept; vLLM has no highest temperature. The schema of the Responses API has no ranges.
+const RANGES: [(&str, std::ops::RangeInclusive<f64>, &str); 3] = [
+    ("max_output_tokens", 1.0..=f64::INFINITY, "write 1 or more, or remove it"),
+    ("temperature", 0.0..=f64::INFINITY, "write 0 or more, such as 0.7"),
+    ("top_p", 0.0..=1.0, "write a number from 0 to 1, such as 0.95"),
+];
+
 /// Texts that pydantic reads as a boolean, in lower case.
 const FLAGS: [&str; 12] = ["0", "1", "f", "false", "n", "no", "off", "on", "t", "true", "y", "yes"];
 
 /// Characters of a value that a message shows.
 const SHOWN_CHARS: usize = 60;
 
-/// Checks the type of a key's value. `null` passes: it means the default.
+/// Checks the type of a key's value, and its range. `null` passes: it means the default.
 ///
 /// # Errors
 /// The path below the key, and the problem with its fix.
@@ -93,7 +100,14 @@ pub(super) fn check(key: &str, text: &str) -> Result<(), (String, String)> {
             };
         }
     };
-    if fits { Ok(()) } else { Err((String::new(), problem(&value, wanted))) }
+    if !fits {
+        return Err((String::new(), problem(&value, wanted)));
+    }
+    let range = RANGES.iter().find(|(of, ..)| *of == key);
+    match range.filter(|(_, range, _)| numeric(&value).is_some_and(|number| !range.contains(&number))) {
+        Some((.., wanted)) => Err((String::new(), problem(&value, wanted))),
+        None => Ok(()),
+    }
 }
 
 /// Returns the text about a value of a wrong type.
@@ -135,10 +149,16 @@ fn is_flag(value: &Value) -> bool {
 }
 
 fn is_number(value: &Value) -> bool {
+    value.is_number() || numeric(value).is_some()
+}
+
+/// Returns the number that pydantic reads; `None` also for one that is too large for a double.
+fn numeric(value: &Value) -> Option<f64> {
     match value {
-        Value::Bool(_) | Value::Number(_) => true,
-        Value::String(text) => number_of(text).is_some(),
-        _ => false,
+        Value::Bool(flag) => Some(f64::from(u8::from(*flag))),
+        Value::Number(number) => number.as_f64(),
+        Value::String(text) => number_of(text),
+        _ => None,
     }
 }
 

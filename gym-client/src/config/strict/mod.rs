@@ -95,6 +95,9 @@ pub(crate) fn check(
             continue;
         }
         if !of_file && !of_command_line {
+            // Other keys of `env.yaml` may serve other commands.
+            let near = near_key(&key).filter(|_| source.is_some());
+            warnings.extend(near.map(|near| unknown_key(&key, near, node)));
             continue;
         }
         if let Some(mistake) = misplaced(&key, node, above.as_deref()) {

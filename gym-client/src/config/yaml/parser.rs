@@ -350,7 +350,8 @@ impl<'a> NodeReader<'a> {
         if let Tree::Int(int) = tree
             && (int > i128::from(u64::MAX) || int < i128::from(i64::MIN))
         {
-            return Err(self.problem(span, format!("the integer {text} exceeds 64 bits")).fix("quote it"));
+            let fix = format!("write a number from {} to {}, or quote it if it is a text", i64::MIN, u64::MAX);
+            return Err(self.problem(span, format!("the integer {text} exceeds 64 bits")).fix(fix));
         }
         Ok(tree)
     }

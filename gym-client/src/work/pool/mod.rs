@@ -50,6 +50,9 @@ impl WorkKind {
     }
 }
 
+/// Wait after which a call tells that no worker takes work. Workers look for new pools each second.
+const NO_WORKER_AFTER: Duration = Duration::from_secs(5);
+
 /// Bounds of a pool, and the weights of its servers.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
@@ -173,12 +176,34 @@ impl WorkPool {
             let item = QueuedItem { pool: Arc::downgrade(&self.shared), id };
             Wait::new(WaitKind::Queue, cx.trace.trace_id).until(cx.deadline).of(label).on(Arc::new(item))
         };
-        let result = recorded(pin!(cx.bound(Execution::Unknown, answered)), wait).await;
+        let bounded = pin!(cx.bound(Execution::Unknown, answered));
+        let mut running = pin!(recorded(bounded, wait));
+        let result = match tokio::time::timeout(NO_WORKER_AFTER, &mut running).await {
+            Ok(result) => result,
+            Err(_) => {
+                self.warn_without_workers(server);
+                running.await
+            }
+        };
         result.map_err(|error| {
             // Nothing has begun it while it waits in the queue.
             let waits = error.execution() == Execution::Unknown && self.shared.state.lock().queue.waits(id);
             about(if waits { error.with_execution(Execution::NotStarted) } else { error })
         })
+    }
+
+    /// Warns once if no worker takes work: nothing else tells why calls wait.
+    fn warn_without_workers(&self, server: &str) {
+        let mut state = self.shared.state.lock();
+        let waiting = state.queue.waiting();
+        if state.queue.workers().next().is_none() && !std::mem::replace(&mut state.told_of_no_worker, true) {
+            tracing::warn!(
+                server,
+                waiting,
+                fix = "start one with `rgym run --worker --head-url HEAD_URL`, or `rgym run --config FILE --pull-from HEAD_URL`",
+                "no worker takes work from this pool"
+            );
+        }
     }
 
     fn offer(
@@ -648,5 +673,15 @@ mod tests {
         let WorkQueueOptions { silence_max, .. } = WorkQueueOptions::default();
         tokio::time::sleep(silence_max + Duration::from_millis(100)).await;
         assert!(pool.snapshot().workers.is_empty(), "it did not poll in time");
+    }
+    #[tokio::test(start_paused = true)]
+    async fn a_call_that_waits_without_a_worker_says_so_once_and_not_at_once() {
+        let world = World::new(Arc::new(SimFiles::new(1)), 1, Duration::from_secs(1));
+        let pool = WorkPool::new(WorkPoolOptions::default(), &world);
+        for (timeout, told) in [(NO_WORKER_AFTER / 2, false), (NO_WORKER_AFTER * 2, true)] {
+            let request = Request::post(CallContext::within(timeout), gym_core::Route::from_static("/run"), "{}");
+            pool.submit(WorkKind::Rollout, "agent", &request).await.unwrap_err();
+            assert_eq!(pool.shared.state.lock().told_of_no_worker, told, "{timeout:?}");
+        }
     }
 }

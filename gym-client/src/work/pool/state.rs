@@ -35,6 +35,8 @@ pub(super) struct PoolState {
     pub(super) late: u64,
     /// Items that each worker has finished.
     pub(super) finished: BTreeMap<Arc<str>, u64>,
+    /// A warning has said that no worker takes work.
+    pub(super) told_of_no_worker: bool,
     /// The pool takes no more calls, and its workers stop.
     pub(super) closed: bool,
 }
@@ -77,6 +79,7 @@ impl PoolState {
             finished: BTreeMap::new(),
             workers_lost: 0,
             late: 0,
+            told_of_no_worker: false,
             closed: false,
         }
     }

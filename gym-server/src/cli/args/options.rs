@@ -9,7 +9,7 @@ use clap::error::{ContextKind, ContextValue};
 use clap::{Args, CommandFactory, Parser, Subcommand, ValueEnum};
 use gym_core::transport::{Transport, TransportPolicy};
 
-use crate::cli::args::range::RewardRange;
+use crate::cli::args::range::{self, RewardRange};
 use crate::cli::exit::{self, Failure};
 
 const OVERRIDES: &str = "\
@@ -442,13 +442,13 @@ pub(in crate::cli) struct CollectArgs {
     #[arg(long, value_name = "FILE")]
     pub(in crate::cli) prompt_config: Option<PathBuf>,
     /// Sampling temperature: +responses_create_params.temperature=…
-    #[arg(long, value_name = "X")]
+    #[arg(long, value_name = "X", allow_negative_numbers = true, value_parser = range::temperature)]
     pub(in crate::cli) temperature: Option<f64>,
     /// Nucleus sampling: +responses_create_params.top_p=…
-    #[arg(long, value_name = "X")]
+    #[arg(long, value_name = "X", allow_negative_numbers = true, value_parser = range::top_p)]
     pub(in crate::cli) top_p: Option<f64>,
     /// Maximum number of output tokens per model call: +responses_create_params.max_output_tokens=…
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = range::output_tokens)]
     pub(in crate::cli) max_output_tokens: Option<u64>,
     /// Maximum number of attempts per rollout, over all runs [default: 3]
     #[arg(long, value_name = "N", env = "NEMO_GYM_MAX_ROLLOUT_ATTEMPTS", value_parser = clap::value_parser!(u32).range(1..))]

@@ -1,4 +1,4 @@
-//! A range of rewards, as an option names it.
+//! A range of rewards, as an option names it, and the ranges of options for a request.
 
 /// A range of rewards, both ends included: `1`, `0.5..`, `..0.5` or `0..0.5`.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -32,6 +32,23 @@ impl std::str::FromStr for RewardRange {
             }
         }
     }
+}
+
+/// Reads the temperature of a request. vLLM has no highest one.
+pub(super) fn temperature(text: &str) -> Result<f64, String> {
+    let number = text.parse().ok().filter(|number| (0.0..f64::INFINITY).contains(number));
+    number.ok_or_else(|| "write 0 or more, such as 0.7".to_owned())
+}
+
+/// Reads the probability mass of nucleus sampling.
+pub(super) fn top_p(text: &str) -> Result<f64, String> {
+    let number = text.parse().ok().filter(|number| (0.0..=1.0).contains(number));
+    number.ok_or_else(|| "write a number from 0 to 1, such as 0.95".to_owned())
+}
+
+/// Reads the limit of the tokens of a response.
+pub(super) fn output_tokens(text: &str) -> Result<u64, String> {
+    text.parse().ok().filter(|tokens| *tokens > 0).ok_or_else(|| "write a whole number of at least 1".to_owned())
 }
 
 #[cfg(test)]

@@ -93,7 +93,11 @@ pub(super) async fn collect(
         console.line(&format!("{output}: there are no results to resume yet; this run begins them"));
     }
     if serves {
-        options.check_rows(&ServerNames::of_config(&loaded.config)).await?;
+        let names = ServerNames::of_config(&loaded.config);
+        let plan = PullPlan::own(&args, &loaded.config.head.host);
+        let names = plan.map_or(names.clone(), |plan| plan.names(names));
+        options.check_rows(&names).await?;
+        options.check_start(&names, &world).await?;
     }
     if let (ExistingOutput::Overwrite, Some(first)) = (options.existing, existing.first()) {
         console.line(&format!(

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use futures_util::FutureExt as _;
 use gym_client::collect::input::Repeats;
-use gym_client::collect::{CollectOptions, CollectProgress, RolloutCollector, RunEnd, nearest_file};
+use gym_client::collect::{CollectOptions, CollectProgress, RolloutCollector, RunEnd, fix_of_unopened};
 use gym_core::base::process::{FamilyUsage, family_usage, system_cpu};
 use gym_core::{CancelToken, World};
 use serde::Serialize;
@@ -290,10 +290,7 @@ fn stopped() -> Failure {
 /// Returns the number of rows that are used.
 fn rows(input: &Path) -> Result<u64, Failure> {
     let text = std::fs::read(input).map_err(|error| {
-        let fix = match nearest_file(input).filter(|_| error.kind() == std::io::ErrorKind::NotFound) {
-            Some(near) => format!("did you mean `{}`?", near.display()),
-            None => "name a file of JSON lines with --input".to_owned(),
-        };
+        let fix = fix_of_unopened(input, &error, "name a file of JSON lines with --input");
         Failure::Usage(format!("{}: {error}\n  fix: {fix}", input.display()))
     })?;
     let rows = text.split(|byte| *byte == b'\n').filter(|line| !line.trim_ascii().is_empty()).count() as u64;

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use gym_client::collect::input::PromptTemplate;
 use gym_client::collect::input::{MaterializeOptions, Repeats, Routing};
 use gym_client::collect::{
-    ChangedSettings, CollectOptions, DriverOptions, ExistingOutput, FailFast, TruncatedRollouts, nearest_file,
+    ChangedSettings, CollectOptions, DriverOptions, ExistingOutput, FailFast, TruncatedRollouts, fix_of_unopened,
 };
 use gym_client::config::reference::{
     COLLECT_IGNORED_KEYS, COLLECT_KEYS, COLLECT_SHARED_KEYS, COLLECT_UNSUPPORTED_KEYS,
@@ -117,12 +117,8 @@ fn materialize(
         let path = find_file(&prompt, &loaded.roots);
         let name = path.display().to_string();
         let text = std::fs::read_to_string(&path).map_err(|error| {
-            let fix = match nearest_file(&path).filter(|_| error.kind() == std::io::ErrorKind::NotFound) {
-                Some(near) => format!("did you mean `{}`?", near.display()),
-                None => {
-                    "name a YAML file with `user` and `system`, templates of messages, with --prompt-config".to_owned()
-                }
-            };
+            let otherwise = "name a YAML file with `user` and `system`, templates of messages, with --prompt-config";
+            let fix = fix_of_unopened(&path, &error, otherwise);
             Failure::Usage(format!("cannot read the prompt file {name}: {error}\n  fix: {fix}"))
         })?;
         options.prompt = Some(PromptTemplate::from_yaml(&text, &name).map_err(|error| usage(&error))?);

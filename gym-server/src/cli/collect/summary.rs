@@ -108,8 +108,10 @@ pub(super) fn advice(collected: &CollectSummary) -> Option<String> {
         RunEnd::Exhausted => format!("{failed} rollouts failed; each failed attempt is in {failures}"),
     };
     let misfits = snapshot.failures.get(&FailureClass::RowInvalid).copied().unwrap_or_default();
-    let UnrecordedRollouts { attempts_left, attempts_spent, workers_lost, terminal } = snapshot.unrecorded;
+    let UnrecordedRollouts { attempts_left, attempts_spent, attempts_used, workers_lost, terminal } =
+        snapshot.unrecorded;
     let CollectSummary { attempts_max, lost_max, .. } = collected;
+    let attempts_used = attempts_used.max(*attempts_max);
     let parts = [
         // Unless all of them have rows that do not fit, of which the last line says what helps.
         (
@@ -119,8 +121,8 @@ pub(super) fn advice(collected: &CollectSummary) -> Option<String> {
         (
             attempts_spent,
             format!(
-                "have used all their attempts ({attempts_max}): --resume --attempts {} tries them again",
-                attempts_max.saturating_mul(2)
+                "have used all their attempts ({attempts_used}): --resume --attempts {} tries them again",
+                attempts_used.saturating_mul(2)
             ),
         ),
         (
@@ -291,7 +293,7 @@ mod tests {
     fn the_next_step_is_one_that_can_run_what_failed() {
         let mut collected = collected(RunEnd::Exhausted, 0, 10);
         collected.snapshot.unrecorded =
-            UnrecordedRollouts { attempts_left: 4, attempts_spent: 3, workers_lost: 2, terminal: 1 };
+            UnrecordedRollouts { attempts_left: 4, attempts_spent: 3, attempts_used: 3, workers_lost: 2, terminal: 1 };
         let said = advice(&collected).unwrap();
         for words in [
             "10 rollouts failed",
@@ -305,6 +307,10 @@ mod tests {
         collected.snapshot.unrecorded = UnrecordedRollouts { attempts_spent: 10, ..UnrecordedRollouts::default() };
         let said = advice(&collected).unwrap();
         assert!(!said.contains("attempts left") && said.contains("--attempts 6"), "{said}");
+        // An earlier run allowed more attempts.
+        collected.snapshot.unrecorded.attempts_used = 5;
+        let said = advice(&collected).unwrap();
+        assert!(said.contains("have used all their attempts (5): --resume --attempts 10"), "{said}");
     }
 
     #[test]

@@ -105,7 +105,7 @@ async fn check(
         return Err(Failure::Usage(problems.join("\n")));
     }
     if config.instances.is_empty() {
-        return no_servers(config);
+        return no_servers(config, servers);
     }
     let rows: Vec<[String; 4]> = found
         .into_iter()
@@ -170,12 +170,14 @@ async fn of_head(
 }
 
 /// The result for files without servers: they may be those of worker groups.
-fn no_servers(config: &GymConfig) -> Outcome {
+#[cfg_attr(not(feature = "groups"), expect(unused_variables, reason = "there are no transports of groups"))]
+fn no_servers(config: &GymConfig, servers: &Servers) -> Outcome {
     #[cfg(feature = "groups")]
     if config.variables.contains_key("cluster") {
         let mut groups = 0;
         for file in &config.files {
             let file = gym_group::ClusterFile::read(file)?;
+            file.check_transports(&servers.transports().known())?;
             groups += file.groups.len();
         }
         let s = if groups == 1 { "" } else { "s" };

@@ -5,7 +5,7 @@ use std::fs::File;
 use std::io::{self, BufRead, BufReader, Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 
-use gym_client::collect::{OutputFiles, nearest_file};
+use gym_client::collect::{OutputFiles, fix_of_unopened};
 use serde::Deserialize;
 use serde::de::IgnoredAny;
 
@@ -154,11 +154,8 @@ impl RolloutFile {
 
     fn add(&mut self, path: &Path, filter: &Filter) -> Result<(), Failure> {
         let unreadable = |error: &io::Error| {
-            let near = nearest_file(path).filter(|_| error.kind() == io::ErrorKind::NotFound);
-            let fix = match near {
-                Some(near) => format!("did you mean `{}`?", near.display()),
-                None => format!("name a file of rollouts, which `{} collect` writes", console::program()),
-            };
+            let otherwise = format!("name a file of rollouts, which `{} collect` writes", console::program());
+            let fix = fix_of_unopened(path, error, &otherwise);
             Failure::Usage(format!("read {}: {error}\n  fix: {fix}", path.display()))
         };
         let opened = File::open(path).map_err(|error| unreadable(&error))?;

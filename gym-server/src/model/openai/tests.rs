@@ -307,6 +307,9 @@ async fn a_wrong_configuration_names_its_key() {
         ("https://user:pw@api.example.com/v1", "feature `tls`"),
         ("http://user:pw@api.example.com/v1?key=1", "leave out `?`"),
         ("http://user:pw@api example.com/v1", "openai_base_url"),
+        ("http://user:pw@h/v 1", "has a blank in its path; remove it"),
+        ("http://user:pw@h:1/v1/responses/", "`openai_base_url`: http://h:1/v1 is called with `/responses`"),
+        ("http://h:1/v1/chat/completions", "another route behind it; write http://h:1/v1"),
     ] {
         let error = OpenAiModel::new(OpenAiModelConfig::new(url, "m"), &world()).unwrap_err();
         assert!(error.to_string().contains(names) && !error.to_string().contains("pw"), "{error}");

@@ -107,6 +107,9 @@ impl fmt::Debug for Upstream {
     }
 }
 
+/// Routes that a call adds to the URL, the longest first.
+const ROUTES: [&str; 3] = ["/chat/completions", "/completions", "/responses"];
+
 impl Upstream {
     /// Creates a client of the endpoint at `base`.
     ///
@@ -120,6 +123,13 @@ impl Upstream {
             return Err(invalid(format!("{} is called with a path behind it: leave out `?` and `#`", place.origin())));
         }
         place.path.truncate(place.path.trim_end_matches('/').len());
+        if place.path.contains(char::is_whitespace) {
+            return Err(invalid(format!("{} has a blank in its path; remove it", place.origin())));
+        }
+        if let Some((route, above)) = ROUTES.iter().find_map(|route| Some((route, place.path.strip_suffix(route)?))) {
+            let base = format!("{}{above}", place.origin());
+            return Err(invalid(format!("{base} is called with `{route}` or another route behind it; write {base}")));
+        }
         let shown = format!("{}{}", place.origin(), place.path);
         let mut headers = HeaderMap::new();
         for (name, value) in [

@@ -8,7 +8,7 @@ use std::fs::{File, OpenOptions};
 use std::io::{self, BufRead as _, BufReader, Read as _};
 use std::path::{Path, PathBuf};
 
-use crate::collect::files::nearest_file;
+use crate::collect::files::fix_of_unopened;
 use crate::collect::input::error::InputError;
 use crate::collect::input::places::RowPlaces;
 
@@ -73,14 +73,14 @@ impl InputSource {
         }
     }
 
-    /// Checks that the tasks can be opened. Nothing is converted.
+    /// Checks that the tasks can be opened, and that each Parquet file is complete. Nothing is converted.
     ///
     /// # Errors
     /// As [`InputSource::open`].
     pub(in crate::collect) fn check(&self) -> Result<(), InputError> {
         match self {
             Self::Lines(_) => self.open(Path::new(""), None).map(drop),
-            Self::Parquet(_) => Ok(()),
+            Self::Parquet(files) => files.iter().try_for_each(|file| check_complete(file)),
         }
     }
 
@@ -97,16 +97,9 @@ impl InputSource {
         match self {
             Self::Lines(file) => {
                 let unreadable = |error: io::Error| {
-                    let fix = match error.kind() {
-                        io::ErrorKind::NotFound => match nearest_file(file) {
-                            Some(near) => format!("\n  fix: did you mean `{}`?", near.display()),
-                            None => "\n  fix: name a file of JSON lines with --input: a JSON object for each task"
-                                .to_owned(),
-                        },
-                        io::ErrorKind::PermissionDenied => "\n  fix: let this user read the file".to_owned(),
-                        _ => String::new(),
-                    };
-                    InputError::file(file, format!("cannot read the input: {error}{fix}"))
+                    let otherwise = "name a file of JSON lines with --input: a JSON object for each task";
+                    let fix = fix_of_unopened(file, &error, otherwise);
+                    InputError::file(file, format!("cannot read the input: {error}\n  fix: {fix}"))
                 };
                 let mut opened = BufReader::new(File::open(file).map_err(unreadable)?);
                 let begins = opened.fill_buf().map_err(unreadable)?;
@@ -165,6 +158,16 @@ fn rows(files: &[PathBuf], limit: Option<u64>, spool: File) -> Result<(File, Row
     let spool = rewound.and_then(|mut spool| spool.rewind().map(|()| spool));
     let spool = spool.map_err(|error| InputError::io("write the rows of the input", error))?;
     Ok((spool, RowPlaces::new(places)))
+}
+
+#[cfg(feature = "parquet")]
+fn check_complete(file: &Path) -> Result<(), InputError> {
+    parquet::check(file)
+}
+
+#[cfg(not(feature = "parquet"))]
+fn check_complete(_: &Path) -> Result<(), InputError> {
+    unreachable!("`find` rejects Parquet without the feature")
 }
 
 #[cfg(not(feature = "parquet"))]

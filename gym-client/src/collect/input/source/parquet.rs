@@ -29,6 +29,7 @@ use parquet::record::{Field, Row};
 use parquet::schema::types::Type;
 use serde_json::value::RawValue;
 
+use crate::collect::files::fix_of_unopened;
 use crate::collect::input::error::InputError;
 
 /// Writes at most `rows_max` rows of a file, one per line, and returns their number.
@@ -36,8 +37,20 @@ use crate::collect::input::error::InputError;
 /// # Errors
 /// [`InputError::File`] if the file is not valid, [`InputError::Row`] if a row has no JSON.
 pub(super) fn write_lines(path: &Path, rows_max: u64, writer: &mut impl Write) -> Result<u64, InputError> {
-    // The crate panics at some damaged files.
-    catch_unwind(AssertUnwindSafe(|| write_all(path, rows_max, writer))).unwrap_or_else(|_| {
+    caught(path, || write_all(path, rows_max, writer))
+}
+
+/// Checks that a file is complete: its metadata, which are at its end. No row is read.
+///
+/// # Errors
+/// [`InputError::File`].
+pub(super) fn check(path: &Path) -> Result<(), InputError> {
+    caught(path, || open(path).map(drop))
+}
+
+/// The crate panics at some damaged files.
+fn caught<T>(path: &Path, read: impl FnOnce() -> Result<T, InputError>) -> Result<T, InputError> {
+    catch_unwind(AssertUnwindSafe(read)).unwrap_or_else(|_| {
         Err(InputError::file(
             path,
             "its metadata is damaged, or has a form that is not supported; download or write it again",
@@ -45,13 +58,20 @@ pub(super) fn write_lines(path: &Path, rows_max: u64, writer: &mut impl Write) -
     })
 }
 
-fn write_all(path: &Path, rows_max: u64, writer: &mut impl Write) -> Result<u64, InputError> {
+fn open(path: &Path) -> Result<SerializedFileReader<File>, InputError> {
     let invalid = |problem: String| InputError::file(path, problem);
-    let file = File::open(path).map_err(|error| invalid(format!("cannot read the input: {error}")))?;
-    let reader = SerializedFileReader::new(file)
-        .map_err(|error| invalid(format!("it is no complete Parquet file: {error}; download or write it again")))?;
+    let file = File::open(path).map_err(|error| {
+        let fix = fix_of_unopened(path, &error, "name a Parquet file with --input");
+        invalid(format!("cannot read the input: {error}\n  fix: {fix}"))
+    })?;
+    SerializedFileReader::new(file)
+        .map_err(|error| invalid(format!("it is no complete Parquet file: {error}; download or write it again")))
+}
+
+fn write_all(path: &Path, rows_max: u64, writer: &mut impl Write) -> Result<u64, InputError> {
+    let reader = open(path)?;
     let schema = reader.metadata().file_metadata().schema().clone();
-    let rows = reader.get_row_iter(None).map_err(|error| invalid(unreadable(&error)))?;
+    let rows = reader.get_row_iter(None).map_err(|error| InputError::file(path, unreadable(&error)))?;
     let mut line = String::new();
     let mut written = 0;
     for row in rows.take(usize::try_from(rows_max).unwrap_or(usize::MAX)) {

@@ -22,7 +22,7 @@ use async_trait::async_trait;
 use bytes::{Bytes, BytesMut};
 use futures_util::FutureExt as _;
 use futures_util::future::BoxFuture;
-use gym_core::base::Files;
+use gym_core::base::{FileLock, Files};
 use gym_core::rollout::{Attempt, KeyState, Ledger, Outcome, TaskKey};
 use gym_core::{CallContext, Code, Error, Execution, Result};
 use memchr::memchr2;
@@ -61,6 +61,22 @@ pub enum OpenMode {
     Resume,
 }
 
+/// Locks an output file.
+///
+/// # Errors
+/// `FailedPrecondition` if another collector has the file open.
+pub(in crate::collect) async fn lock_output(files: &dyn Files, rollouts: &Path) -> Result<Box<dyn FileLock>> {
+    files.lock(rollouts).await.map_err(|error| match error.code() {
+        Code::FailedPrecondition => Error::finished(
+            Code::FailedPrecondition,
+            "another collector writes to this file; wait until it ends or choose another output",
+        )
+        .about(format!("open {}", rollouts.display()))
+        .caused_by(error),
+        _ => error,
+    })
+}
+
 impl JsonlLedger {
     /// Opens the ledger of an output file and reports what it contained. Creates missing files and holds the lock of
     /// the output file.
@@ -91,15 +107,7 @@ impl JsonlLedger {
         paths: Arc<LedgerPaths>,
         start: OpenMode,
     ) -> Result<(Self, RecoveryReport)> {
-        let lock = files.lock(&paths.rollouts).await.map_err(|error| match error.code() {
-            Code::FailedPrecondition => Error::finished(
-                Code::FailedPrecondition,
-                "another collector writes to this file; wait until it ends or choose another output",
-            )
-            .about(format!("open {}", paths.rollouts.display()))
-            .caused_by(error),
-            _ => error,
-        })?;
+        let lock = lock_output(&*files, &paths.rollouts).await?;
         if start == OpenMode::Fresh {
             files.remove(&paths.index).await?;
             files.remove(&paths.failures).await?;

@@ -60,6 +60,14 @@ impl TensorBoardFile {
         }
     }
 
+    /// Creates the directory if needed.
+    ///
+    /// # Errors
+    /// `InvalidArgument` with the fix.
+    pub(in crate::collect) fn check_folder(folder: &Path) -> Result<()> {
+        std::fs::create_dir_all(folder).map_err(|error| unusable(folder, &error))
+    }
+
     /// Creates the file in the directory, which is created if needed. A resumed run keeps the files of earlier runs, which TensorBoard
     /// shows as one; any other run removes them. Files of other programs are kept.
     ///

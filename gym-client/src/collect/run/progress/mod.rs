@@ -66,6 +66,8 @@ pub struct UnrecordedRollouts {
     pub attempts_left: u64,
     /// They have used up [`DriverOptions::attempts_max`](super::DriverOptions::attempts_max).
     pub attempts_spent: u64,
+    /// The most failed attempts of one of them: more than `attempts_max` if an earlier run allowed more.
+    pub attempts_used: u32,
     /// They have used up [`DriverOptions::lost_max`](super::DriverOptions::lost_max): their workers were lost.
     pub workers_lost: u64,
     /// Their environment asked for no further attempt.
@@ -76,7 +78,8 @@ pub struct UnrecordedRollouts {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::collect) enum Unrecorded {
     AttemptsLeft,
-    AttemptsSpent,
+    /// With so many failed attempts.
+    AttemptsSpent(u32),
     WorkersLost,
     Terminal,
 }
@@ -353,7 +356,10 @@ impl CollectProgress {
         let mut counts = self.unrecorded.lock();
         *match unrecorded {
             Unrecorded::AttemptsLeft => &mut counts.attempts_left,
-            Unrecorded::AttemptsSpent => &mut counts.attempts_spent,
+            Unrecorded::AttemptsSpent(used) => {
+                counts.attempts_used = counts.attempts_used.max(used);
+                &mut counts.attempts_spent
+            }
             Unrecorded::WorkersLost => &mut counts.workers_lost,
             Unrecorded::Terminal => &mut counts.terminal,
         } += 1;

@@ -95,6 +95,9 @@ fn plain(message: &str) -> String {
     else {
         return message.to_owned();
     };
+    if let Some(highest) = exceeded(found, expected) {
+        return format!("expected a whole number of at most {highest}, found {}", number_of(found));
+    }
     let expected = match expected {
         "u8" | "u16" | "u32" | "u64" | "usize" => "a whole number of at least 0",
         "i8" | "i16" | "i32" | "i64" | "isize" => "a whole number",
@@ -118,6 +121,21 @@ fn plain(message: &str) -> String {
     format!("expected {expected}, found {found}")
 }
 
+/// Returns the highest number of the expected type, if the one that was found is higher.
+fn exceeded(found: &str, expected: &str) -> Option<u64> {
+    let highest = match expected.strip_prefix("a nonzero ").unwrap_or(expected) {
+        "u8" => u8::MAX.into(),
+        "u16" => u16::MAX.into(),
+        "u32" => u32::MAX.into(),
+        _ => return None,
+    };
+    number_of(found).parse::<u64>().is_ok_and(|number| number > highest).then_some(highest)
+}
+
+fn number_of(found: &str) -> &str {
+    found.trim_start_matches("integer ").trim_matches('`')
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -130,6 +148,14 @@ mod tests {
                 "expected a whole number of at least 0, found the string \"ten\"",
             ),
             ("invalid value: integer `-1`, expected usize", "expected a whole number of at least 0, found -1"),
+            (
+                "invalid value: integer `99999999999`, expected u32",
+                "expected a whole number of at most 4294967295, found 99999999999",
+            ),
+            (
+                "invalid value: integer `70000`, expected a nonzero u16",
+                "expected a whole number of at most 65535, found 70000",
+            ),
             ("invalid value: integer `0`, expected a nonzero u32", "expected a whole number of at least 1, found 0"),
             ("invalid type: floating point `2.5`, expected i64", "expected a whole number, found 2.5"),
             ("invalid type: sequence, expected f64", "expected a number, found a list"),
