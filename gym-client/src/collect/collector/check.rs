@@ -23,14 +23,13 @@ const CHECKED_ROWS: u64 = 1_000;
 const COMPARED_BYTES: u64 = 256 << 20;
 
 impl CollectOptions {
-    /// Checks the paths, and returns the output files that have content. [`RolloutCollector::collect`] does the same before it opens
-    /// a file for writing; call this before servers start.
+    /// Checks the paths, and returns the output files that have content. Call this before servers start;
+    /// [`RolloutCollector::collect`](crate::collect::RolloutCollector::collect) does the same before it opens a file for writing.
     ///
     /// # Errors
-    /// `InvalidArgument` if the input cannot be used, if two of the files are the same file, if an output exists and `existing` rejects that, if a file of its
-    /// name is no output of a collection, or if the events file
-    /// or the directory for TensorBoard cannot be written. The errors of
-    /// the disk.
+    /// `InvalidArgument` if the input cannot be used, if two of the files are the same file, if an output exists and `existing` rejects that, if
+    /// a file of its name is no output of a collection, or if the events file or the directory for TensorBoard cannot be written. The errors
+    /// of the disk.
     pub async fn check_output(&self, disk: &dyn Files) -> Result<Vec<PathBuf>> {
         let files = OutputFiles::beside(&self.output);
         let source = InputSource::find(&self.input).map_err(|error| invalid(&error))?;
@@ -61,8 +60,9 @@ impl CollectOptions {
         }
     }
 
-    /// Checks the first thousand rows of the input, as [`RolloutCollector::collect`] checks all of them: call this before servers start,
-    /// which may take minutes. What only a running server knows, such as the type of its task, is not checked.
+    /// Checks the first thousand rows of the input. Call this before servers start, which may take minutes;
+    /// [`RolloutCollector::collect`](crate::collect::RolloutCollector::collect) checks all rows. What only a running server knows, such as the
+    /// type of its task, is not checked.
     ///
     /// # Errors
     /// `InvalidArgument`, with the file and the line or the row.

@@ -155,7 +155,8 @@ mod tests {
                 r#"{"input": "x", "max_output_tokens": 0}"#,
                 "max_output_tokens is a number: 0; write 1 or more, or remove",
             ),
-            (r#"{"input": "x", "max_output_tokens": "-1"}"#, r#"max_output_tokens is a string: "-1"; write 1 or more"#),
+            (r#"{"input": "x", "max_output_tokens": -1}"#, ""),
+            (r#"{"input": "x", "max_output_tokens": "-5"}"#, r#"max_output_tokens is a string: "-5"; write 1 or more"#),
             (r#"{"input": "x", "parallel_tool_calls": "Yes", "store": 0}"#, ""),
             (
                 r#"{"input": "x", "parallel_tool_calls": "maybe"}"#,

@@ -46,11 +46,15 @@ const KINDS: &[(&str, Kind)] = &[
     ("user", Kind::Text),
 ];
 
-/// The numbers that engines accept; vLLM has no highest temperature. The schema of the Responses API has no ranges.
-const RANGES: [(&str, std::ops::RangeInclusive<f64>, &str); 3] = [
-    ("max_output_tokens", 1.0..=f64::INFINITY, "write 1 or more, or remove it"),
-    ("temperature", 0.0..=f64::INFINITY, "write 0 or more, such as 0.7"),
-    ("top_p", 0.0..=1.0, "write a number from 0 to 1, such as 0.95"),
+/// Decides on a number.
+type Accepts = fn(f64) -> bool;
+
+/// The numbers that engines accept; vLLM has no highest temperature, and -1 tokens are no limit for llama.cpp. The schema of the Responses API
+/// has no ranges.
+const RANGES: [(&str, Accepts, &str); 3] = [
+    ("max_output_tokens", |tokens| tokens >= 1.0 || tokens == -1.0, "write 1 or more, or remove it"),
+    ("temperature", |temperature| temperature >= 0.0, "write 0 or more, such as 0.7"),
+    ("top_p", |mass| (0.0..=1.0).contains(&mass), "write a number from 0 to 1, such as 0.95"),
 ];
 
 /// Texts that pydantic reads as a boolean, in lower case.
@@ -104,7 +108,7 @@ pub(super) fn check(key: &str, text: &str) -> Result<(), (String, String)> {
         return Err((String::new(), problem(&value, wanted)));
     }
     let range = RANGES.iter().find(|(of, ..)| *of == key);
-    match range.filter(|(_, range, _)| numeric(&value).is_some_and(|number| !range.contains(&number))) {
+    match range.filter(|(_, accepts, _)| numeric(&value).is_some_and(|number| !accepts(number))) {
         Some((.., wanted)) => Err((String::new(), problem(&value, wanted))),
         None => Ok(()),
     }
