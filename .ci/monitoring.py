@@ -29,11 +29,12 @@ import urllib.request
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 FILES = ROOT / "examples/deploy/monitoring"
-PATIENCE_S = 40
+WAIT_S = 40
 
 # Metrics without a sample here, and the reason. A query with one of them may be empty.
 WITHOUT_DATA = {
     "gym_worker_": "metrics of a program with worker groups, which registers them itself",
+    "gym_collective_": "metrics of ranks that meet, which a program with worker groups registers too",
     "gym_handler_stalls_total": "no handler blocks a thread",
     "gym_tool_errors_total": "counted once an agent has had a tool error",
     'status!="2xx"': "no request failed for a second or more",
@@ -70,7 +71,7 @@ def free_port():
 
 
 def wait(what, holds):
-    end = time.monotonic() + PATIENCE_S
+    end = time.monotonic() + WAIT_S
     last = None
     while time.monotonic() < end:
         try:
@@ -193,7 +194,7 @@ def check_moves(api):
         series = {name: f"{name}_count" if name.endswith("_seconds") and ask(api, f"{name}_count") else name for name in moving}
         return [name for name in moving if not ask(api, f"max_over_time({series[name]}[10m]) > 0")]
 
-    end, zero = time.monotonic() + PATIENCE_S, still()
+    end, zero = time.monotonic() + WAIT_S, still()
     while zero and time.monotonic() < end:
         time.sleep(0.5)
         zero = still()
@@ -263,7 +264,7 @@ def check_traces(rgym, python):
         wait("the servers", lambda: len(json.loads(get(f"{url}/server_instances"))) == len(servers))
         collecting = processes.start("collector", rgym, "collect", "--head-url", url, "--agent", "math_simple_agent", "--input",
                                      "examples/data/math.jsonl", "--limit", 5, "--output", folder / "out.jsonl", *logs, OTEL_SERVICE_NAME="collector")
-        if collecting.wait(PATIENCE_S):
+        if collecting.wait(WAIT_S):
             fail(f"the collection ended with {collecting.returncode}: {processes.log('collector')}")
         for name in reversed(servers):
             processes.end(name)

@@ -369,10 +369,10 @@ async fn a_head_without_servers_is_healthy_once_a_worker_serves() {
     timeout(WAIT_TIMEOUT, healthy).await.unwrap_or_else(|_| panic!("{}", head.log()));
 
     // A number that was given keeps its meaning.
-    let (mut impatient, _) =
+    let (mut unjoined, _) =
         machines.head(&["+head_server.port=0", "--expected-workers", "1", "--join-timeout", "0.2"]).await;
-    impatient.logs("fix: start the missing workers with").await;
-    assert!(!impatient.ended().await.success());
+    unjoined.logs("fix: start the missing workers with").await;
+    assert!(!unjoined.ended().await.success());
     let (_none, url) = machines.head(&["+head_server.port=0", "--expected-workers", "0"]).await;
     assert!(health(&url).await.contains(r#"{"status":"ok"}"#));
     let mut all = machines.run("all", &["+head_server.port=0", "--config", &quickstart()]);

@@ -76,9 +76,9 @@ impl Seen {
     }
 }
 
-struct Deaf;
+struct Ignoring;
 
-impl Receiver for Deaf {
+impl Receiver for Ignoring {
     fn receive(&self, _: &[u8], _: Arrival<'_>, _: Option<EndpointKey>) {}
 }
 
@@ -97,7 +97,7 @@ fn bare_worker(transports: &str) -> std::rc::Rc<Worker> {
     let settings: Vec<_> = settings.collect();
     let context = Context::open(crate::sys::load(&LoadOptions::default()).unwrap(), &settings).unwrap();
     let worker = Worker::open(&context).unwrap();
-    worker.receive(MESSAGE_ID, Box::new(Deaf), UnhandledIds::All).unwrap();
+    worker.receive(MESSAGE_ID, Box::new(Ignoring), UnhandledIds::All).unwrap();
     worker
 }
 

@@ -33,7 +33,7 @@ fn without_head() -> String {
 }
 
 /// Waits for the answer of a head server, and says so if it takes long.
-async fn patiently<T>(head: &Endpoint, within: Duration, answer: impl Future<Output = T>) -> T {
+async fn with_notice<T>(head: &Endpoint, within: Duration, answer: impl Future<Output = T>) -> T {
     let mut answer = pin!(answer);
     match tokio::time::timeout(LOG_AFTER, answer.as_mut()).await {
         Ok(answer) => answer,

@@ -20,7 +20,7 @@ use crate::cli::console;
 use crate::cli::exit::{Failure, Outcome};
 #[cfg(feature = "ray")]
 use crate::cli::inspect::ray::{self, ClusterStatus};
-use crate::cli::inspect::{HEAD_TIMEOUT, patiently, without_head, workers};
+use crate::cli::inspect::{HEAD_TIMEOUT, with_notice, without_head, workers};
 use crate::cli::setup::head_server;
 use crate::cli::setup::models::in_progress;
 use crate::role::reply::health::{PeerReport, StallReport};
@@ -94,7 +94,7 @@ pub(in crate::cli) async fn status(
     drop(config);
     let world = World::real();
     let transports = servers.transports();
-    let listed = patiently(&head, HEAD_TIMEOUT, list(&transports, &head, HEAD_TIMEOUT))
+    let listed = with_notice(&head, HEAD_TIMEOUT, list(&transports, &head, HEAD_TIMEOUT))
         .await
         .map_err(|error| Failure::Failed(format!("{error}\n  fix: {}", without_head())))?;
     let now = world.now().as_secs_f64();

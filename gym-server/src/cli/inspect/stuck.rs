@@ -15,8 +15,8 @@ use serde::Serialize;
 use crate::cli::args::options::StuckArgs;
 use crate::cli::console;
 use crate::cli::exit::{Failure, Outcome};
-use crate::cli::inspect::patiently;
 use crate::cli::inspect::status::{self, ListedServer};
+use crate::cli::inspect::with_notice;
 use crate::cli::setup::head_server;
 use crate::head::waits::chain::{attempt, seconds};
 use crate::head::waits::process::{Address, of_this_machine};
@@ -50,7 +50,8 @@ pub(in crate::cli) async fn stuck(
 ) -> Outcome {
     let (_, head) = head_server::of_command(args.head_url.as_deref(), head_url_given, overrides, servers).await?;
     let transports = servers.transports();
-    let (listed, no_head) = match patiently(&head, HEAD_TIMEOUT, status::list(&transports, &head, HEAD_TIMEOUT)).await {
+    let (listed, no_head) = match with_notice(&head, HEAD_TIMEOUT, status::list(&transports, &head, HEAD_TIMEOUT)).await
+    {
         Ok(listed) => (listed, None),
         Err(error) => (Vec::new(), Some(error.to_string())),
     };

@@ -15,7 +15,7 @@ use serde::Deserialize;
 use crate::cli::args::options::TopArgs;
 use crate::cli::console;
 use crate::cli::exit::{Failure, Outcome};
-use crate::cli::inspect::{HEAD_TIMEOUT, patiently};
+use crate::cli::inspect::{HEAD_TIMEOUT, with_notice};
 use crate::cli::setup::head_server;
 use crate::cli::setup::signals::StopSignals;
 use crate::head::collections::CollectionView;
@@ -43,7 +43,7 @@ pub(in crate::cli) async fn top(
     let (_, head) = head_server::of_command(args.head_url.as_deref(), head_url_given, overrides, servers).await?;
     let at = |head: &Endpoint| RemoteRegistry::new(head.clone(), servers.transports(), World::real());
     let (mut head, mut registry) = (head.clone(), at(&head));
-    let mut first = patiently(&head, HEAD_TIMEOUT, read(&registry, None)).await;
+    let mut first = with_notice(&head, HEAD_TIMEOUT, read(&registry, None)).await;
     // Those of programs on this machine, such as of a collection that has started its own servers.
     let others: BTreeSet<String> = local_programs()
         .into_iter()
@@ -54,7 +54,7 @@ pub(in crate::cli) async fn top(
         eprintln!("{error}\nshowing the head server of a program of this machine, {other}");
         head = head_server::parse(other)?;
         registry = at(&head);
-        first = patiently(&head, HEAD_TIMEOUT, read(&registry, None)).await;
+        first = with_notice(&head, HEAD_TIMEOUT, read(&registry, None)).await;
     }
     let first = first.map_err(|error| {
         let fix = match error.code() {

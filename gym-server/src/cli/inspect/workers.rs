@@ -14,7 +14,7 @@ use crate::cli::console;
 use crate::cli::exit::{Failure, Outcome};
 #[cfg(feature = "ray")]
 use crate::cli::inspect::ray;
-use crate::cli::inspect::{HEAD_TIMEOUT, patiently, without_head};
+use crate::cli::inspect::{HEAD_TIMEOUT, with_notice, without_head};
 use crate::cli::setup::configuration::{LoadedConfig, Need, load};
 use crate::cli::setup::head_server;
 use crate::stack::Servers;
@@ -33,7 +33,7 @@ pub(in crate::cli) async fn list(
     #[cfg(not(feature = "ray"))]
     drop(config);
     let cx = CallContext::within(HEAD_TIMEOUT);
-    let members = patiently(registry.head(), HEAD_TIMEOUT, registry.members(&cx)).await;
+    let members = with_notice(registry.head(), HEAD_TIMEOUT, registry.members(&cx)).await;
     let members = members.map_err(|error| no_head(&error))?;
     if args.json {
         let text = serde_json::to_string_pretty(&members).map_err(|error| Failure::Failed(error.to_string()))?;
