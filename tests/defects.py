@@ -68,8 +68,8 @@ DEFECTS = [
      "-p gym-server --lib agent::"),
     # Nothing is replaced without leave.
     ("an-existing-output-is-replaced", (f"{COLLECT}/collector/check.rs", f"{COLLECT}/collector/mod.rs"),
-     ("(ExistingOutput::Reject, Some(first)) => Err(output_exists(first)),", "let (collection, requested, events) = Collection::open(self, &options).await?;"),
-     ("(ExistingOutput::Reject, Some(_)) => Ok(existing),",
+     ("return Err(output_exists(first));", "let (collection, requested, events) = Collection::open(self, &options).await?;"),
+     ("let _ = output_exists(first);",
       "let mut options = options; if options.existing == ExistingOutput::Reject { options.existing = ExistingOutput::Overwrite; } "
       "let (collection, requested, events) = Collection::open(self, &options).await?;"),
      "-p gym-server --test cli -- results_and_inputs_are_replaced_only_if_asked"),
