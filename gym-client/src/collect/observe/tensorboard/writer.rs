@@ -65,12 +65,16 @@ impl TensorBoardFile {
         }
     }
 
-    /// Creates the directory if needed.
+    /// Creates the directory if needed, and checks that it takes a file.
     ///
     /// # Errors
     /// `InvalidArgument` with the fix.
     pub(in crate::collect) fn check_folder(folder: &Path) -> Result<()> {
-        std::fs::create_dir_all(folder).map_err(|error| unusable(folder, &error))
+        let probe = folder.join(format!("{PREFIX}{}{SUFFIX}", std::process::id()));
+        let created = std::fs::create_dir_all(folder)
+            .and_then(|()| OpenOptions::new().append(true).create_new(true).open(&probe))
+            .and_then(|_| std::fs::remove_file(&probe));
+        created.map_err(|error| unusable(folder, &error))
     }
 
     /// Creates the file in the directory, which is created if needed. A resumed run keeps the files of earlier runs, which TensorBoard
@@ -288,6 +292,8 @@ mod tests {
         let file = start(true, "2");
         tokio::time::sleep(WRITE_INTERVAL * 3 + WRITE_INTERVAL / 2).await;
         assert_eq!(file.end().await, None);
+        TensorBoardFile::check_folder(&folder).unwrap();
+        TensorBoardFile::check_folder(Path::new("/proc")).unwrap_err();
         let version = 40;
         assert_eq!(lengths(), [point, version + 4 * (point - version)]);
         TensorBoardFile::check(&folder, true).unwrap();
