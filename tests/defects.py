@@ -5,7 +5,7 @@
     tests/defects.py WORD…            those whose name contains a word
     tests/defects.py --list           the names, each with what has its tests: the gate or a tier; exit status 1 if a text is no longer in its file
 
-A defect is one replaced text in one file, or several if two places guard against it, and the tests that must then fail. For the simulation, the
+A defect is one replaced text in one file, or several texts, also of several files, if two places guard against it, and the tests that must then fail. For the simulation, the
 report says how many cases it took, and how many faults were left after shrinking. The script works on a copy of the last commit in a separate work
 tree, so it changes nothing here. Exit status 1: a defect passed its tests, or its text is no longer in the file.
 """
@@ -67,20 +67,20 @@ DEFECTS = [
      "            _ => Err(error),\n        }\n    }\n}", "            _ => Ok((response, Some(ToolErrorCause::Server))),\n        }\n    }\n}",
      "-p gym-server --lib agent::"),
     # Nothing is replaced without leave.
-    ("an-existing-output-is-replaced", f"{COLLECT}/collector/mod.rs",
-     ("(ExistingOutput::Reject, Some(first)) => Err(output_exists(first)),", "let (collection, requested, events) = Collection::open(self, &options).await?;"),
-     ("(ExistingOutput::Reject, Some(_)) => Ok(existing),",
+    ("an-existing-output-is-replaced", (f"{COLLECT}/collector/check.rs", f"{COLLECT}/collector/mod.rs"),
+     ("return Err(output_exists(first));", "let (collection, requested, events) = Collection::open(self, &options).await?;"),
+     ("let _ = output_exists(first);",
       "let mut options = options; if options.existing == ExistingOutput::Reject { options.existing = ExistingOutput::Overwrite; } "
       "let (collection, requested, events) = Collection::open(self, &options).await?;"),
      "-p gym-server --test cli -- results_and_inputs_are_replaced_only_if_asked"),
     ("files-are-compared-by-path", f"{COLLECT}/files/mod.rs",
      "if let Ok(found) = std::fs::metadata(&path) {", "if let Ok(found) = std::fs::metadata(\"\") {", "-p gym-client --lib collect::files"),
-    ("the-input-may-be-an-output", f"{COLLECT}/collector/mod.rs",
+    ("the-input-may-be-an-output", f"{COLLECT}/collector/check.rs",
      "files.check_distinct(input, self.events.as_deref())?;", "let _ = files.check_distinct(input, self.events.as_deref());",
      "-p gym-server --test cli -- results_and_inputs_are_replaced_only_if_asked"),
     # A resumed collection requests the recorded rows.
-    ("resume-ignores-all-changes", f"{COLLECT}/collector/collection.rs",
-     "(!resumes || compare_rows(files, partial).await?)", "(!resumes || partial.as_os_str().is_empty())", "-p gym-server --test cli -- a_resumed_collection_may_grow_but_not_change"),
+    ("resume-ignores-all-changes", (f"{COLLECT}/collector/collection.rs", f"{COLLECT}/collector/check.rs"),
+     ("(!resumes || compare_rows(files, partial).await?)", "compared.map(|_| requested)?"), ("(!resumes || partial.as_os_str().is_empty())", "{ let _ = compared; requested }"), "-p gym-server --test cli -- a_resumed_collection_may_grow_but_not_change"),
     ("resume-ignores-changed-values", f"{COLLECT}/resume/mod.rs",
      "if !same_scalar(old, new) {", "if was.is_none() && !same_scalar(old, new) {", "-p gym-client --lib collect::resume"),
     ("resume-ignores-fewer-repeats", f"{COLLECT}/resume/mod.rs",
@@ -265,31 +265,32 @@ def found_by(output: str) -> str:
     return ", ".join(names) or "\n".join(output.splitlines()[-5:])
 
 
-def changes(old: str | tuple, new: str | tuple) -> list[tuple[str, str]]:
-    return list(zip(old, new)) if isinstance(old, tuple) else [(old, new)]
+def replacements(defect: tuple) -> list[tuple[str, str, str]]:
+    """The file, the old and the new text of each place of a defect."""
+    _, files, old, new, _ = defect
+    if isinstance(old, str):
+        return [(files, old, new)]
+    return list(zip([files] * len(old) if isinstance(files, str) else files, old, new))
 
 
 def stale_in(tree: Path, defect: tuple) -> str | None:
     """Says that the text of a defect is no longer in its file, or more than once."""
-    name, file, old, new, _ = defect
-    text = (tree / file).read_text() if (tree / file).exists() else ""
-    for was, _ in changes(old, new):
-        if text.count(was) != 1:
-            return f"{name}: STALE: {file} has {text.count(was)} places with the text of this defect; update the defect"
+    for file, was, _ in replacements(defect):
+        places = (tree / file).read_text().count(was) if (tree / file).exists() else 0
+        if places != 1:
+            return f"{defect[0]}: STALE: {file} has {places} places with the text of this defect; update the defect"
     return None
 
 
 def check(tree: Path, defect: tuple, environment: dict[str, str]) -> bool:
-    name, file, old, new, arguments = defect
+    name, arguments = defect[0], defect[-1]
     if stale := stale_in(tree, defect):
         print(stale, flush=True)
         return False
-    path = tree / file
-    text = defective = path.read_text()
-    for was, becomes in changes(old, new):
-        defective = defective.replace(was, becomes)
+    texts = {tree / file: (tree / file).read_text() for file, _, _ in replacements(defect)}
+    for file, was, becomes in replacements(defect):
+        (tree / file).write_text((tree / file).read_text().replace(was, becomes))
     begun = time.monotonic()
-    path.write_text(defective)
     ran = subprocess.Popen(["cargo", "test", *arguments.split()], cwd=tree, env=environment, text=True, start_new_session=True,
                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     try:
@@ -300,7 +301,8 @@ def check(tree: Path, defect: tuple, environment: dict[str, str]) -> bool:
         print(f"{name}: NO RESULT within {TIMEOUT_SECONDS} s of `cargo test {arguments}`", flush=True)
         return False
     finally:
-        path.write_text(text)
+        for path, text in texts.items():
+            path.write_text(text)
     took = f"{time.monotonic() - begun:.0f} s"
     if ran.returncode == 0:
         print(f"{name}: NOT FOUND by `cargo test {arguments}` ({took})", flush=True)

@@ -182,6 +182,7 @@ pub(crate) enum Play {
 }
 
 impl Play {
+    #[cfg(feature = "cli")]
     pub(super) fn of_environment(self) -> &'static str {
         match self {
             Self::Tools => "has tools and does not reply (`Servers::resources`)",
@@ -189,6 +190,7 @@ impl Play {
         }
     }
 
+    #[cfg(feature = "cli")]
     pub(super) fn of_agent(self) -> &'static str {
         match self {
             Self::Tools => "calls tools",
@@ -451,6 +453,7 @@ impl Servers {
     }
 
     /// Returns how an environment or a stock agent plays, if it is known.
+    #[cfg(feature = "cli")]
     pub(super) fn plays(&self, kind: ServerKind, implementation: &str) -> Option<Play> {
         self.plays.get(&(kind, implementation.to_owned())).copied()
     }

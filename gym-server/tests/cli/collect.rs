@@ -294,6 +294,30 @@ pub(crate) fn results_and_inputs_are_replaced_only_if_asked() {
     for file in ["link.jsonl", "own_materialized_inputs.jsonl"] {
         std::fs::remove_file(folder.file(file)).unwrap();
     }
+    // What no collection has written, and what another one needs.
+    std::fs::copy(folder.file("tasks.jsonl"), folder.file("other.jsonl")).unwrap();
+    let shared = "out/rollouts.json: out/rollouts.jsonl is an output whose other files, such as out/rollouts_materialized_inputs.jsonl";
+    for existing in ["--overwrite", "--resume"] {
+        for (output, events, expected) in [
+            (
+                "other.jsonl",
+                "events.jsonl",
+                "other.jsonl: this file is no output of a collection: its first line has no",
+            ),
+            (
+                "new.jsonl",
+                "other.jsonl",
+                "other.jsonl: this file is no events file of a collection (--events): its first",
+            ),
+            ("out/rollouts.json", "events.jsonl", shared),
+        ] {
+            let line =
+                ["collect", "-a", "digit_agent", "-i", "tasks.jsonl", "-o", output, "--events", events, existing];
+            let (_, error) = ended_with(&folder.run(&[&line[..], &served].concat()), 2);
+            assert!(error.contains(expected) && error.contains("fix: name another"), "{error}");
+        }
+    }
+    std::fs::remove_file(folder.file("other.jsonl")).unwrap();
     assert!(folder.contents() == recorded, "a rejected collection changed a file");
 
     let said = "out/rollouts.jsonl: this run replaces the results of an earlier one";

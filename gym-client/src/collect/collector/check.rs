@@ -5,6 +5,7 @@ use std::io::Read as _;
 use std::path::{Path, PathBuf};
 
 use gym_core::base::Files;
+use gym_core::rollout::metrics::{JsonFields, ROLLOUT_INDEX};
 use gym_core::{Code, Error, Result, World};
 
 use crate::collect::collector::collection::{compare_rows, compare_settings, has_outcomes, partial_of};
@@ -38,26 +39,26 @@ impl CollectOptions {
         }
         source.check().map_err(|error| invalid(&error))?;
         self.materialize.check().map_err(|error| invalid(&error))?;
-        if let Some(events) = &self.events {
-            EventTarget::check(events, self.existing)?;
-        }
-        if let Some(folder) = &self.tensorboard {
-            TensorBoardFile::check(folder, self.existing)?;
-        }
         if std::fs::metadata(&files.rollouts).is_ok_and(|found| !found.is_file() && !found.is_dir()) {
             let output = files.rollouts.display();
             return Err(Error::invalid(format!(
                 "{output}: this is no regular file, and rollouts need one\n  fix: name a file"
             )));
         }
-        for written in [Some(&files.rollouts), self.events.as_ref()].into_iter().flatten() {
-            check_is_output(written)?;
-        }
+        check_is_written(&files.rollouts, ROLLOUT_INDEX, "output of a collection")?;
+        check_alone(&files)?;
         let existing = files.existing(disk).await?;
-        match (self.existing, existing.first()) {
-            (ExistingOutput::Reject, Some(first)) => Err(output_exists(first)),
-            _ => Ok(existing),
+        if let (ExistingOutput::Reject, Some(first)) = (self.existing, existing.first()) {
+            return Err(output_exists(first));
         }
+        if let Some(events) = &self.events {
+            check_is_written(events, "event", "events file of a collection (--events)")?;
+            EventTarget::check(events, self.existing)?;
+        }
+        if let Some(folder) = &self.tensorboard {
+            TensorBoardFile::check(folder, !existing.is_empty())?;
+        }
+        Ok(existing)
     }
 
     /// Checks the first thousand rows of the input. Call this before servers start, which may take minutes;
@@ -145,18 +146,52 @@ impl CollectOptions {
     }
 }
 
-/// Checks that a file, if it exists, may be one of an earlier collection: JSON lines. `--overwrite` is no leave to replace another file.
-fn check_is_output(path: &Path) -> Result<()> {
-    let mut begins = [0; 256];
-    let is_file = std::fs::metadata(path).is_ok_and(|found| found.is_file());
-    let Some(length) = is_file.then(|| File::open(path).ok()?.read(&mut begins).ok()).flatten() else { return Ok(()) };
-    // A file system may leave zeros at the end of a file after a crash.
-    let first = begins[..length].iter().find(|byte| !byte.is_ascii_whitespace() && **byte != 0);
-    match first {
-        None | Some(b'{') => Ok(()),
-        Some(_) => Err(Error::invalid(format!(
-            "{}: this file is no output of a collection: it does not begin with a JSON object\n  fix: name another file, or remove this one",
-            path.display()
-        ))),
+/// Endings of outputs. The other files of a collection are named after the stem alone.
+const ENDINGS: [&str; 4] = ["", "json", "jsonl", "ndjson"];
+
+/// Checks that the other files of a new output are not those of an output with another ending.
+fn check_alone(files: &OutputFiles) -> Result<()> {
+    let has = |path: &Path| std::fs::metadata(path).is_ok_and(|found| found.is_file() && found.len() > 0);
+    if has(&files.rollouts) || !has(&files.materialized) {
+        return Ok(());
     }
+    let mut others = ENDINGS.into_iter().map(|ending| files.rollouts.with_extension(ending));
+    // A collection that runs may have no rollout yet.
+    let is_output = |other: &PathBuf| {
+        *other != files.rollouts && other.is_file() && check_is_written(other, ROLLOUT_INDEX, "output").is_ok()
+    };
+    let Some(other) = others.find(is_output) else { return Ok(()) };
+    Err(Error::invalid(format!(
+        "{}: {} is an output whose other files, such as {}, would have the same names\n  fix: name another output, or {1} to continue that one",
+        files.rollouts.display(),
+        other.display(),
+        files.materialized.display(),
+    )))
+}
+
+/// Bytes of a first line that are read to see what wrote it. A longer one may be a row.
+const FIRST_LINE_BYTES: u64 = 16 << 20;
+
+/// Checks that a file, if it exists, may be one that a collection has written: lines of JSON objects with a key. `--overwrite` is no leave to
+/// replace another file.
+fn check_is_written(path: &Path, key: &str, what: &str) -> Result<()> {
+    let mut begins = Vec::new();
+    let is_file = std::fs::metadata(path).is_ok_and(|found| found.is_file());
+    let read = is_file.then(|| File::open(path).ok()?.take(FIRST_LINE_BYTES).read_to_end(&mut begins).ok()).flatten();
+    if read.is_none() {
+        return Ok(());
+    }
+    // A file system may leave zeros at the end of a file after a crash.
+    let first = begins.iter().find(|byte| !byte.is_ascii_whitespace() && **byte != 0);
+    let line = begins.split(|byte| *byte == b'\n').next().filter(|line| line.len() < begins.len());
+    let fields = line.and_then(|line| JsonFields::parse(std::str::from_utf8(line).ok()?).ok());
+    let problem = match (first, fields) {
+        (Some(b'{'), Some(fields)) if fields.get(key).is_none() => format!("its first line has no `{key}`"),
+        (None | Some(b'{'), _) => return Ok(()),
+        _ => "it does not begin with a JSON object".to_owned(),
+    };
+    let path = path.display();
+    Err(Error::invalid(format!(
+        "{path}: this file is no {what}: {problem}\n  fix: name another file, or remove this one"
+    )))
 }

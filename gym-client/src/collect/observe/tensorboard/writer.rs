@@ -14,7 +14,6 @@ use tokio::sync::oneshot;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, timeout};
 
-use crate::collect::files::{ExistingOutput, output_exists};
 use crate::collect::observe::tensorboard::record;
 use crate::collect::run::{CollectProgress, ProgressSnapshot};
 
@@ -38,11 +37,12 @@ pub(in crate::collect) struct TensorBoardFile {
 }
 
 impl TensorBoardFile {
-    /// Checks that files can be created in the directory, and that `existing` allows it if earlier collections left some there.
+    /// Checks that files can be created in the directory. If the output begins, there may be none of another collection: TensorBoard would show
+    /// both as one run.
     ///
     /// # Errors
     /// `InvalidArgument` with the fix.
-    pub(in crate::collect) fn check(folder: &Path, existing: ExistingOutput) -> Result<()> {
+    pub(in crate::collect) fn check(folder: &Path, continues: bool) -> Result<()> {
         match std::fs::metadata(folder) {
             Ok(found) if !found.is_dir() => {
                 let wrong = Error::invalid("the path is no directory; name a directory");
@@ -54,18 +54,27 @@ impl TensorBoardFile {
         }
         access(folder, Access::WRITE_OK | Access::EXEC_OK).map_err(|error| unusable(folder, &error.into()))?;
         let earlier = own_files(folder).map_err(|error| unusable(folder, &error))?;
-        match (existing, earlier.first()) {
-            (ExistingOutput::Reject, Some(first)) => Err(output_exists(first)),
-            _ => Ok(()),
+        match earlier.first().filter(|_| !continues) {
+            Some(first) => Err(Error::invalid(format!(
+                "--tensorboard: {} is of another collection, and TensorBoard shows the files of a folder as one run\n  fix: name a folder of \
+                 its own, such as {}; or remove the file",
+                first.display(),
+                folder.join("run-2").display()
+            ))),
+            None => Ok(()),
         }
     }
 
-    /// Creates the directory if needed.
+    /// Creates the directory if needed, and checks that it takes a file.
     ///
     /// # Errors
     /// `InvalidArgument` with the fix.
     pub(in crate::collect) fn check_folder(folder: &Path) -> Result<()> {
-        std::fs::create_dir_all(folder).map_err(|error| unusable(folder, &error))
+        let probe = folder.join(format!("{PREFIX}{}{SUFFIX}", std::process::id()));
+        let created = std::fs::create_dir_all(folder)
+            .and_then(|()| OpenOptions::new().append(true).create_new(true).open(&probe))
+            .and_then(|_| std::fs::remove_file(&probe));
+        created.map_err(|error| unusable(folder, &error))
     }
 
     /// Creates the file in the directory, which is created if needed. A resumed run keeps the files of earlier runs, which TensorBoard
@@ -283,11 +292,13 @@ mod tests {
         let file = start(true, "2");
         tokio::time::sleep(WRITE_INTERVAL * 3 + WRITE_INTERVAL / 2).await;
         assert_eq!(file.end().await, None);
+        TensorBoardFile::check_folder(&folder).unwrap();
+        TensorBoardFile::check_folder(Path::new("/proc")).unwrap_err();
         let version = 40;
         assert_eq!(lengths(), [point, version + 4 * (point - version)]);
-        TensorBoardFile::check(&folder, ExistingOutput::Resume).unwrap();
-        let refused = TensorBoardFile::check(&folder, ExistingOutput::Reject).unwrap_err().to_string();
-        assert!(refused.contains("events.out.tfevents.") && refused.contains("--overwrite"), "{refused}");
+        TensorBoardFile::check(&folder, true).unwrap();
+        let refused = TensorBoardFile::check(&folder, false).unwrap_err().to_string();
+        assert!(refused.contains("events.out.tfevents.") && refused.contains("name a folder of its own"), "{refused}");
         std::fs::write(folder.join("events.out.tfevents.1.host.2"), "of another program").unwrap();
         assert_eq!(start(false, "3").end().await, None);
         assert_eq!(lengths(), [point]);
