@@ -44,6 +44,7 @@
 //! | [`registry`] | names of live servers, leases, choice of a replica |
 //! | [`rollout`] | task keys, attempts, outcomes, the ledger, exact statistics |
 //! | `group` | what a worker is written with: typed methods, batches, rank layouts (feature `groups`); `gym-group` has the rest of worker groups |
+//! | [`observe`] | work in flight, waits and stalls |
 //! | [`base`] | errors, cancellation, progress, files, time and randomness |
 //! | `testing` | conformance suites, simulated disk and network (feature `testing`) |
 //!
@@ -67,6 +68,7 @@ pub mod base;
 #[cfg(feature = "groups")]
 pub mod group;
 pub mod message;
+pub mod observe;
 pub mod prelude;
 pub mod registry;
 pub mod rollout;

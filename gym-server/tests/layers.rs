@@ -54,6 +54,7 @@ const MODULES: &[(&str, &[&[&str]])] = &[
             &["server"],
             &["rollout", "transport"],
             &["message"],
+            &["observe"],
             &["base"],
         ],
     ),

@@ -12,7 +12,7 @@ use std::time::Duration;
 use futures_util::future::BoxFuture;
 use gym_core::base::process;
 use gym_core::base::temporary_folder;
-use gym_core::base::waits::{self, WAITS_ROUTE, WaitQuery};
+use gym_core::observe::waits::{self, WAITS_ROUTE, WaitQuery};
 use gym_core::transport::{ListenOptions, serve};
 use gym_core::{CancelToken, Code, Endpoint, Error, Handler, Request, Response, Result, Verb};
 use serde::{Deserialize, Serialize};

@@ -13,7 +13,7 @@ use tokio::time::{Instant, Sleep, sleep_until};
 
 use crate::base::cancel::{CancelToken, CancelledOwned};
 use crate::base::error::{Code, Error, Execution, Result};
-use crate::base::stall;
+use crate::observe::stall;
 
 pin_project! {
     /// A future within the bounds of a call. Not an async block, which would hold the future twice: every call that waits holds one of these.

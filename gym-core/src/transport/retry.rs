@@ -7,8 +7,8 @@ use std::time::Duration;
 use tokio::time::Instant;
 
 use crate::base::error::{Error, Execution, Result};
-use crate::base::waits::{Wait, WaitGuard, WaitKind};
 use crate::message::CallContext;
+use crate::observe::waits::{Wait, WaitGuard, WaitKind};
 
 /// Limits on the number and the frequency of attempts.
 #[derive(Clone, Debug, PartialEq)]

@@ -37,7 +37,7 @@ use futures_util::future::BoxFuture;
 use gym_client::Transports;
 use gym_client::collect::monitor::{CollectionMonitor, CollectionReport, REPORT_ROUTE};
 use gym_client::registry::{DrainRequest, RosterRequest, SharedConfiguration, WatchRequest};
-use gym_core::base::waits::{WAITS_ROUTE, WaitQuery, report as waits_of_process};
+use gym_core::observe::waits::{WAITS_ROUTE, WaitQuery, report as waits_of_process};
 use gym_core::registry::{
     Heartbeat, Instance, Lease, Member, MemberRegistry, MemberSpec, MemberState, MemberTuning, MemoryRegistry,
     Registration, Registry, TuningDifference, tuning_differences,

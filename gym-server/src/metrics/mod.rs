@@ -11,7 +11,7 @@ use std::sync::Arc;
 use gym_client::collect::CollectProgress;
 use gym_client::metrics::{ProcessMetrics, open_metrics};
 use gym_client::work::WorkPool;
-use gym_core::base::stall::{self, StalledHandler};
+use gym_core::observe::stall::{self, StalledHandler};
 use gym_core::registry::AffinityCounts;
 use gym_core::rollout::EpisodeRecord;
 use gym_core::server::SessionCounts;

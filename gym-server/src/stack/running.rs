@@ -167,7 +167,7 @@ impl Stack {
     /// `InvalidArgument` with file, key and fix for an error in the configuration, such as an implementation that is neither native
     /// nor Python. `Unavailable` if a server does not start; the servers that have started are stopped again.
     pub async fn start(config: GymConfig, servers: &Servers, world: &World, options: StackOptions) -> Result<Self> {
-        gym_core::base::stall::watch();
+        gym_core::observe::stall::watch();
         let in_process = InProcess::new().with_calls_max(options.in_process_calls_max);
         // Clients call the head server over HTTP, regardless of the policy, because it resolves all other servers.
         let control = Transports::from_features(in_process.clone()).with_policy(TransportPolicy::unconfigured());

@@ -8,12 +8,12 @@ use std::task::{Context, Poll, ready};
 
 use futures_util::future::BoxFuture;
 use gym_core::CancelToken;
-use gym_core::base::waits::WaitGuard;
 use gym_core::base::watch;
 use gym_core::group::GroupView;
 use gym_core::group::layout::Rank;
 use gym_core::group::worker::Method;
 use gym_core::message::Incarnation;
+use gym_core::observe::waits::WaitGuard;
 use gym_core::transport::Reply;
 use gym_core::transport::mem::{TrySendOutcome, try_send};
 use gym_core::{Error, Execution, Result};

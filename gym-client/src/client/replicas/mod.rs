@@ -9,8 +9,8 @@ use std::sync::{Arc, OnceLock};
 use std::task::{Context, Poll, ready};
 
 use gym_core::base::Cancelled;
-use gym_core::base::waits::WaitTarget;
 use gym_core::message::CALL_METADATA;
+use gym_core::observe::waits::WaitTarget;
 use gym_core::registry::{AffinityCounts, AffinityKey, Balance, Instance, Load, Picker};
 use gym_core::server::ServerKind;
 use gym_core::transport::ConnectOptions;

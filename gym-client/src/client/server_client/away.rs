@@ -11,7 +11,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use gym_core::base::waits::{Wait, WaitGuard, WaitKind};
+use gym_core::observe::waits::{Wait, WaitGuard, WaitKind};
 use gym_core::transport::RetryPolicy;
 use gym_core::{CallContext, Code, Error, Execution, Request, Result, Route, Verb};
 use tokio::time::Instant;

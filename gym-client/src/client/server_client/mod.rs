@@ -17,9 +17,9 @@ use std::time::Duration;
 
 use futures_util::TryFutureExt as _;
 use futures_util::future::Either;
-use gym_core::base::stall::HandlerLabel;
-use gym_core::base::waits::{PendingWait, Wait, WaitKind, WaitTarget};
 use gym_core::message::EXECUTION_METADATA;
+use gym_core::observe::stall::HandlerLabel;
+use gym_core::observe::waits::{PendingWait, Wait, WaitKind, WaitTarget};
 use gym_core::registry::{AffinityCounts, Balance, DEFAULT_TTL, Instance, MemberRegistry, Registry};
 use gym_core::transport::{RetryPolicy, retry_after};
 use gym_core::{CallContext, Code, Error, Execution, Incarnation, Request, Response, Result, Rope, Route, World};

@@ -9,8 +9,8 @@ use std::time::Duration;
 
 use futures_util::FutureExt as _;
 use futures_util::future::BoxFuture;
-use gym_core::base::stall::HandlerLabel;
-use gym_core::base::waits::{self, WAITS_ROUTE, Wait, WaitKind, WaitQuery, WaitTarget, recorded};
+use gym_core::observe::stall::HandlerLabel;
+use gym_core::observe::waits::{self, WAITS_ROUTE, Wait, WaitKind, WaitQuery, WaitTarget, recorded};
 use gym_core::registry::{MemberLimits, MemberRegistry};
 use gym_core::rollout::work::{Assignment, PollStart, WorkId, WorkPoll, WorkQueueError, WorkQueueOptions, WorkerId};
 use gym_core::{Code, Error, Execution, Handler, Incarnation, Message, Request, Response, Result, Verb, World};

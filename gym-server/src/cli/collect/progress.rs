@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use gym_client::collect::{CollectProgress, ProgressSnapshot};
 use gym_core::CancelToken;
-use gym_core::base::waits::turns_of;
+use gym_core::observe::waits::turns_of;
 use gym_core::rollout::{Attempt, FailureClass};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use tokio::sync::watch;

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
 
-use gym_core::base::waits::{ProcessWaits, WaitKind, WaitReport};
+use gym_core::observe::waits::{ProcessWaits, WaitKind, WaitReport};
 use serde::Serialize;
 
 use crate::head::waits::process::{Asked, NoAnswer, states};

@@ -14,7 +14,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use gym_client::Transports;
-use gym_core::base::waits::WaitReport;
+use gym_core::observe::waits::WaitReport;
 use gym_core::registry::{Instance, Member, MemberSpec};
 use serde::Serialize;
 use tokio::sync::Mutex;

@@ -7,7 +7,7 @@ use gym_client::Transports;
 use gym_client::registry::local_programs;
 use gym_core::base::host_name;
 use gym_core::base::process::unusual_state;
-use gym_core::base::waits::{ProcessWaits, WAITS_ROUTE, WaitReport};
+use gym_core::observe::waits::{ProcessWaits, WAITS_ROUTE, WaitReport};
 use gym_core::registry::Instance;
 use gym_core::{CallContext, Endpoint, Error, Result};
 use serde::Serialize;

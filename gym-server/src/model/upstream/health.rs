@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
-use gym_core::base::{InFlight, WorkKey};
+use gym_core::observe::{InFlight, WorkKey};
 use gym_core::server::{EndpointReport, EndpointState};
 use parking_lot::Mutex;
 use tokio::time::Instant;

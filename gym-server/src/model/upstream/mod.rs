@@ -12,8 +12,8 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use gym_client::client_url::EndpointUrl;
-use gym_core::base::waits::{Wait, WaitKind, recorded};
 use gym_core::message::readable;
+use gym_core::observe::waits::{Wait, WaitKind, recorded};
 use gym_core::rollout::{FailureClass, UNVERIFIED_KEY};
 use gym_core::server::{EndpointReport, EndpointState, ResponseEnd};
 use gym_core::{CallContext, Code, Error, Execution, RawObject, Result, World};

@@ -1,7 +1,7 @@
 //! Reports how a server reaches its peers, and handlers that block a thread, for `/health` and `rgym status`.
 
 use gym_client::transport::PeerPath;
-use gym_core::base::stall::Stall;
+use gym_core::observe::stall::Stall;
 use gym_core::transport::Transport;
 use serde::{Deserialize, Serialize};
 

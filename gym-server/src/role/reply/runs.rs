@@ -1,8 +1,8 @@
 //! The rollouts that an agent or an environment server is running, for `/health` and `rgym status`.
 
 use gym_core::Rope;
-use gym_core::base::waits::{WaitKind, WaitQuery, WaitReport};
-use gym_core::base::{InFlight, WorkKey};
+use gym_core::observe::waits::{WaitKind, WaitQuery, WaitReport};
+use gym_core::observe::{InFlight, WorkKey};
 use gym_core::rollout::metrics::{ROLLOUT_INDEX, TASK_INDEX};
 use gym_core::rollout::{Attempt, TaskKey};
 use serde::{Deserialize, Serialize};

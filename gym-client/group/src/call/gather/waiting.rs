@@ -4,12 +4,12 @@ use std::fmt::Write as _;
 use std::sync::Arc;
 use std::time::Duration;
 
-use gym_core::base::stall::HandlerLabel;
-use gym_core::base::waits::{Wait, WaitKind, WaitTarget};
 use gym_core::base::watch;
 use gym_core::group::GroupView;
 use gym_core::group::layout::Rank;
 use gym_core::group::worker::Method;
+use gym_core::observe::stall::HandlerLabel;
+use gym_core::observe::waits::{Wait, WaitKind, WaitTarget};
 
 use crate::call::gate::Gate;
 use crate::call::gather::Stages;

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use gym_core::base::{InFlight, WorkKey};
+use gym_core::observe::{InFlight, WorkKey};
 use gym_core::rollout::{Attempt, FailureClass, TaskKey};
 use parking_lot::Mutex;
 use serde::Serialize;

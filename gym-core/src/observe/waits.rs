@@ -5,7 +5,7 @@
 //!
 //! ```text
 //!   pending future ──► PendingWait ──► table of the process ◄── GET /waits?trace=…&older_ms=…
-//!                                      handlers that block their thread (base::stall) ◄┘
+//!                                      handlers that block their thread (observe::stall) ◄┘
 //! ```
 
 use std::cell::Cell;
@@ -25,7 +25,7 @@ use tokio::time::Instant;
 
 use crate::base::hex;
 use crate::base::machine::host_name;
-use crate::base::stall::{self, HandlerLabel, Stall};
+use crate::observe::stall::{self, HandlerLabel, Stall};
 
 /// The route of the waits of a process.
 pub const WAITS_ROUTE: &str = "/waits";

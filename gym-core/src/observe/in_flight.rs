@@ -1,7 +1,5 @@
 //! Work in flight, so that a person can see what has been running for the longest time.
 
-pub mod waits;
-
 use std::collections::BTreeMap;
 
 use parking_lot::Mutex;
