@@ -371,14 +371,12 @@ fn a_file_that_is_no_output_is_not_overwritten() {
     std::fs::write(folder.path().join("main.yaml"), yaml).unwrap();
     std::fs::write(folder.path().join("t.jsonl"), "{\"responses_create_params\": {\"input\": \"x\"}}\n").unwrap();
     let collect = ["collect", "--config", "main.yaml", "--input", "t.jsonl", "--overwrite", "--output"];
-    for arguments in [&["main.yaml"][..], &["o.jsonl", "--events", "main.yaml"]] {
+    for (arguments, what) in [(&["main.yaml"][..], "output"), (&["o.jsonl", "--events", "main.yaml"], "events file")] {
         let output = rgym(folder.path(), &[&collect[..], arguments].concat());
         let (_, error) = texts(&output);
         assert_eq!(output.status.code(), Some(2), "{error}");
-        assert!(
-            error.contains("main.yaml: this file is no output of a collection") && error.contains("fix: name"),
-            "{error}"
-        );
+        let expected = format!("main.yaml: this file is no {what} of a collection");
+        assert!(error.contains(&expected) && error.contains("fix: name"), "{error}");
         assert_eq!(std::fs::read_to_string(folder.path().join("main.yaml")).unwrap(), yaml);
     }
     let output = rgym(folder.path(), &[&collect[..], &["/dev/null"]].concat());

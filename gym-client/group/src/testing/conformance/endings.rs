@@ -37,6 +37,18 @@ async fn notes(group: &Arc<dyn WorkerGroupExt>) -> Vec<Vec<String>> {
     group.call(Notes, ()).deadline(LONG_TIMEOUT).await.unwrap().into_values()
 }
 
+/// Calls with a short deadline a rank that takes three calls at a time. On a busy machine, calls that were given up earlier arrive late, and
+/// have a place until they end there.
+async fn late_note(group: &Arc<dyn WorkerGroupExt>, number: u64) -> GroupError {
+    loop {
+        let error = group.call(Note, number).deadline(SHORT_TIMEOUT).await.unwrap_err();
+        if error.cause().code() != Code::ResourceExhausted {
+            return error;
+        }
+        until(&**group, |status| status.running.len() + status.waiting < 3).await;
+    }
+}
+
 fn kinds(error: &GroupError) -> Vec<FailureKind> {
     error.outcomes().iter().filter_map(crate::call::RankOutcome::kind).collect()
 }
@@ -183,7 +195,7 @@ async fn a_call_in_line_is_answered_at_its_deadline_and_leaves_its_place(fixture
         let held = group.call(Hold, ()).deadline(LONG_TIMEOUT).start().await.unwrap();
         until_running(&*group).await;
         for number in 0..6 {
-            let late = group.call(Note, number).deadline(SHORT_TIMEOUT).await.unwrap_err();
+            let late = late_note(&group, number).await;
             assert_eq!(late.cause().code(), Code::DeadlineExceeded, "{late:?}");
             until(&*group, |status| status.running.len() == 1 && status.waiting == 0).await;
         }
@@ -199,14 +211,13 @@ async fn a_call_behind_a_shared_one_is_answered_at_its_deadline_and_leaves_its_p
     // A shared call holds the first exclusive one up, that one the others.
     let shared = group.call(HoldShared, ()).deadline(LONG_TIMEOUT).start().await.unwrap();
     let held = group.call(Hold, ()).deadline(LONG_TIMEOUT).start().await.unwrap();
-    let late = group.call(Note, 1).deadline(SHORT_TIMEOUT).await.unwrap_err();
+    let late = late_note(&group, 1).await;
     assert_eq!(late.cause().code(), Code::DeadlineExceeded);
     until(&*group, |status| status.running.len() == 1 && status.waiting == 1).await;
     drop(shared);
     until(&*group, |status| status.running.iter().any(|call| call.method == "test.hold")).await;
-    let late = [2, 3].map(|number| group.call(Note, number).deadline(SHORT_TIMEOUT).into_future());
-    for late in futures_util::future::join_all(late).await {
-        assert_eq!(late.unwrap_err().cause().code(), Code::DeadlineExceeded);
+    for late in futures_util::future::join_all([2, 3].map(|number| late_note(&group, number))).await {
+        assert_eq!(late.cause().code(), Code::DeadlineExceeded);
     }
     until(&*group, |status| status.running.len() == 1 && status.waiting == 0).await;
     let waits = group.call(Note, 5).deadline(LONG_TIMEOUT).start().await.unwrap();
