@@ -29,6 +29,7 @@ pub(crate) mod yaml;
 pub use blocks::BlockFile;
 pub use gym_core::server::ServerKind;
 pub use loader::ConfigLoader;
+pub(crate) use problem::LET_READ;
 pub use problem::nearest as nearest_name;
 pub use problem::{ConfigError, Mistake, Origin, Problem};
 pub use resolve::overrides::Overrides;

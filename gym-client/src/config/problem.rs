@@ -162,6 +162,9 @@ fn list(problems: &[Problem]) -> String {
     problems.iter().map(ToString::to_string).collect::<Vec<_>>().join("\n")
 }
 
+/// The fix of a file that exists and is not opened for this user.
+pub(crate) const LET_READ: &str = "let this user read the file and its directory";
+
 /// Returns `did you mean X?`, or a list of the available names.
 pub(crate) fn suggest(wanted: &str, names: &[&str], what: &str) -> String {
     match nearest(wanted, names.iter().copied()) {

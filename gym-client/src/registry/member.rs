@@ -192,10 +192,7 @@ impl Membership {
                     }
                     return Ok(lease);
                 }
-                Err(error) => match before.take() {
-                    Some(before) => error.after_attempt(&before),
-                    None => error,
-                },
+                Err(error) => error.after_attempt(before.as_ref()),
             };
             // The lease of an earlier process with this name ends soon, if that process is dead.
             let temporary = matches!(error.code(), Code::Unavailable | Code::DeadlineExceeded | Code::AlreadyExists);

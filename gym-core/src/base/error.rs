@@ -297,8 +297,9 @@ impl Error {
 
     /// Adds the error of the attempt before, if this one only tells that the deadline has passed: who waited learns for what.
     #[must_use]
-    pub fn after_attempt(mut self, before: &Self) -> Self {
-        if self.code() == Code::DeadlineExceeded && before.code() != Code::DeadlineExceeded {
+    pub fn after_attempt(mut self, before: Option<&Self>) -> Self {
+        let before = before.filter(|before| before.code() != Code::DeadlineExceeded);
+        if let (Code::DeadlineExceeded, Some(before)) = (self.code(), before) {
             self.innermost(|error| error.message = format!("{}; the attempt before: {before}", error.message).into());
         }
         self

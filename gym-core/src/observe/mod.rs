@@ -1,4 +1,4 @@
-//! What a process does now, for the people who look: its work in flight, what each call waits for, and handlers that block a thread.
+//! The current state of a process: its work in flight, the wait of each call, and the handlers that block a thread.
 
 mod in_flight;
 pub mod stall;

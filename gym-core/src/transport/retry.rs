@@ -131,7 +131,7 @@ where
         drop(pause);
         error = match attempt(number).await {
             Ok(done) => return Ok(done),
-            Err(next) => next.after_attempt(&error),
+            Err(next) => next.after_attempt(Some(&error)),
         };
     }
 }

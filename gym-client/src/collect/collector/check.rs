@@ -1,7 +1,7 @@
 //! The checks of a collection before its servers start, which may take minutes: its paths, its rows, what was recorded, and the folders of its files.
 
 use std::fs::File;
-use std::io::Read as _;
+use std::io::{BufRead as _, BufReader, Read as _};
 use std::path::{Path, PathBuf};
 
 use gym_core::base::Files;
@@ -17,7 +17,7 @@ use crate::collect::ledger::lock_output;
 use crate::collect::names::ServerNames;
 use crate::collect::observe::{EventTarget, TensorBoardFile};
 
-/// Rows that are checked before servers start: few enough that nobody waits for them.
+/// Rows that are checked before servers start, in less than a second.
 const CHECKED_ROWS: u64 = 1_000;
 
 /// Bytes of recorded rows up to which they are compared before servers start: about a second. The collection compares those of any size.
@@ -175,19 +175,26 @@ const FIRST_LINE_BYTES: u64 = 16 << 20;
 /// Checks that a file, if it exists, may be one that a collection has written: lines of JSON objects with a key. `--overwrite` is no leave to
 /// replace another file.
 fn check_is_written(path: &Path, key: &str, what: &str) -> Result<()> {
-    let mut begins = Vec::new();
-    let is_file = std::fs::metadata(path).is_ok_and(|found| found.is_file());
-    let read = is_file.then(|| File::open(path).ok()?.take(FIRST_LINE_BYTES).read_to_end(&mut begins).ok()).flatten();
-    if read.is_none() {
+    if !std::fs::metadata(path).is_ok_and(|found| found.is_file()) {
         return Ok(());
     }
+    let Ok(file) = File::open(path) else { return Ok(()) };
+    let (mut lines, mut line) = (BufReader::new(file.take(FIRST_LINE_BYTES)), Vec::new());
     // A file system may leave zeros at the end of a file after a crash.
-    let first = begins.iter().find(|byte| !byte.is_ascii_whitespace() && **byte != 0);
-    let line = begins.split(|byte| *byte == b'\n').next().filter(|line| line.len() < begins.len());
-    let fields = line.and_then(|line| JsonFields::parse(std::str::from_utf8(line).ok()?).ok());
+    let is_blank = |byte: &u8| byte.is_ascii_whitespace() || *byte == 0;
+    while line.iter().all(is_blank) {
+        line.clear();
+        if !lines.read_until(b'\n', &mut line).is_ok_and(|bytes| bytes > 0) {
+            return Ok(());
+        }
+    }
+    let first = line.iter().find(|byte| !is_blank(byte));
+    // A line without an end was torn, or is longer.
+    let whole = line.strip_suffix(b"\n").and_then(|line| std::str::from_utf8(line).ok());
+    let fields = whole.and_then(|line| JsonFields::parse(line).ok());
     let problem = match (first, fields) {
         (Some(b'{'), Some(fields)) if fields.get(key).is_none() => format!("its first line has no `{key}`"),
-        (None | Some(b'{'), _) => return Ok(()),
+        (Some(b'{'), _) => return Ok(()),
         _ => "it does not begin with a JSON object".to_owned(),
     };
     let path = path.display();

@@ -3,7 +3,7 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
-use crate::config::nearest_name;
+use crate::config::{LET_READ, nearest_name};
 
 /// Entries of a folder that are compared with a name. More are the results of a program, not of a person who types their names.
 pub(super) const ENTRIES_MAX: usize = 10_000;
@@ -28,7 +28,7 @@ pub fn fix_of_unopened(path: &Path, error: &io::Error, otherwise: &str) -> Strin
             Some(near) => format!("did you mean `{}`?", near.display()),
             None => otherwise.to_owned(),
         },
-        io::ErrorKind::PermissionDenied => "let this user read the file and its directory".to_owned(),
+        io::ErrorKind::PermissionDenied => LET_READ.to_owned(),
         _ => otherwise.to_owned(),
     }
 }

@@ -4,7 +4,7 @@ use serde_json::{Map, Value};
 
 use crate::config::nearest_name;
 
-/// The types of parts in the Responses API, and that of videos, which engines have.
+/// The types of content parts in the Responses API, and `input_video`, which engines accept too.
 const PARTS: [&str; 5] = ["input_text", "input_image", "input_file", "input_audio", "input_video"];
 /// Types of parts in chat completions, with those that they are here.
 const OF_CHAT: [(&str, &str); 6] = [

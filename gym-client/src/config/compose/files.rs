@@ -3,7 +3,7 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
-use crate::config::problem::{ConfigError, Mistake, Origin, Problem};
+use crate::config::problem::{ConfigError, LET_READ, Mistake, Origin, Problem};
 use crate::config::resolve::interpolation::{Resolver, VariableLookup};
 use crate::config::yaml::node::{Node, Tree};
 use crate::config::yaml::parser;
@@ -257,7 +257,7 @@ impl<'a> ConfigFiles<'a> {
 
 fn unread(shown: &str, error: &io::Error, listed_at: &Origin) -> Problem {
     let fix = match error.kind() {
-        io::ErrorKind::PermissionDenied => "let this user read the file and its directory",
+        io::ErrorKind::PermissionDenied => LET_READ,
         _ => "check the path and its permissions",
     };
     Problem::new(Mistake::File, listed_at, "config_paths", format!("cannot read '{shown}': {error}")).fix(fix)

@@ -94,8 +94,10 @@ pub(super) async fn collect(
     }
     if serves {
         let names = ServerNames::of_config(&loaded.config);
-        let plan = PullPlan::own(&args, &loaded.config.head.host);
-        let names = plan.map_or(names.clone(), |plan| plan.names(names));
+        let names = match PullPlan::own(&args, &loaded.config.head.host) {
+            Some(plan) => plan.names(names),
+            None => names,
+        };
         options.check_rows(&names).await?;
         options.check_start(&names, &world).await?;
     }

@@ -123,10 +123,7 @@ async fn wait_for_head<T, F: Future<Output = Result<T>>>(
     loop {
         let error = match ask(CallContext::until(deadline)).await {
             Ok(answer) => return Ok(answer),
-            Err(error) => match before.take() {
-                Some(before) => error.after_attempt(&before),
-                None => error,
-            },
+            Err(error) => error.after_attempt(before.as_ref()),
         };
         let temporary = matches!(error.code(), Code::Unavailable | Code::DeadlineExceeded);
         if !temporary || Instant::now() + wait >= deadline {
